@@ -16,6 +16,7 @@ import cProfile
 import gc
 import json
 import logging
+import os
 import pstats
 import time
 from pathlib import Path
@@ -37,6 +38,8 @@ from common.settings.config import Config, load
 from common.wire.codec import decode_groups
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.context import RolloutContext
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
@@ -197,9 +200,8 @@ def measure(
             load_tokenizer(config.model), PromptStyle(system_prompt="Think step by step."), [2]
         )
         cursor = PromptCursor(PromptProgress())
-        collector = Collector(
-            config, services, prompter, StageClock(), run_id="collector", cursor=cursor
-        )
+        context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="collector")
+        collector = Collector(context, cursor, GroundTruthCheck(services, Path(os.devnull)))
         replay.collector = collector
 
         async def enable(on: bool) -> None:

@@ -231,6 +231,12 @@ class DirectPublisher:
         self._engine = engine
         self._loop = loop
 
+    def sleep(self) -> None:
+        """Is not called: nothing shares a GPU here."""
+
+    def wake(self) -> None:
+        """Is not called."""
+
     def publish(self, weights: Weights, version: int) -> None:
         write_version(weights, [], self._directory, "overlap", version)
         self._loop.call(
@@ -265,6 +271,9 @@ class Sockets:
 
     def agents(self) -> list[Client]:
         return []
+
+    def data(self) -> str:
+        return ""
 
     def engine_gpus(self) -> int | None:
         return None

@@ -42,6 +42,7 @@ from common.process.topology import Topology
 from common.wire.schemas import WeightChecksums, WeightManifest, WorkerReport
 from learning.weight_group import digest, join
 from services.engine.distributed import DistributedBody, InitBody, WeightUpdates
+from services.engine.requests import Body
 from services.engine.weights import copy_tensors, load_into, own_tensors
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 from trainer.server import BackgroundServer, create_trainer_app
@@ -164,11 +165,11 @@ async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates,
             "world_size": plan.world_size,
         }
         await updates.init(InitBody.model_validate(place))
-    await updates.begin()
+    await updates.begin(Body())
     for bucket in plan.buckets:
         body = bucket.model_dump() | {"group_name": plan.group, "load_format": "flattened_bucket"}
         await updates.receive(DistributedBody.model_validate(body))
-    await updates.end()
+    await updates.end(Body())
     return plan.group
 
 
@@ -319,7 +320,13 @@ def copy(source: Path, receivers: int, scratch: Path) -> None:
 
 def _gloo_group(port: int, rank: int, world_size: int) -> dist.ProcessGroup:
     return join(
-        "127.0.0.1", port, rank, world_size, name="raw", backend="gloo", timeout_s=_TIMEOUT_S
+        "127.0.0.1",
+        port,
+        rank=rank,
+        world_size=world_size,
+        name="raw",
+        backend="gloo",
+        timeout_s=_TIMEOUT_S,
     )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -134,6 +134,9 @@ class Rehearsal:
         return self.weights + self.gradients + self.optimizer + self.reference
 
 
+_T = TypeVar("_T")
+
+
 class _Rank(Ranks):
     """Looks to the policy like a rank with a GPU, but communicates with nobody and reads no
     files.
@@ -143,8 +146,8 @@ class _Rank(Ranks):
     device = property(lambda _: torch.device("cpu"), lambda *_: None)
     is_rank_zero = property(lambda _: False)
 
-    def broadcast(self, body: bytes) -> bytes:
-        return body
+    def broadcast(self, value: _T) -> _T:
+        return value
 
     def all_equal(self, body: bytes) -> bool:
         return False

@@ -3,9 +3,8 @@
 
 The first part adds and takes 256 completions × 1,024 tokens per request over HTTP, in a real
 service process, by msgpack and by JSON in the same run; every add is synced to disk before it is
-acknowledged. The second part measures the cost of an index of `--sizes` reusable groups. The third
-measures each call on stores of `--sizes` groups of 8 answers, in this process, which holds the
-index as the service does. `--rounds 0` skips the requests.
+acknowledged. The second part measures each call on stores of `--sizes` groups of 8 answers, in this
+process. `--rounds 0` skips the requests.
 """
 
 import asyncio
@@ -26,10 +25,11 @@ from common.settings.sections import ReplaySection
 from common.wire import codec
 from common.wire.schemas import Completion, Group, Groups, SampleRequest, TakeRequest
 from services.replay.buffer import ReplayBuffer
-from services.replay.reuse import ReuseIndex
 
 GROUPS = 32
 COMPLETIONS = 8
+PER_VERSION = 128
+"""Groups of one weight version in the second part."""
 TOKENS = 1024
 MEGABYTE = 1e6
 
@@ -100,47 +100,26 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
     return {name: (statistics.median(values), sizes[name]) for name, values in seconds.items()}
 
 
-def index_ms(groups: int) -> list[str]:
-    """Returns CPU milliseconds of an index of this many groups: the first draw of 64, a later one,
-    and its updates.
-    """
-    priorities = np.random.default_rng(0).random(groups).tolist()
-    index = ReuseIndex([(i + 1, i // 100, priority, 0) for i, priority in enumerate(priorities)])
-    draws = []
-    updates = []
-    for step in range(10):
-        begin = time.process_time()
-        orders, _ = index.draw(
-            64, step, min_version=step, max_times=4, exponent=0.6, correction=0.4 + step / 100
-        )
-        middle = time.process_time()
-        index.drawn(orders)
-        index.set_priorities([(order, 0.5) for order in orders])
-        index.append([(groups + 1 + 32 * step + i, groups // 100, 1.0, 0) for i in range(32)])
-        draws.append(middle - begin)
-        updates.append(time.process_time() - middle)
-    taken = [draws[0], statistics.median(draws[1:]), statistics.median(updates[1:])]
-    return [f"{groups:,}", *(f"{seconds * 1e3:.2f}" for seconds in taken)]
-
-
 def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
     """Returns a row of the table: the cost of a store with `groups` small groups, half of them
     consumed.
 
     The columns are: adding and taking 32 groups (which are then acknowledged), drawing 64 by
-    priority, drawing 64 answers (the first time and later), opening the store, and megabytes on
-    disk.
+    priority from all and from those of the last eight versions, drawing 64 answers, opening the
+    store, and megabytes on disk.
     """
     ids = np.arange(4, dtype=np.int32)
-    completions = [
-        Completion(ids, -ids.astype(np.float32), "a", "stop", [(0, 0, 4)], reward=i / 8)
-        for i in range(8)
-    ]
     config = ReplaySection(capacity=8 * (groups + (rounds + 1) * GROUPS))
+
+    def completions(version: int) -> list[Completion]:
+        return [
+            Completion(ids, -ids.astype(np.float32), "a", "stop", [(version, 0, 4)], reward=i / 8)
+            for i in range(8)
+        ]
 
     def made(first: int, count: int) -> list[Group]:
         return [
-            Group(f"g-{i}", "p", "a prompt", "42", ids, completions, position=i)
+            Group(f"g-{i}", "p", "a prompt", "42", ids, completions(i // PER_VERSION), position=i)
             for i in range(first, first + count)
         ]
 
@@ -156,20 +135,23 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
     add = []
     take = []
     sample = []
+    sample_new = []
     answers = []
     for i in range(rounds):
         fresh = made(groups + i * GROUPS, GROUPS)
         take_request = TakeRequest(count=GROUPS, request_id=f"take-{i}")
         sample_request = SampleRequest(count=64, seed=i)
+        newest = SampleRequest(count=64, seed=i, min_version=groups // 2 // PER_VERSION - 8)
         draw = partial(buffer.sample_experiences, 64, prioritized=True, seed=i)
         add.append(seconds_of(partial(buffer.add, fresh)))
         take.append(seconds_of(partial(buffer.take, take_request)))
         sample.append(seconds_of(partial(buffer.sample, sample_request)))
+        sample_new.append(seconds_of(partial(buffer.sample, newest)))
         answers.append(seconds_of(draw))
     size = buffer.store.size()
     buffer.close()
-    times = [statistics.median(values) * 1e3 for values in (add, take, sample)]
-    times += [answers[0] * 1e3, statistics.median(answers[1:]) * 1e3]
+    measured = (add, take, sample, sample_new, answers)
+    times = [statistics.median(values) * 1e3 for values in measured]
     return [f"{groups:,}", *(f"{each:.1f}" for each in times), f"{opened:.2f}", f"{size / 1e6:.0f}"]
 
 
@@ -218,11 +200,9 @@ def main() -> None:
     rounds = arguments.rounds
     if rounds:
         over_sockets(rounds)
-    print("groups; first draw of 64 by priority, later draws, updates after one (processor ms)")
-    for groups in arguments.sizes:
-        print(*index_ms(groups), sep=" | ", flush=True)
     print(
-        "groups; add 32, take 32, sample 64, first and later 64 answers (ms); open (s); file (MB)"
+        "groups; add 32, take 32, sample 64 of all and of the last 8 versions, 64 answers (ms); "
+        "open (s); file (MB)"
     )
     for groups in arguments.sizes:
         with tempfile.TemporaryDirectory() as state:

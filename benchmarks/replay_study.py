@@ -27,11 +27,9 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the first arm's generated tokens at which the accuracies are compared."""
 ARMS: dict[str, dict[str, object]] = {
     "no reuse": {"replay.reuse_ratio": 0.0},
-    "25 %, corrected": {"replay.reuse_ratio": 0.25},
-    "25 %, uncorrected": {"replay.reuse_ratio": 0.25, "replay.corrected": "false"},
-    "50 %, corrected": {"replay.reuse_ratio": 0.5},
-    "50 %, uncorrected": {"replay.reuse_ratio": 0.5, "replay.corrected": "false"},
-    "50 %, corrected, by reward": {"replay.reuse_ratio": 0.5, "replay.priority": "reward"},
+    "25 %": {"replay.reuse_ratio": 0.25},
+    "50 %": {"replay.reuse_ratio": 0.5},
+    "50 %, by reward": {"replay.reuse_ratio": 0.5, "replay.priority": "reward"},
 }
 
 

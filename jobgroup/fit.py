@@ -6,7 +6,6 @@ SkyPilot checks none of this, so mistakes would show only in a running pod. Part
 project's.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,17 +17,6 @@ from common.settings.config import Config, load
 
 _SHARED = ("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "MAX_STEPS", "SEED", "RUN_CONFIG")
 _OWN = ("RLHF_STATE_DIR", "RLHF_TRAINER__RUN_DIR")
-_PROGRAMS = {
-    "services.data": DATA,
-    "services.rollout": ROLLOUT,
-    "services.reward": REWARD,
-    "services.replay": REPLAY,
-    "services.critic": CRITIC,
-    "services.environment": ENVIRONMENT,
-    "trainer": TRAINER,
-    "trainer.launch": TRAINER,
-}
-"""The task of each program."""
 _KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again"), CRITIC: ("STATE_DIR", "ends the run")}
 """Tasks that must not lose their disk: the variable naming its directory, and the other effect of a
 preemption."""
@@ -63,16 +51,15 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields what cannot work, as (task, problem)."""
     wrong: dict[str, list[str]] = {}
     for task in tasks:
-        found = list(_misnamed(task))
         if isinstance(task.config, ConfigError):
             wrong.setdefault(str(task.config), []).append(task.name)
         else:
-            found += _too_few_gpus(task, task.config)
+            for problem in _too_few_gpus(task, task.config):
+                yield task.name, problem
         if task.uploading and task.run.lstrip().startswith("exec "):
             waiting = f"after run SkyPilot waits until {task.uploading[0]} is uploaded"
-            found.append(f"{waiting}, but `exec` leaves no shell that could wait: remove `exec`")
-        for problem in found:
-            yield task.name, problem
+            remedy = "but `exec` leaves no shell that could wait: remove `exec`"
+            yield task.name, f"{waiting}, {remedy}"
     for problem, names in wrong.items():
         yield ", ".join(names), problem
     yield from _unequal(tasks)
@@ -108,17 +95,6 @@ def _unequal(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
                 yield task.name, f"{told}: make them equal"
 
 
-def _misnamed(task: Placed) -> Iterator[str]:
-    """Yields programs of ours that the other tasks look for under another name."""
-    for program, name in _PROGRAMS.items():
-        if _runs(task, program) and task.name != name:
-            yield f"it runs {program}, which the other tasks look up as {name}: rename it"
-
-
-def _runs(task: Placed, program: str) -> bool:
-    return re.search(rf"-m {re.escape(program)}(?![\w.])", task.run) is not None
-
-
 def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields missing tasks the trainer would wait for forever, as (task, problem)."""
     there = {task.name: task for task in tasks}
@@ -131,9 +107,8 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
             needed.add(CRITIC)
         if config.environment.name:
             needed.add(ENVIRONMENT)
-    for program, name in _PROGRAMS.items():
-        if name in needed and name not in there and not any(_runs(task, program) for task in tasks):
-            yield TRAINER, f"it needs the task {name}, but the tasks are {', '.join(there)}"
+    for name in sorted(needed - there.keys()):
+        yield TRAINER, f"it needs the task {name}, but the tasks are {', '.join(there)}"
 
 
 def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:

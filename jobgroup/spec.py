@@ -5,13 +5,13 @@ late.
 import math
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.errors import ConfigError, did_you_mean
 from common.settings import config
@@ -97,6 +97,16 @@ class _Header(_Document):
     primary_tasks: list[str] = []
     termination_delay: str | int | dict[str, str | int] = 0
     inter_connection: bool = True
+
+
+class _Recovery(BaseModel):
+    max_restarts_on_errors: int = Field(0, ge=0)
+    recover_on_exit_codes: list[int] = []
+
+    @field_validator("recover_on_exit_codes", mode="before")
+    @classmethod
+    def _as_list(cls, codes: Any) -> Any:
+        return codes if isinstance(codes, list) else [codes]
 
 
 class _TaskDocument(_Document):
@@ -211,27 +221,6 @@ def assignments(texts: Iterable[str], option: str) -> dict[str, str]:
     return dict(assignment(text, option) for text in texts)
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that occurs twice, of which YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                continue  # the method below refuses it
-            if key in seen:
-                line = key_node.start_mark.line + 1
-                raise ConfigError(
-                    "this key occurs twice in one mapping",
-                    field=f"line {line}",
-                    value=key,
-                    remedy="remove one of them",
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def no_job_group(path: Path, message: str) -> ConfigError:
     """Returns the error for a file that is no YAML of a job group."""
     remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
@@ -240,7 +229,7 @@ def no_job_group(path: Path, message: str) -> ConfigError:
 
 def _documents(path: Path) -> list[dict[str, Any]]:
     try:
-        documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
+        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     # ValueError: an invalid date
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = f"the job group cannot be read: {yaml_problem(error)}"
@@ -307,7 +296,7 @@ def _task(
     delay = head.termination_delay
     if isinstance(delay, dict):
         delay = delay.get(task.name, delay.get("default", 0))
-    restarts, codes = _recovery(task)
+    recovery = _recovery(task)
     return Task(
         name=task.name,
         num_nodes=num_nodes,
@@ -316,8 +305,8 @@ def _task(
         run=task.run,
         env=env,
         gpus=_gpus(task),
-        max_restarts=restarts,
-        restart_codes=codes,
+        max_restarts=recovery.max_restarts_on_errors,
+        restart_codes=frozenset(recovery.recover_on_exit_codes),
         primary=not head.primary_tasks or task.name in head.primary_tasks,
         termination_delay_s=seconds(delay, "termination_delay"),
         ignored=tuple(key for key in ("volumes", "file_mounts") if getattr(task, key)),
@@ -378,21 +367,11 @@ def _workdir(task: _TaskDocument) -> Path:
     return workdir
 
 
-def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
+def _recovery(task: _TaskDocument) -> _Recovery:
     recovery = task.resources.get("job_recovery")
     if not isinstance(recovery, dict):  # only a strategy's name
-        return 0, frozenset()
-    restarts = recovery.get("max_restarts_on_errors", 0)
-    codes = recovery.get("recover_on_exit_codes", [])
-    codes = codes if isinstance(codes, list) else [codes]
-    if not all(isinstance(number, int) and number >= 0 for number in [restarts, *codes]):
-        raise ConfigError(
-            "restarts and exit codes must be whole numbers",
-            field=f"{task.name}.job_recovery",
-            value=recovery,
-            remedy="write whole numbers of at least 0",
-        )
-    return restarts, frozenset(codes)
+        recovery = {}
+    return _validated(_Recovery, recovery, f"{task.name}.job_recovery")
 
 
 def _gpus(task: _TaskDocument) -> int:

@@ -72,6 +72,7 @@ def check_alone(
     score: Score,
     device: torch.device,
     max_tokens: int | None,
+    *,
     low_precision: bool = False,
     modes: Sequence[bool] = (False,),
 ) -> set[float]:

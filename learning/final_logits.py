@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import ConfigError
 
@@ -40,6 +40,8 @@ def final_logits(model: Any) -> FinalLogits:
     nor a list of models. Raises ConfigError when the logits are anything but a scaled and capped
     output.
     """
+    if type(model.get_output_embeddings()) is not nn.Linear:
+        raise _refused(model, "the head of this model is not a plain linear layer")
     try:
         output, logits = _around_made_up_parts(model)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:

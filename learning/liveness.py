@@ -121,14 +121,14 @@ class Liveness:
         """
         address = os.environ["MASTER_ADDR"]
         if not self._ranks.is_rank_zero:
-            port, self._token = self._ranks.broadcast(b"").decode().split()
-            return socket.create_connection((address, int(port)), timeout=self._lost_after_s)
+            port, self._token = self._ranks.broadcast((0, ""))
+            return socket.create_connection((address, port), timeout=self._lost_after_s)
         # Others may reach this node at another of its addresses.
         host = address if is_loopback(address) else ""
         family = socket.getaddrinfo(address, None)[0][0]
         server = socket.create_server((host, 0), family=family, backlog=self._ranks.world_size)
         self._token = secrets.token_hex(16)
-        self._ranks.broadcast(f"{server.getsockname()[1]} {self._token}".encode())
+        self._ranks.broadcast((server.getsockname()[1], self._token))
         return server
 
     async def _watch(self, endpoint: socket.socket) -> None:

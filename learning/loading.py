@@ -253,8 +253,8 @@ def load(
     )
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
     targets = pretrained.fill_added(model)
-    names = "\n".join(_shapes_in(directory)) if ranks.is_rank_zero else ""
-    learn(model, targets, ranks.broadcast(names.encode()).decode().split())
+    names = list(_shapes_in(directory)) if ranks.is_rank_zero else []
+    learn(model, targets, ranks.broadcast(names))
 
     # Fill them: every rank from the files, if all see the same ones and they fit; else from rank 0.
     shared = ranks.all_equal(_fingerprint(directory))

@@ -14,6 +14,7 @@ def passes(
     ranks: Ranks,
     sizes: Sizes,
     rows: Indices,
+    *,
     max_tokens: int,
     max_rows: int | None = None,
 ) -> Iterator[tuple[Indices, bool]]:

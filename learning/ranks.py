@@ -5,9 +5,8 @@ import os
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,8 @@ from common.errors import ConfigError
 from common.settings.sections import TrainerSection
 from learning.allocator import configure_allocators
 from learning.device import DeviceKind, choose_device
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -141,23 +142,15 @@ class Ranks:
         """Whether this is the rank that calls the services."""
         return self.rank == 0
 
-    def broadcast(self, body: bytes) -> bytes:
-        """Returns rank 0's bytes on every rank; the argument of other ranks is ignored."""
+    def broadcast(self, value: _T) -> _T:
+        """Returns rank 0's value on every rank; the argument of other ranks is ignored. A
+        collective.
+        """
         if self.world_size == 1:
-            return body
-        size = torch.tensor([len(body)])
-        dist.broadcast(size, 0)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
-        if self.is_rank_zero and body:
-            buffer.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-        dist.broadcast(buffer, 0)
-        shared: bytes = buffer.numpy().tobytes()
-        return shared
-
-    def broadcast_path(self, path: Path | None) -> Path | None:
-        """Returns rank 0's path on every rank, whether or not it exists there."""
-        shared = self.broadcast(str(path or "").encode()).decode()
-        return Path(shared) if shared else None
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def all_equal(self, body: bytes) -> bool:
         """Whether `body` is the same on every rank, and not empty. A collective."""

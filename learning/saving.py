@@ -195,9 +195,8 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
     seen = metadata.read_bytes() if metadata.exists() else b""
     everywhere = ranks.all_equal(seen)
     reader = _StateReader(directory / _STATE) if ranks.is_rank_zero and seen else None
-    shapes_of_rank_zero = json.dumps(reader.shapes() if reader else {}).encode()
-    shapes: dict[str, Any] = json.loads(ranks.broadcast(shapes_of_rank_zero))
-    tensors = optimizer.empty_state(shapes)
+    names = ranks.broadcast(reader.names if reader else [])
+    tensors = optimizer.empty_state(names)
     if not tensors:  # saved before the first step
         return
 
@@ -225,8 +224,9 @@ class _StateReader:
             name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()
         }
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for name, (shape, _) in self._metadata.items()}
+    @property
+    def names(self) -> list[str]:
+        return list(self._metadata)
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         shape, dtype = self._metadata[name]

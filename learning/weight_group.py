@@ -26,6 +26,7 @@ from common.wire.schemas import Bucket
 def join(
     address: str,
     port: int,
+    *,
     rank: int,
     world_size: int,
     name: str,

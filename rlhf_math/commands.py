@@ -43,7 +43,7 @@ def local() -> None:
 
 
 def doctor() -> None:
-    """`rlhf-doctor`: checks this machine, or a running job group from within."""
+    """`rlhf-doctor`: checks this machine, or a pod from within."""
     run("jobgroup.doctor")
 
 

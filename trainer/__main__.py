@@ -1,4 +1,6 @@
-"""`torchrun … -m trainer` (`trainer/launch.py`): one process per GPU (or per node on CPUs) of the ppo-trainer task."""
+"""`torchrun … -m trainer` (`trainer/launch.py`): one process of the ppo-trainer task per GPU, or per
+node on CPUs.
+"""
 
 import os
 import signal

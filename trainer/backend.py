@@ -58,6 +58,9 @@ class Backend(Protocol):
     def agents(self) -> list[Client]:
         """Returns clients of the rollout nodes' agents, which are flushed at the end."""
 
+    def data(self) -> str:
+        """Returns where the prompts come from; empty: from `data.source`."""
+
     def engine_gpus(self) -> int | None:
         """Returns the number of GPUs that engines hold now, except those shared with the trainer;
         None when unknown.

@@ -33,6 +33,8 @@ from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.rollouts.context import RolloutContext
+from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts, Rollouts
 from trainer.rollouts.services import Services, flush_all
@@ -51,6 +53,7 @@ def build_run(
     config: Config,
     ranks: Ranks,
     run_dir: Path,
+    *,
     lock: RunLock | None,
     backend: Backend,
     stack: ExitStack,
@@ -219,9 +222,7 @@ def _build_leader(
     _wait_ready(services, context, say_waiting)
 
     critic = value_function(config, ranks, services.critic, loop=loop, run_id=run_id)
-    engines = publisher if isinstance(publisher, EngineMemory) else None
-    assert engines or not config.rollout.colocate, "backends with GPUs to share have one"
-    lease = _gpu_lease(config, models, critic, engines)
+    lease = _gpu_lease(config, models, critic, publisher)
 
     prompter = Prompter(
         tokenizer,
@@ -231,14 +232,11 @@ def _build_leader(
     state = models.state
     progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
     rollouts = LeaderRollouts(
-        config,
+        RolloutContext(config, services, prompter, clock=clock, run_id=run_id),
         ranks,
-        services,
-        prompter=prompter,
-        clock=clock,
-        loop=loop,
-        run_id=run_id,
+        loop,
         progress=progress,
+        ground_truths=GroundTruthCheck(services, run_dir / GROUND_TRUTHS),
         vocabulary=policy.model.get_input_embeddings().num_embeddings,
     )
     critic.restore(models.saved)
@@ -253,6 +251,7 @@ def _build_leader(
             step=policy.step,
             tracked=metrics.tracked,
             run_id=run_id,
+            data=backend.data(),
         )
     )
     log = LeaderRunLog(

@@ -74,6 +74,7 @@ def train_in_process(
     config: Config,
     console: Console | None = None,
     rollout_transport: WrapApp | None = None,
+    *,
     problems: Problems | None = None,
     rewards: Sequence[RewardFunction] | None = None,
     listener: Listener | None = None,
@@ -97,8 +98,6 @@ def train_in_process(
 
     Raises ConfigError, or another ServiceError with the reason when training cannot continue.
     """
-    if config.trainer.num_threads:
-        torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir = config.trainer.run_dir or Path("runs") / "local"
@@ -164,6 +163,10 @@ class InProcessBackend:
     def agents(self) -> list[Client]:
         """Returns an empty list: there are no agents."""
         return []
+
+    def data(self) -> str:
+        """See `Backend`."""
+        return "" if self.problems is None else "rows of the caller"
 
     def engine_gpus(self) -> int | None:
         """See `Backend`. The embedded engine is on the trainer's GPU."""

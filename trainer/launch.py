@@ -39,7 +39,7 @@ def torchrun_arguments(topology: Topology, program: Sequence[str]) -> list[str]:
 
 
 def _check_port(port: int) -> None:
-    """Raises ConfigError if torchrun cannot listen on `port`; torchrun itself prints a traceback."""
+    """Raises ConfigError if torchrun, which prints a traceback, cannot listen on `port`."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -47,15 +47,16 @@ def _check_port(port: int) -> None:
             f"torchrun cannot listen on port {port}: {error.strerror}",
             field="torchrun",
             value=port,
-            remedy=f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's trainer",
+            remedy=f"end the process that uses it (ss -ltnp 'sport = :{port}'), "
+            "or an earlier run's trainer",
         ) from None
 
 
 def _run_torchrun(arguments: list[str], *, several: bool) -> int:
     """Runs torchrun; returns the status of the rank that failed first, or 128 plus its signal.
 
-    Prints the reason that this rank recorded (`log_exit_reason`) instead of torchrun's traceback; with
-    `several` ranks, because the others have written since.
+    With `several` ranks, prints the reason that this rank recorded (`log_exit_reason`) instead of
+    torchrun's traceback, because the others have written since.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

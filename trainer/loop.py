@@ -32,16 +32,16 @@ def train(run: Run) -> None:
                 batch.values = critic.values(batch)
                 batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
 
-                pending = critic.start_update(batch, policy.seed)
+                finish_critic_update = critic.start_update(batch, policy.seed)
                 warming_up = critic.warming_up(policy.step)
                 update = policy.skip_update(batch) if warming_up else policy.update(batch)
                 run.reference.refresh(policy)
-                critic_metrics = pending()
+                critic_metrics = finish_critic_update()
 
             watchdog.at(f"publishing and recording step {policy.step}")
-            acknowledged = rollouts.start_ack(batch)
+            finish_acknowledging = rollouts.start_ack(batch)
             served = run.weights.push(policy)  # waits for the engines only with max_staleness 0
-            acknowledged()
+            finish_acknowledging()
             run.evaluate()
             rollouts.release(batch, served)
             record = run.log.step(policy.step, batch, update, critic_metrics, drops=rollouts.drops)

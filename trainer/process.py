@@ -2,6 +2,8 @@
 
 import gc
 from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
 
 from common.clients.base import Client
 from common.clients.critic import CriticClient
@@ -16,17 +18,20 @@ from common.settings.config import Config
 from common.wire.schemas import WorkerReport
 from trainer.backend import BackendContext
 from trainer.build import build_run
+from trainer.dashboard.live import dashboard_of_job_group
 from trainer.loop import train
 from trainer.observe.run_dir import console
 from trainer.rank import started
 from trainer.rollouts.services import Services
-from trainer.server import BackgroundServer, create_trainer_app, dashboard_module
+from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
+
+_C = TypeVar("_C", bound=Client)
 
 
 def run(config: Config, topology: Topology) -> None:
@@ -69,7 +74,7 @@ class JobGroupBackend:
         self._config = config
         self._board = board
 
-        dashboard = dashboard_module().dashboard_of_job_group(
+        dashboard = dashboard_of_job_group(
             context.run_dir,
             config,
             topology,
@@ -95,6 +100,10 @@ class JobGroupBackend:
             Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node))
             for node in nodes
         ]
+
+    def data(self) -> str:
+        """See `Backend`."""
+        return ""
 
     def engine_gpus(self) -> int | None:
         """See `Backend`."""
@@ -147,52 +156,24 @@ class JobGroupBackend:
 def _clients(config: Config, topology: Topology, context: BackendContext) -> Services:
     """Returns a client for each service of the job group, all closed with the run."""
     patience = config.trainer.service_timeout_s
-    url = topology.url
+
+    def client(kind: type[_C], task: str, port: int, rank: int = 0, **options: Any) -> _C:
+        service = f"{task}-{rank}" if rank else task
+        return kind(service, topology.url(task, port, rank), deadline_s=patience, **options)
+
     services = Services(
-        data=DataClient(
-            names.DATA,
-            url(names.DATA, config.data.port),
-            deadline_s=patience,
-        ),
-        rollout=RolloutClient(
-            names.ROLLOUT,
-            url(names.ROLLOUT, config.rollout.router_port),
-            deadline_s=patience,
-        ),
-        reward=RewardClient(
-            names.REWARD,
-            url(names.REWARD, config.reward.port),
-            deadline_s=patience,
-        ),
-        replay=ReplayClient(
-            names.REPLAY,
-            url(names.REPLAY, config.replay.port),
-            deadline_s=patience,
-        ),
+        data=client(DataClient, names.DATA, config.data.port),
+        rollout=client(RolloutClient, names.ROLLOUT, config.rollout.router_port),
+        reward=client(RewardClient, names.REWARD, config.reward.port),
+        replay=client(ReplayClient, names.REPLAY, config.replay.port),
     )
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":
-        services.critic = CriticClient(
-            names.CRITIC,
-            url(names.CRITIC, config.critic.port),
-            deadline_s=patience,
-        )
+        services.critic = client(CriticClient, names.CRITIC, config.critic.port)
     if config.environment.name:
         port = config.environment.port
-
-        def node(rank: int) -> Client:
-            return Client(
-                f"{names.ENVIRONMENT}-{rank}",
-                url(names.ENVIRONMENT, port, rank),
-                deadline_s=patience,
-            )
-
-        services.environment = EnvironmentClient(
-            names.ENVIRONMENT,
-            url(names.ENVIRONMENT, port),
-            deadline_s=patience,
-            node=node,
-        )
+        node = partial(client, Client, names.ENVIRONMENT, port)
+        services.environment = client(EnvironmentClient, names.ENVIRONMENT, port, node=node)
 
     async def close() -> None:
         for client in services.all():

@@ -28,8 +28,6 @@ def started(
     lock.
     """
     settings = config.trainer
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
     torch.manual_seed(config.seed)
     assert settings.run_dir is not None, "`load` sets it"
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s

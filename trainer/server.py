@@ -4,17 +4,15 @@ metrics.
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
-from importlib import import_module
-from typing import Annotated, Any, Protocol, get_args
+from typing import Annotated, get_args
 
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
+from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.wire.schemas import (
     WeightChecksums,
@@ -25,6 +23,7 @@ from common.wire.schemas import (
 )
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
+from trainer.dashboard.live import LiveDashboard
 from trainer.weights.board import WeightBoard
 
 log = logging.getLogger(__name__)
@@ -40,34 +39,14 @@ class _LargeFile(FileResponse):
     chunk_size = 1 << 20
 
 
-class Dashboard(Protocol):
-    """Pages about the run, beside the trainer's own calls."""
-
-    open_paths: frozenset[str]
-    """Paths that need no token."""
-
-    @property
-    def lifespan(self) -> Callable[[], AbstractAsyncContextManager[None]] | None:
-        """Entered before the first request, left after the last."""
-
-    def add_to(self, app: FastAPI) -> None:
-        """Adds the pages to an app."""
-
-
-def dashboard_module() -> Any:
-    """Returns `trainer.dashboard.live`, found by name: the trainer does not depend on it."""
-    return import_module("trainer.dashboard.live")
-
-
 def create_trainer_app(
-    board: WeightBoard, metrics: Metrics, dashboard: Dashboard | None = None
+    board: WeightBoard, metrics: Metrics, dashboard: LiveDashboard | None = None
 ) -> FastAPI:
     """Returns the app of rank 0, with a dashboard: when None, that of the run directory above the
     board's.
     """
     if dashboard is None:
-        run_dir = board.directory.parent
-        dashboard = dashboard_module().LiveDashboard(run_dir)
+        dashboard = LiveDashboard(board.directory.parent)
     app = create_app(
         "ppo-trainer",
         lifespan=dashboard.lifespan,
@@ -147,30 +126,32 @@ class BackgroundServer:
         self._server = Server(app, host, port)
         self._died = died
         self.url = self._server.url
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._loop = LoopThread("http")
 
-    def _run(self) -> None:
+    async def _serve(self) -> None:
         try:
-            asyncio.run(self._server.serve(sockets=[self._socket]))
-        except BaseException:
+            await self._server.serve(sockets=[self._socket])
+        except (Exception, SystemExit):
             log.critical("the thread of the trainer's HTTP server died", exc_info=True)
         if not self._server.should_exit:
             self._died()
 
     def __enter__(self) -> "BackgroundServer":
-        self._thread.start()
+        self._loop.open()
+        self._task = self._loop.start(self._serve())
         while not self._server.started:
-            if not self._thread.is_alive():
+            if self._task.done():
                 raise ConfigError(
                     "the trainer's HTTP server did not start",
                     field="trainer.port",
                     value=self.port,
                     remedy="look at the log above, or set another trainer.port",
                 )
-            self._thread.join(0.01)
+            self._loop.call(asyncio.wait({self._task}, timeout=0.01))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=10)
+        self._loop.call(asyncio.wait({self._task}, timeout=10))
+        self._loop.close()
         self._socket.close()  # a server that died left it open

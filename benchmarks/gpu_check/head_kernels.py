@@ -111,8 +111,7 @@ def _passes(
         kernels.gradient(
             logits,
             targets,
-            normalisers=result[2],
-            entropies=result[1],
+            statistics=result,
             by_logprob=factor,
             by_entropy=None,
             temperature=1.0,

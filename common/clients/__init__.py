@@ -2,6 +2,6 @@
 
 - `base`: the HTTP client of all of them, and `wait_healthy`.
 - `data`, `replay`, `reward`, `critic`, `environment`: the client of the service of that name.
-- `rollout`: the client of the router in front of the engines; `pacing` splits a completion into
-  several requests, for limits that no engine has.
+- `rollout`: the client of the router in front of the engines.
+- `network`: connections to services.
 """

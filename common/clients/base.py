@@ -13,20 +13,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-import aiohttp
 import httpx
-from httpx_aiohttp import AiohttpTransport
-from httpx_aiohttp.transport import AiohttpResponseStream
 from pydantic import TypeAdapter, ValidationError
 
+from common.clients.network import Network
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, watchdog
-from common.process.security import authorization, trusted
+from common.process.security import authorization
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
-_NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
+_NETWORK_ERRORS = (httpx.TransportError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 1.0
 _GRACE_S = 1.0
 """Time for a socket's own limits to come first: their errors say more. They cover neither sending
@@ -41,50 +39,13 @@ class Unreachable(ServiceError):
     code = "unreachable"
 
 
-_READ_BYTES = 1 << 20
-"""Largest chunk read from a response: each read costs about the same whatever its size."""
-AiohttpResponseStream.CHUNK_SIZE = _READ_BYTES
-
-
-def _network() -> AiohttpTransport:
-    """Returns an aiohttp transport: with hundreds of requests in flight, httpx's pool takes more
-    CPU than the services.
-
-    It ignores the cluster's proxies, which must not intercept names of the group.
-    """
-    context = trusted()
-
-    def session() -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            use_dns_cache=False,  # after a recovery a name has a new address
-            keepalive_timeout=20,
-            ssl=context,
-        )
-        return aiohttp.ClientSession(
-            connector=connector,
-            trust_env=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=_READ_BYTES,
-        )
-
-    return AiohttpTransport(verify=context, client=session)
-
-
 async def _not_compressed(response: httpx.Response) -> None:
     """Refuses compressed responses, where a few bytes could expand to gigabytes. No service sends
     one.
     """
-    try:
-        _refuse_compressed(response.headers)
-    except ServiceError:
-        await response.aclose()
-        raise
-
-
-def _refuse_compressed(headers: Mapping[str, str]) -> None:
-    encoding = headers.get("content-encoding")
+    encoding = response.headers.get("content-encoding")
     if encoding:
+        await response.aclose()
         raise ServiceError(
             "the response is compressed, although the request did not ask for that",
             field="content-encoding",
@@ -121,12 +82,10 @@ class Client:
         self.deadline_s = deadline_s
         self._last_warning = 0.0
         own = authorization() if headers is None else headers
-        self._sent = {"accept-encoding": "identity", **own}
-        self._network = None if transport else _network()
         self.http = httpx.AsyncClient(
             base_url=base_url,
-            transport=transport or self._network,
-            headers=self._sent,
+            transport=transport or Network(),
+            headers={"accept-encoding": "identity", **own},
             event_hooks={"request": [_with_id], "response": [_not_compressed]},
         )
 
@@ -209,27 +168,8 @@ class Client:
     async def _exchange(
         self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
     ) -> httpx.Response:
-        """Sends a request once. Large, frequent requests (raw bytes) bypass httpx, which would
-        double their time.
-        """
-        if self._network is None or arguments.keys() != {"content", "headers"}:
-            return await self.http.request(method, path, timeout=timeout, **arguments)
-
-        session = self._network.client = self._network.get_client()
-        content = arguments["content"]
-        sending = session.request(
-            method,
-            self.base_url.rstrip("/") + path,
-            data=content.encode() if isinstance(content, str) else content,
-            headers={**self._sent, **logs.sent_headers(), **arguments["headers"]},
-            timeout=aiohttp.ClientTimeout(sock_connect=timeout.connect, sock_read=timeout.read),
-            allow_redirects=False,
-            auto_decompress=False,
-        )
-        async with sending as answer:
-            _refuse_compressed(answer.headers)
-            body = await answer.read()
-            return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
+        """Sends a request once."""
+        return await self.http.request(method, path, timeout=timeout, **arguments)
 
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for an untrusted certificate, which no retry can fix."""

@@ -16,9 +16,20 @@ class DataClient(Client):
         parameters = {"batch_size": count, "shuffle": True, "request_id": request_id}
         return await self.json("GET", "/prompts", PromptBatch, params=parameters)
 
-    async def eval_prompts(self, limit: int) -> list[Prompt]:
-        """Returns the first `limit` prompts of the held-out split, in a fixed order."""
-        response = await self.request("GET", "/eval_prompts", params={"limit": limit})
+    async def eval_prompts(self, limit: int, offset: int = 0) -> list[Prompt]:
+        """Returns up to `limit` prompts of the held-out split from `offset` on, in a fixed
+        order.
+        """
+        return await self._listed("/eval_prompts", limit, offset)
+
+    async def train_prompts(self, limit: int, offset: int) -> list[Prompt]:
+        """Returns up to `limit` prompts of the training split from `offset` on, in the order of
+        the data set.
+        """
+        return await self._listed("/train_prompts", limit, offset)
+
+    async def _listed(self, path: str, limit: int, offset: int) -> list[Prompt]:
+        response = await self.request("GET", path, params={"limit": limit, "offset": offset})
         return [Prompt.model_validate(item) for item in response.json()["prompts"]]
 
     async def total(self) -> int:

@@ -3,7 +3,14 @@
 from itertools import chain, islice
 
 from common.clients.base import Client
-from common.wire.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
+from common.wire.schemas import (
+    BatchRewardRequest,
+    BatchRewardResult,
+    GroundTruthProblem,
+    GroundTruthProblems,
+    RewardItem,
+    RewardResult,
+)
 
 
 class RewardClient(Client):
@@ -19,6 +26,15 @@ class RewardClient(Client):
         return await self.json(
             "POST", "/batch_reward", BatchRewardResult, content=body, headers=headers
         )
+
+    async def check_ground_truths(self, items: list[RewardItem]) -> list[GroundTruthProblem]:
+        """Returns the ground truths that no answer can match; the items' responses do not count."""
+        body = BatchRewardRequest(items=items).model_dump_json()
+        headers = {"content-type": "application/json"}
+        answer = await self.json(
+            "POST", "/check_ground_truths", GroundTruthProblems, content=body, headers=headers
+        )
+        return answer.problems
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
         """Grades several batches with one request."""

@@ -13,7 +13,6 @@ import numpy as np
 import orjson
 
 from common.clients.base import Client
-from common.clients.pacing import RequestLimits, generate_within
 from common.errors import NotFound, ServiceError
 from common.wire.schemas import Completion, Float32, Int32
 
@@ -48,8 +47,6 @@ class SamplingOptions(TypedDict):
     """With the same seed the embedded engine samples the same tokens."""
     parameters: NotRequired[Mapping[str, Any]]
     """Further parameters by SGLang's names: `top_p`, `stop`, …"""
-    request_limits: NotRequired[RequestLimits | None]
-    """Limits that require several requests."""
     deadline_s: NotRequired[float | None]
 
 
@@ -110,13 +107,6 @@ class RolloutClient(Client):
         *,
         logprobs: bool = True,
     ) -> list[_T]:
-        limits = options.get("request_limits")
-        if limits is not None:
-            answers = await self._within_limits(
-                limits, input_ids, options, lora_path=lora_path, logprobs=logprobs
-            )
-            return read(answers)
-
         content = await self._generate(input_ids, options, lora_path, logprobs=logprobs)
         await self._may_parse()
         with _without_cycle_collection():  # until the answers' lists are freed
@@ -141,47 +131,6 @@ class RolloutClient(Client):
             if not self._parsing_over:
                 return
             await asyncio.sleep(0)
-
-    async def _within_limits(
-        self,
-        limits: RequestLimits,
-        input_ids: Sequence[int],
-        options: SamplingOptions,
-        *,
-        lora_path: str | None,
-        logprobs: bool,
-    ) -> list[dict[str, Any]]:
-        parameters = {**options.get("parameters", {})}
-        shortest = parameters.pop("min_new_tokens", 0)
-        seed = options.get("sampling_seed")
-
-        async def send(
-            prompt: list[int], *, n: int, max_tokens: int, min_tokens: int, number: int
-        ) -> list[dict[str, Any]]:
-            now: SamplingOptions = {**options, "n": n, "max_new_tokens": max_tokens}
-            now["parameters"] = parameters
-            if min_tokens:
-                now["parameters"] = parameters | {"min_new_tokens": min_tokens}
-            if seed is not None:
-                # A seed of its own for each request, spread by the golden ratio: with one seed
-                # the engine would sample the same tokens again.
-                now["sampling_seed"] = (seed + number * 0x9E3779B1) & 0x7FFFFFFF
-            content = await self._generate(prompt, now, lora_path, logprobs=logprobs)
-            return _n_answers(content, n)
-
-        try:
-            return await generate_within(
-                limits,
-                send,
-                input_ids,
-                n=options["n"],
-                max_tokens=options["max_new_tokens"],
-                min_tokens=shortest,
-                stops=parameters.get("stop", []),
-            )
-        except (KeyError, TypeError, IndexError) as error:
-            reason = f"the engine's answer cannot be continued: {error!r}"
-            raise GenerationFailed(reason, field="/generate", remedy=OTHER_ENGINE) from None
 
     async def _generate(
         self,

@@ -3,9 +3,24 @@
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+def in_daemon_thread(function: Callable[[], _T], name: str) -> Future[_T]:
+    """Calls `function` in a thread of its own; the future gets its result or error."""
+    future = Future[_T]()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
 
 
 class DaemonThreads:
@@ -27,23 +42,14 @@ class DaemonThreads:
         return [future.result() for future in futures]
 
     def _begin(self, function: Callable[..., _T], row: tuple[Any, ...]) -> Future[_T]:
-        future = Future[_T]()
-
-        def work() -> None:
-            try:
-                future.set_result(function(*row))
-            except BaseException as error:
-                future.set_exception(error)
-            finally:
-                self._free.release()
-
         self._free.acquire()
         try:
             wait_if_process_ends()
-            threading.Thread(target=work, name=self._name, daemon=True).start()
+            future = in_daemon_thread(partial(function, *row), self._name)
         except RuntimeError:  # no thread is left
             self._free.release()
             raise
+        future.add_done_callback(lambda _: self._free.release())
         return future
 
 

@@ -14,12 +14,10 @@ from typing import Any, Self
 
 from jinja2 import TemplateError
 
-from common.clients.pacing import THINK_OPEN, RequestLimits
 from common.errors import ConfigError, did_you_mean
 from common.prompts.templates import filled
 from common.settings.chat_templates import variables
 from common.settings.config import Config
-from common.settings.sections import SamplingSection
 from common.wire.schemas import Prompt
 
 
@@ -36,8 +34,6 @@ class PromptStyle:
     system_prompt: str = ""
     prefill: str = ""
     """Text with which every answer starts; part of the prompt."""
-    thinks: bool = False
-    """Whether there is a thinking budget, which requires a model that thinks."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -57,7 +53,6 @@ class PromptStyle:
             chat_template_kwargs=sampling.chat_template_kwargs,
             system_prompt=sampling.system_prompt,
             prefill=sampling.prefill,
-            thinks=sampling.max_thinking_tokens is not None,
         )
 
     def is_chat(self, tokenizer: Any) -> bool:
@@ -66,13 +61,6 @@ class PromptStyle:
 
     def check(self, tokenizer: Any) -> None:
         """Raises ConfigError for settings that this tokenizer does not support."""
-        source = tokenizer.chat_template if self.is_chat(tokenizer) else self.template
-        if self.thinks and THINK_OPEN not in f"{source}{self.prefill}":
-            raise ConfigError(
-                f"neither the prompt template nor sampling.prefill contains {THINK_OPEN}",
-                field="sampling.max_thinking_tokens",
-                remedy=f"leave it out, use a model that thinks, or set sampling.prefill {THINK_OPEN}",
-            )
         if not self.is_chat(tokenizer):
             unread = {
                 "sampling.system_prompt": self.system_prompt,
@@ -185,18 +173,6 @@ class Prompter:
 
     def __post_init__(self) -> None:
         self.style.check(self.tokenizer)
-
-    def request_limits(self, sampling: SamplingSection) -> RequestLimits | None:
-        """Returns the limits that require several requests per completion; None when none is
-        set.
-        """
-        if not sampling.completion_timeout_s and not sampling.max_thinking_tokens:
-            return None
-        return RequestLimits(
-            self.tokenizer,
-            timeout_s=sampling.completion_timeout_s,
-            thinking_tokens=sampling.max_thinking_tokens,
-        )
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; see `prompt_text`."""

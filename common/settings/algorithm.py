@@ -2,12 +2,19 @@
 names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from common.settings.sections import InHelp, Section
+from common.settings.section import InHelp, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -73,7 +80,7 @@ class AlgorithmSection(Section):
     """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's
     values. `reward_normalised` (GDPO) normalises the scores of each reward function separately.
     `none`: learn only from the teacher (`teacher.url`)."""
-    advantage_eps: float = Field(1e-6, gt=0)
+    advantage_eps: PositiveFloat = 1e-6
     """Added to the standard deviation (group_normalised, reward_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token (`gae`), above 0 and at most 1."""
@@ -87,11 +94,11 @@ class AlgorithmSection(Section):
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip range: the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: InHelp[float] = Field(0.2, gt=0)
+    clip_high: InHelp[PositiveFloat] = 0.2
     """Upper clip range of the probability ratio."""
-    sapo_tau_positive: float = Field(1.0, gt=0)
+    sapo_tau_positive: PositiveFloat = 1.0
     """Steepness of SAPO's sigmoid for tokens with a positive advantage."""
-    sapo_tau_negative: float = Field(1.05, gt=0)
+    sapo_tau_negative: PositiveFloat = 1.05
     """Steepness of SAPO's sigmoid for the other tokens."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound c above 1 on the loss of tokens with negative advantage, -c·A; usually 3. Unset: no
@@ -100,14 +107,14 @@ class AlgorithmSection(Section):
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
     ] = "token_mean"
     """Reduction of the losses of the batch's tokens to one number."""
-    update_epochs: InHelp[int] = Field(1, gt=0)
+    update_epochs: InHelp[PositiveInt] = 1
     """Passes of policy and critic over each batch."""
-    mini_batches: int = Field(1, gt=0)
+    mini_batches: PositiveInt = 1
     """Optimiser updates per pass, each on a share of the batch's completions."""
     early_stop_kl: float | None = Field(None, gt=0)
     """KL per token to the policy before the update above which the rest of the batch is skipped.
     Unset: no limit."""
-    kl_coef: InHelp[float] = Field(0.0, ge=0)
+    kl_coef: InHelp[NonNegativeFloat] = 0.0
     """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model
     is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -120,19 +127,19 @@ class AlgorithmSection(Section):
     kl_target: float | None = Field(None, gt=0)
     """Target KL per token, to which kl_coef is adapted (Ziegler et al. 2019). Unset: kl_coef is
     fixed."""
-    reference_refresh: int = Field(0, ge=0)
+    reference_refresh: NonNegativeInt = 0
     """Steps after which the current policy becomes the reference. 0: the reference stays as it was
     loaded."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     dynamic_sampling: InHelp[bool] = False
     """Replace groups of equal rewards, which carry no gradient, until the batch is full."""
-    dynamic_sampling_rounds: int = Field(10, gt=0)
+    dynamic_sampling_rounds: PositiveInt = 10
     """Rounds of replacement without a full batch after which the run ends."""
-    overlong_buffer: int = Field(0, ge=0)
+    overlong_buffer: NonNegativeInt = 0
     """Tokens before sampling.max_new_tokens over which a length penalty rises from 0 to 1 (DAPO);
     0: no penalty."""
-    length_penalty: float = Field(0.0, ge=0)
+    length_penalty: NonNegativeFloat = 0.0
     """Length penalty of a completion of sampling.max_new_tokens in a group with pass rate 1. The
     penalty is proportional to length and pass rate (ALP)."""
     mask_truncated: bool = False
@@ -172,11 +179,12 @@ class AlgorithmSection(Section):
             preset = preset | {"kl_estimator": "k1"}
         section = handler({**preset, **data})
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
-        for setting, reason in section._unread().items():
-            if setting in data and getattr(section, setting) != defaults[setting]:
-                raise ValueError(
-                    f"algorithm.{setting} is set but not read, since {reason}: leave it out"
-                )
+        for names, reason in section._unread():
+            for setting in names:
+                if setting in data and getattr(section, setting) != defaults[setting]:
+                    raise ValueError(
+                        f"algorithm.{setting} is set but not read, since {reason}: leave it out"
+                    )
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
                 f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, "
@@ -233,42 +241,43 @@ class AlgorithmSection(Section):
     def updates_per_batch(self) -> int:
         return self.update_epochs * self.mini_batches
 
-    def _unread(self) -> dict[str, str]:
-        """Returns the settings that others make pointless, and why."""
-        unread: dict[str, str] = {}
-        if self.advantage not in ("group_normalised", "reward_normalised"):
-            unread["advantage_eps"] = (
-                f"advantage is {self.advantage}, not group_normalised or reward_normalised"
+    def _unread(self) -> Iterator[tuple[Sequence[str], str]]:
+        """Yields settings that others make pointless, and why."""
+        advantage = self.advantage
+        if advantage not in ("group_normalised", "reward_normalised"):
+            yield (
+                ("advantage_eps",),
+                f"advantage is {advantage}, not group_normalised or reward_normalised",
             )
-        if self.advantage != "gae":
-            unread |= dict.fromkeys(
-                ("gamma", "gae_lambda"), f"advantage is {self.advantage}, not gae"
+        if advantage != "gae":
+            yield ("gamma", "gae_lambda"), f"advantage is {advantage}, not gae"
+        if advantage == "none":
+            yield (
+                ("dynamic_sampling", "overlong_buffer", "length_penalty"),
+                "advantage is none, so the rewards are not used",
             )
         if self.policy_loss != "clip":
-            unread["dual_clip"] = f"policy_loss is {self.policy_loss}"
+            yield ("dual_clip",), f"policy_loss is {self.policy_loss}"
         if self.policy_loss == "sapo":
-            unread |= dict.fromkeys(
-                ("clip_low", "clip_high"), "policy_loss is sapo, which does not clip"
-            )
+            yield ("clip_low", "clip_high"), "policy_loss is sapo, which does not clip"
         else:
-            unread |= dict.fromkeys(
+            yield (
                 ("sapo_tau_positive", "sapo_tau_negative"),
                 f"policy_loss is {self.policy_loss}, not sapo",
             )
-        if self.advantage == "none":
-            rewards = ("dynamic_sampling", "overlong_buffer", "length_penalty")
-            unread |= dict.fromkeys(rewards, "advantage is none, so the rewards are not used")
         if self.updates_per_batch == 1:
-            unread["early_stop_kl"] = "update_epochs and mini_batches are 1"
+            yield ("early_stop_kl",), "update_epochs and mini_batches are 1"
         if self.kl_coef == 0:
-            without = ("kl_estimator", "kl_in", "kl_target", "reference_refresh")
-            unread |= dict.fromkeys(without, "kl_coef is 0, so there is no reference model")
-        if not self.dynamic_sampling:
-            unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
-        if self.rollout_correction == "none":
-            unread |= dict.fromkeys(CORRECTION, "rollout_correction is none")
-        if self.rollout_correction != "mask":
-            unread["correction_floor"] = (
-                f"rollout_correction is {self.rollout_correction}, not mask"
+            yield (
+                ("kl_estimator", "kl_in", "kl_target", "reference_refresh"),
+                "kl_coef is 0, so there is no reference model",
             )
-        return unread
+        if not self.dynamic_sampling:
+            yield ("dynamic_sampling_rounds",), "dynamic_sampling is off"
+        if self.rollout_correction == "none":
+            yield CORRECTION, "rollout_correction is none"
+        if self.rollout_correction != "mask":
+            yield (
+                ("correction_floor",),
+                f"rollout_correction is {self.rollout_correction}, not mask",
+            )

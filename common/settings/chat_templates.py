@@ -1,8 +1,9 @@
 """Chat templates from a setting: a file with Jinja, or the Jinja text itself."""
 
 import re
-from pathlib import Path
 from typing import Any
+
+from common.settings.prompt_templates import read_file
 
 OWN = "own"
 """The model's own chat template."""
@@ -28,7 +29,13 @@ def read_chat_template(given: str) -> str:
     """
     if given in ("", OWN):
         return given
-    text = given if "{" in given else _file(given)
+    text = given
+    if "{" not in given:
+        text = read_file(
+            given,
+            "it is neither Jinja nor a file",
+            f"name a file with a chat template, write the template itself, or {OWN}",
+        )
     unknown = variables(text)
     if "messages" not in unknown:
         raise ValueError(
@@ -87,14 +94,3 @@ def _typed(text: str) -> bool | int | float | str:
         except ValueError:
             continue
     return text
-
-
-def _file(given: str) -> str:
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ValueError(
-            f"it is neither Jinja nor a file ({reason}): name a file with a chat template, write "
-            f"the template itself, or {OWN}"
-        ) from None

@@ -1,27 +1,46 @@
 """Checks that settings fit one another."""
 
+import re
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
 from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
-from common.settings.sections import MAX_KEPT, CriticSection, EvaluationSection, LoraSection
+from common.settings.rewards import OwnReward
+from common.settings.section import Section
+from common.settings.sections import (
+    MAX_KEPT,
+    CriticSection,
+    EnvironmentSection,
+    EvaluationSection,
+    LoraSection,
+    TeacherSection,
+    TrackersSection,
+)
 from common.settings.settings import Settings
 
-_SINGLE_SAMPLING = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
-    "stop_token_ids",
-    "min_new_tokens",
-    "ignore_eos",
-    "chat_template_kwargs",
-    "prefill",
-    "completion_timeout_s",
-    "max_thinking_tokens",
+_OF_COMPLETIONS = (
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.stop",
+    "sampling.stop_token_ids",
+    "sampling.min_new_tokens",
+    "sampling.ignore_eos",
+    "sampling.chat_template_kwargs",
+    "sampling.prefill",
+    "evaluation.top_p",
+    "evaluation.top_k",
+    "evaluation.min_p",
+    "data.prompt_template",
 )
-"""Settings of `sampling` that do not apply to episodes."""
+"""Settings that apply to single completions and not to episodes."""
+_SINGLE = ("teacher.url", "algorithm.overlong_buffer", "algorithm.length_penalty")
+"""Settings that need single completions where they are set."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank"})
 """SGLang arguments that spread an engine over nodes."""
-_RANKS = frozenset(
-    {
+_NOT_WITH_BROADCASTS = {
+    "the ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or set "
+    "trainer.weight_sync http": (
         "--tp",
         "--tp-size",
         "--tensor-parallel-size",
@@ -31,12 +50,9 @@ _RANKS = frozenset(
         "--pp",
         "--pp-size",
         "--pipeline-parallel-size",
-    }
-)
-"""SGLang arguments that change the number of ranks of an engine; a data-parallel engine refuses a
-weight-sync group."""
-_SHARES = frozenset(
-    {
+    ),
+    "the trainer compares every rank's share of the weights, and knows only those of tensor "
+    "parallelism: leave it out, or set trainer.weight_sync http": (
         "--ep",
         "--ep-size",
         "--expert-parallel-size",
@@ -50,13 +66,20 @@ _SHARES = frozenset(
         "--attn-cp-size",
         "--attention-context-parallel-size",
         "--enable-dp-attention",
-    }
-)
-"""SGLang arguments that give a rank another share of the weights than tensor parallelism does."""
-_PRECISION = frozenset(
-    {"--quantization", "--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"}
-)
-"""SGLang arguments that make it hold other numbers than it gets."""
+    ),
+    "the engine must hold the numbers that it is sent, and a quantised engine does not: leave it "
+    "out, or set trainer.weight_sync http": (
+        "--quantization",
+        "--modelopt-quant",
+        "--quantize-and-serve",
+        "--rl-quant-profile",
+    ),
+}
+"""SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason. A
+data-parallel engine refuses a weight-sync group."""
+_FUSED = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
+"""Layers that SGLang needs in an adapter, and those beside which it needs them."""
+_NAME = re.compile(r"\{([a-z_.]+)\}")
 
 
 def check(config: Settings) -> None:
@@ -65,330 +88,301 @@ def check(config: Settings) -> None:
 
     The message names the settings, their values and the remedy.
     """
-    if (
-        config.rollout.engine == "embedded"
-        and config.sampling.max_new_tokens >= config.rollout.max_context_tokens
-    ):
-        raise ValueError(
-            f"sampling.max_new_tokens {config.sampling.max_new_tokens} leaves no room for a "
-            f"prompt in rollout.max_context_tokens {config.rollout.max_context_tokens}: lower "
-            "sampling.max_new_tokens or raise rollout.max_context_tokens"
+    for message in _conflicts(config):
+        raise ValueError(_NAME.sub(lambda name: _shown(config, name[1]), message))
+    for names, reason in _unread(config):
+        for name in names:
+            section, _, field = name.partition(".")
+            holder = getattr(config, section)
+            if getattr(holder, field) != type(holder).model_fields[field].default:
+                raise ValueError(f"{name} is set but not read, since {reason}: leave it out")
+
+
+def _shown(config: Settings, name: str) -> str:
+    """Returns the name of a setting and its value."""
+    value = reduce(getattr, name.split("."), config)
+    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+
+
+def _conflicts(config: Settings) -> Iterator[str]:
+    """Yields a message for each conflict, in which `{name}` stands for a setting and its value."""
+    sampling = config.sampling
+    algorithm = config.algorithm
+    embedded = config.rollout.engine == "embedded"
+    room = config.rollout.max_context_tokens
+    if embedded and sampling.max_new_tokens >= room:
+        yield (
+            "{sampling.max_new_tokens} leaves no room for a prompt in "
+            "{rollout.max_context_tokens}: lower sampling.max_new_tokens or raise "
+            "rollout.max_context_tokens"
         )
-    if config.algorithm.overlong_buffer >= config.sampling.max_new_tokens:
-        raise ValueError(
-            f"algorithm.overlong_buffer {config.algorithm.overlong_buffer} is not below "
-            f"sampling.max_new_tokens {config.sampling.max_new_tokens}: lower "
+    if algorithm.overlong_buffer >= sampling.max_new_tokens:
+        yield (
+            "{algorithm.overlong_buffer} is not below {sampling.max_new_tokens}: lower "
             "algorithm.overlong_buffer"
         )
-    if config.sampling.group_size == 1 and config.algorithm.advantage not in ("gae", "none"):
-        raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} compares the completions of a "
-            "group, but sampling.group_size is 1: raise sampling.group_size, or use a critic "
-            "(algorithm.name ppo)"
+    if sampling.group_size == 1 and algorithm.advantage not in ("gae", "none"):
+        yield (
+            "{algorithm.advantage} compares the completions of a group, but sampling.group_size is "
+            "1: raise sampling.group_size, or use a critic (algorithm.name ppo)"
         )
-    if config.algorithm.advantage == "none" and not config.teacher.url:
-        raise ValueError(
-            "algorithm.advantage none learns only from a teacher, and teacher.url is empty: set "
+    if algorithm.advantage == "none" and not config.teacher.url:
+        yield (
+            "{algorithm.advantage} learns only from a teacher, and teacher.url is empty: set "
             "teacher.url, or use another algorithm.advantage"
         )
-    if config.algorithm.advantage == "reward_normalised":
-        _check_gdpo(config)
-    if config.teacher.url and config.sampling.truncation():
-        raise ValueError(
-            f"sampling.{next(iter(config.sampling.truncation()))} removes tokens from the "
-            "policy's distribution, so that its log-probabilities cannot be compared with the "
-            "teacher's: leave it out, or leave teacher.url empty"
+    if algorithm.advantage == "reward_normalised":
+        yield from _gdpo(config)
+    if config.teacher.url and sampling.truncation():
+        yield (
+            f"sampling.{next(iter(sampling.truncation()))} removes tokens from the policy's "
+            "distribution, so that its log-probabilities cannot be compared with the teacher's: "
+            "leave it out, or leave teacher.url empty"
         )
-    completions = config.trainer.batch_size * config.sampling.group_size
-    if config.algorithm.mini_batches > completions:
-        raise ValueError(
-            f"algorithm.mini_batches {config.algorithm.mini_batches} is more than the "
-            f"{completions} completions of a batch: lower it"
+    completions = config.trainer.batch_size * sampling.group_size
+    if algorithm.mini_batches > completions:
+        yield (
+            f"{{algorithm.mini_batches}} is more than the {completions} completions of a batch: "
+            "lower it"
         )
-    if config.rollout.engine == "sglang":
-        _check_engine_args(config)
-    _check_sampling(config)
-    _check_lora(config)
-    _check_colocate(config)
-    _check_environment(config)
-    for name, reason in _unread(config).items():
-        section, _, field = name.partition(".")
-        holder = getattr(config, section)
-        if getattr(holder, field) != type(holder).model_fields[field].default:
-            raise ValueError(f"{name} is set but not read, since {reason}: leave it out")
-    in_flight = (
-        (config.trainer.max_staleness + 1) * config.trainer.batch_size * config.sampling.group_size
-    )
+    if not embedded:
+        yield from _engine_args(config)
+    yield from _sampling(config)
+    yield from _lora(config)
+    if config.rollout.colocate:
+        yield from _colocate(config)
+    if config.environment.name:
+        yield from _environment(config)
+    in_flight = (config.trainer.max_staleness + 1) * completions
     if in_flight > config.replay.capacity:
-        raise ValueError(
+        yield (
             "(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = "
-            f"{in_flight} completions do not fit in replay.capacity {config.replay.capacity}: "
-            "raise replay.capacity or lower one of the three others"
+            f"{in_flight} completions do not fit in {{replay.capacity}}: raise replay.capacity or "
+            "lower one of the three others"
         )
 
 
-def _check_engine_args(config: Settings) -> None:
+def _engine_args(config: Settings) -> Iterator[str]:
     """Refuses arguments of SGLang with which weights would not arrive, or could not be compared."""
     given = {word.partition("=")[0] for word in config.rollout.engine_args}
-    nodes = given & _SEVERAL_NODES
-    if nodes:
-        raise ValueError(
-            f"rollout.engine_args has {min(nodes)}, but every node of rollout-server runs engines "
-            "of its own: leave it out, and set rollout.tensor_parallel_size to at most the GPUs "
-            "of a node"
+    for word in sorted(given & _SEVERAL_NODES):
+        yield (
+            f"rollout.engine_args has {word}, but every node of rollout-server runs engines of its "
+            "own: leave it out, and set rollout.tensor_parallel_size to at most the GPUs of a node"
         )
-    if config.trainer.weight_sync != "distributed":
-        return
-    ranks = given & _RANKS
-    if ranks:
-        raise ValueError(
-            f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the "
-            "ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or "
-            "set trainer.weight_sync http"
-        )
-    shares = given & _SHARES
-    if shares:
-        raise ValueError(
-            f"rollout.engine_args has {min(shares)}, but with trainer.weight_sync distributed the "
-            "trainer compares every rank's share of the weights, and knows only those of tensor "
-            "parallelism: leave it out, or set trainer.weight_sync http"
-        )
-    precision = given & _PRECISION
-    if precision:
-        raise ValueError(
-            f"rollout.engine_args has {min(precision)}, but with trainer.weight_sync distributed "
-            "the engine must hold the numbers that it is sent, and a quantised engine does not: "
-            "leave it out, or set trainer.weight_sync http"
-        )
+    if config.trainer.weight_sync == "distributed":
+        for reason, refused in _NOT_WITH_BROADCASTS.items():
+            for word in sorted(given.intersection(refused)):
+                yield (f"rollout.engine_args has {word}, but with {{trainer.weight_sync}} {reason}")
 
 
-def _check_gdpo(config: Settings) -> None:
+def _gdpo(config: Settings) -> Iterator[str]:
     """Refuses settings that change only the sum of the rewards, when each reward is normalised
     separately.
     """
     if config.reward.require_stop:
-        raise ValueError(
-            "reward.require_stop changes only the sum of the rewards, and algorithm.advantage "
-            "reward_normalised normalises each reward separately: set reward.require_stop to "
-            "false and algorithm.mask_truncated to true"
+        yield (
+            "reward.require_stop changes only the sum of the rewards, and {algorithm.advantage} "
+            "normalises each reward separately: set reward.require_stop to false and "
+            "algorithm.mask_truncated to true"
         )
     if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
-        raise ValueError(
-            "algorithm.kl_in reward changes only the sum of the rewards, and algorithm.advantage "
-            "reward_normalised normalises each reward separately: set algorithm.kl_in loss"
+        yield (
+            "{algorithm.kl_in} changes only the sum of the rewards, and {algorithm.advantage} "
+            "normalises each reward separately: set algorithm.kl_in loss"
         )
-    paths = [name for name in config.reward.weights if ":" in name]
-    if paths:
-        raise ValueError(
-            f"reward.weights has {paths[0]}, whose scores have the function's own name rather "
-            "than its import path, and algorithm.advantage reward_normalised weights scores by "
-            "name: remove this weight, which is then 1"
-        )
+    for entry in config.reward.functions:
+        if isinstance(entry, OwnReward) and entry.weight != 1:
+            yield (
+                f"reward.functions weights {entry.name}, whose scores have the function's own name "
+                "rather than its import path, and {algorithm.advantage} weights scores by name: "
+                "remove this weight, which is then 1"
+            )
 
 
-def _check_sampling(config: Settings) -> None:
+def _sampling(config: Settings) -> Iterator[str]:
     sampling = config.sampling
     evaluation = config.evaluation
+    truncated = next(iter(sampling.truncation()), "")
     if sampling.min_new_tokens > sampling.max_new_tokens:
-        raise ValueError(
-            f"sampling.min_new_tokens {sampling.min_new_tokens} is above sampling.max_new_tokens "
-            f"{sampling.max_new_tokens}: lower it"
-        )
-    if (sampling.max_thinking_tokens or 0) >= sampling.max_new_tokens:
-        raise ValueError(
-            f"sampling.max_thinking_tokens {sampling.max_thinking_tokens} leaves no room for an "
-            f"answer in sampling.max_new_tokens {sampling.max_new_tokens}: lower "
-            "sampling.max_thinking_tokens"
-        )
-    if (sampling.completion_timeout_s or 0) > sampling.request_timeout_s:
-        raise ValueError(
-            f"sampling.completion_timeout_s {sampling.completion_timeout_s:g} is above "
-            f"sampling.request_timeout_s {sampling.request_timeout_s:g}, after which the group is "
-            "lost: lower it"
-        )
+        yield "{sampling.min_new_tokens} is above {sampling.max_new_tokens}: lower it"
     longest = evaluation.max_new_tokens or 0
-    room = config.rollout.max_context_tokens
-    if config.rollout.engine == "embedded" and longest >= room:
-        raise ValueError(
-            f"evaluation.max_new_tokens {longest} leaves no room for a prompt in "
-            f"rollout.max_context_tokens {room}: lower evaluation.max_new_tokens or raise "
+    if config.rollout.engine == "embedded" and longest >= config.rollout.max_context_tokens:
+        yield (
+            "{evaluation.max_new_tokens} leaves no room for a prompt in "
+            "{rollout.max_context_tokens}: lower evaluation.max_new_tokens or raise "
             "rollout.max_context_tokens"
         )
     if evaluation.n > 1 and evaluation.temperature == 0:
-        raise ValueError(
-            f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set "
+        yield (
+            "{evaluation.n} is of no use, since greedy answers are all the same: set "
             "evaluation.temperature"
         )
     if (sampling.top_k or 0) > MAX_KEPT:
-        raise ValueError(
-            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, the largest number of "
-            "candidates that training can record for a sampled token: lower it, or leave it unset "
-            "and set evaluation.top_k"
+        yield (
+            f"{{sampling.top_k}} is above {MAX_KEPT}, the largest number of candidates that "
+            "training can record for a sampled token: lower it, or leave it unset and set "
+            "evaluation.top_k"
         )
-    if (
-        sampling.truncation()
-        and config.rollout.engine == "sglang"
-        and config.rollout.router == "sglang-router"
-    ):
-        raise ValueError(
-            f"sampling.{next(iter(sampling.truncation()))} requires that SGLang reports the "
-            "candidates of every token, and rollout.router sglang-router removes that field from "
-            "requests: set rollout.router smg, or leave it out here and set it in evaluation"
+    if truncated and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
+        yield (
+            f"sampling.{truncated} requires that SGLang reports the candidates of every token, and "
+            "{rollout.router} removes that field from requests: set rollout.router smg, or leave "
+            "it out here and set it in evaluation"
         )
 
 
-def _check_colocate(config: Settings) -> None:
-    if not config.rollout.colocate:
-        return
+def _colocate(config: Settings) -> Iterator[str]:
     if config.trainer.max_staleness:
-        raise ValueError(
-            f"trainer.max_staleness {config.trainer.max_staleness} lets the engines generate "
-            "during the update, but with rollout.colocate they take turns on the same GPUs: set "
-            "trainer.max_staleness to 0, or rollout.colocate to false"
+        yield (
+            "{trainer.max_staleness} lets the engines generate during the update, but with "
+            "rollout.colocate they take turns on the same GPUs: set trainer.max_staleness to 0, or "
+            "rollout.colocate to false"
         )
     if config.trainer.weight_sync == "distributed":
-        raise ValueError(
-            "trainer.weight_sync distributed needs the GPUs of the trainer and of the engines at "
-            "once, but with rollout.colocate they take turns on the same GPUs: set "
-            "trainer.weight_sync to http or shared"
+        yield (
+            "{trainer.weight_sync} needs the GPUs of the trainer and of the engines at once, but "
+            "with rollout.colocate they take turns on the same GPUs: set trainer.weight_sync to "
+            "http or shared"
         )
     if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
-        raise ValueError(
-            "rollout.device cpu leaves no GPU to share, and SGLang can release only the memory of "
+        yield (
+            "{rollout.device} leaves no GPU to share, and SGLang can release only the memory of "
             "GPUs: set rollout.colocate to false, or rollout.engine embedded"
         )
 
 
-def _check_environment(config: Settings) -> None:
+def _environment(config: Settings) -> Iterator[str]:
     """Refuses settings that apply only to single completions."""
-    if not config.environment.name:
-        return
-    if config.algorithm.needs_critic:
-        raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values "
-            "single completions, and environment.name makes episodes: use another algorithm, such "
-            "as grpo"
-        )
-    if (
-        config.environment.turn_discount is not None
-        and config.algorithm.advantage not in TURN_ADVANTAGES
-    ):
-        raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} does not compare single turns: "
-            f"leave environment.turn_discount out, or use one of {', '.join(TURN_ADVANTAGES)}"
-        )
-    single = {
-        "sampling": _SINGLE_SAMPLING,
-        "evaluation": ("top_p", "top_k", "min_p"),
-        "data": ("prompt_template",),
-    }
-    for section, names in single.items():
-        holder = getattr(config, section)
-        for name in names:
-            if getattr(holder, name) != type(holder).model_fields[name].default:
-                raise ValueError(
-                    f"{section}.{name} applies to single completions, and environment.name makes "
-                    "episodes, where it has no effect: leave it out"
-                )
     advantage = config.algorithm.advantage
-    others = {
-        "teacher.url": config.teacher.url,
-        "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
-        "algorithm.length_penalty": config.algorithm.length_penalty,
-        "algorithm.advantage": advantage if advantage == "reward_normalised" else "",
-    }
-    for setting, value in others.items():
-        if value:
-            raise ValueError(
-                f"{setting} {value} needs single completions, but environment.name makes "
-                "episodes: leave it out"
-            )
+    if config.algorithm.needs_critic:
+        yield (
+            "{algorithm.advantage} needs a critic, which values single completions, and "
+            "environment.name makes episodes: use another algorithm, such as grpo"
+        )
+    if config.environment.turn_discount is not None and advantage not in TURN_ADVANTAGES:
+        yield (
+            "{algorithm.advantage} does not compare single turns: leave environment.turn_discount "
+            f"out, or use one of {', '.join(TURN_ADVANTAGES)}"
+        )
+    needs_single = [
+        *(name for name in _SINGLE if reduce(getattr, name.split("."), config)),
+        *(["algorithm.advantage"] if advantage == "reward_normalised" else []),
+    ]
+    for name in needs_single:
+        yield (
+            f"{{{name}}} needs single completions, but environment.name makes episodes: leave it "
+            "out"
+        )
 
 
-def _check_lora(config: Settings) -> None:
+def _lora(config: Settings) -> Iterator[str]:
     """Refuses settings that contradict LoRA."""
-    if config.lora.rank == 0:
+    if config.lora.rank and config.algorithm.reference_refresh:
+        yield (
+            "{algorithm.reference_refresh} with lora.rank, where the reference is the frozen "
+            "model, which never changes: leave it at 0"
+        )
+    if not config.lora.publishes_adapter:
         return
-    if config.algorithm.reference_refresh:
-        raise ValueError(
-            f"algorithm.reference_refresh is {config.algorithm.reference_refresh}, but with "
-            "lora.rank the reference is the frozen model, which never changes: leave it at 0"
+    if config.trainer.weight_sync == "distributed":
+        yield (
+            "{trainer.weight_sync} broadcasts a whole model, and {lora.publish} is not one: set "
+            "lora.publish merged, or trainer.weight_sync http (or shared), which sends the "
+            "adapter's two small files"
         )
-
-    if config.trainer.weight_sync == "distributed" and config.lora.publishes_adapter:
-        raise ValueError(
-            "trainer.weight_sync distributed broadcasts a whole model, and lora.publish is "
-            "adapter: set lora.publish merged, or trainer.weight_sync http (or shared), which "
-            "sends the adapter's two small files"
-        )
-    fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
     named = set(config.lora.target_modules)
-    if config.rollout.engine != "sglang" or not config.lora.publishes_adapter:
-        return
-    for needed, beside in fused.items():
-        alone = named.intersection(beside)
-        if alone and needed not in named:
-            raise ValueError(
-                f"lora.target_modules has {', '.join(sorted(alone))} without "
-                f"{needed}, and SGLang, which fuses these layers, would drop such an adapter: add "
-                f"{needed}, or set lora.publish merged"
-            )
+    if config.rollout.engine == "sglang":
+        for needed, beside in _FUSED.items():
+            alone = named.intersection(beside)
+            if alone and needed not in named:
+                yield (
+                    f"lora.target_modules has {', '.join(sorted(alone))} without {needed}, and "
+                    "SGLang, which fuses these layers, would drop such an adapter: add "
+                    f"{needed}, or set lora.publish merged"
+                )
 
 
-def _unread(config: Settings) -> dict[str, str]:
-    """Returns the settings that others make pointless, and why."""
-    unread = dict[str, str]()
-    for section in ("data", "reward", "environment", "teacher", "trackers"):
-        own = getattr(config, section).unread()
-        unread |= {f"{section}.{name}": reason for name, reason in own.items()}
+def _all(section: type[Section], name: str, but: tuple[str, ...] = ()) -> list[str]:
+    """Returns the names of a section's settings, except `but`."""
+    return [f"{name}.{field}" for field in section.model_fields if field not in but]
 
-    if not config.algorithm.needs_critic:
-        reason = f"algorithm.advantage {config.algorithm.advantage} has no critic"
-        unread |= {f"critic.{name}": reason for name in CriticSection.model_fields}
-        del unread["critic.port"]  # a port may be set once for all runs
+
+def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
+    """Yields settings that others make pointless, and why."""
+    algorithm = config.algorithm
+    data = config.data
+    if data.is_built_in:
+        yield ("data.hub_config",), f"data.source is {data.source}, whose columns are known"
+    if data.is_built_in or data.is_math:
+        own = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
+        names = [f"data.{name}" for name in own]
+        yield names, f"data.source is {data.source}, whose columns are known"
+    if not data.is_math:
+        yield ("data.levels", "data.subjects"), f"data.source is {data.source}, not math"
+    if data.messages_field:
+        yield ("data.prompt_field",), "data.messages_field is set"
+    if data.prompt_template and not config.model.chat_template:
+        yield (
+            ("sampling.system_prompt", "sampling.chat_template_kwargs"),
+            "data.prompt_template replaces the chat template, unless model.chat_template is set",
+        )
+    if not config.teacher.url:
+        yield _all(TeacherSection, "teacher", ("url",)), "teacher.url is empty"
+    elif not config.teacher.is_openai:
+        yield (
+            ("teacher.model",),
+            "teacher.url does not end with /v1, and an engine without /v1 serves only one model",
+        )
+    if not config.trackers.names:
+        yield _all(TrackersSection, "trackers", ("names",)), "trackers.names is empty"
+    if config.environment.name:
+        yield (
+            _OF_COMPLETIONS,
+            "it applies to single completions and environment.name makes episodes",
+        )
+    else:
+        # A port may be set once for all runs.
+        names = _all(EnvironmentSection, "environment", ("name", "port"))
+        yield names, "environment.name is empty"
+    if not algorithm.needs_critic:
+        names = _all(CriticSection, "critic", ("port",))
+        yield names, f"algorithm.advantage {algorithm.advantage} has no critic"
     if config.model.dtype == "float32":
-        unread["model.fp32_head"] = "model.dtype is float32"
-    if config.algorithm.kl_coef == 0:
-        unread |= dict.fromkeys(
-            ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
-        )
-    if config.algorithm.rollout_correction == "none":
-        reason = (
+        yield ("model.fp32_head",), "model.dtype is float32"
+    if algorithm.kl_coef == 0:
+        yield ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
+    if algorithm.rollout_correction == "none":
+        yield (
+            [f"algorithm.{name}" for name in CORRECTION],
             "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and "
-            "engines on CPUs"
+            "engines on CPUs",
         )
-        unread |= {f"algorithm.{name}": reason for name in CORRECTION}
-    elif config.algorithm.old_logprobs == "engine":
-        unread["algorithm.old_logprobs"] = (
-            f"algorithm.rollout_correction is {config.algorithm.rollout_correction}"
+    if algorithm.old_logprobs == "engine" and algorithm.rejects:
+        yield (
+            ("algorithm.old_logprobs",),
+            "algorithm.geometric_low and geometric_high always use the trainer's own",
         )
-    if config.algorithm.rejects and config.algorithm.old_logprobs == "engine":
-        unread["algorithm.old_logprobs"] = (
-            "algorithm.geometric_low and geometric_high always use the trainer's own"
+    elif algorithm.old_logprobs == "engine" and algorithm.correction is not None:
+        yield (
+            ("algorithm.old_logprobs",),
+            f"algorithm.rollout_correction is {algorithm.correction}",
         )
-    if config.data.prompt_template and not config.model.chat_template:
-        reason = (
-            "data.prompt_template replaces the chat template, unless model.chat_template is set"
-        )
-        unread |= dict.fromkeys(("sampling.system_prompt", "sampling.chat_template_kwargs"), reason)
     if config.sampling.ignore_eos:
-        unread |= dict.fromkeys(
-            ("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set"
-        )
+        yield ("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set"
     if config.trainer.eval_samples == 0:
-        unread |= {
-            f"evaluation.{name}": "trainer.eval_samples is 0"
-            for name in EvaluationSection.model_fields
-        }
+        yield _all(EvaluationSection, "evaluation"), "trainer.eval_samples is 0"
     if config.lora.rank == 0:
-        unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
+        yield _all(LoraSection, "lora"), "lora.rank is 0"
     elif not config.model.reference:
-        unread["trainer.offload_reference"] = (
-            "with lora.rank the reference is the policy's own frozen model, not a second model"
+        yield (
+            ("trainer.offload_reference",),
+            "with lora.rank the reference is the policy's own frozen model, not a second model",
         )
     if config.trainer.max_staleness == 0:
-        unread["trainer.when_stale"] = "trainer.max_staleness is 0"
+        yield ("trainer.when_stale",), "trainer.max_staleness is 0"
     if config.replay.reuse_ratio == 0:
-        reuse = ("priority", "max_times_sampled", "max_reuse_staleness", "corrected")
-        unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
-    return unread
+        yield (
+            ("replay.priority", "replay.max_times_sampled", "replay.max_reuse_staleness"),
+            "replay.reuse_ratio is 0",
+        )

@@ -10,7 +10,6 @@ import difflib
 import os
 import re
 import sys
-from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,23 +19,24 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from common.errors import ConfigError, shorten
+from common.errors import ConfigError, did_you_mean, shorten
 from common.process.cli import fail, program
 from common.process.topology import Topology, setting_status
 from common.settings.checks import check
 from common.settings.explain import explained
-from common.settings.sections import IN_HELP
+from common.settings.help import print_help
+from common.settings.rewards import BUILT_IN, OwnReward
 from common.settings.settings import IN_RUN_DIR, Settings
 from common.settings.sources import (
     PREFIX,
     SHORT_NAMES,
     from_env,
     from_file,
+    from_words,
     merge,
     near,
     put,
     take_config_option,
-    take_json_lists,
     unknown,
     variable,
 )
@@ -52,7 +52,6 @@ _OTHERS = (
     "LOG_FORMAT",
 )
 _VARIABLES = (*SHORT_NAMES, *_OTHERS)
-_FORM = "write --section.name VALUE; --help lists the settings that matter most"
 
 
 class Config(Settings):
@@ -97,21 +96,6 @@ class SettingsSubset:
                 problem = f"{name} is set but not read, since {self.does}"
                 raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
 
-    def explain(self, parser: ArgumentParser) -> None:
-        """Hides arguments that the program does not read, and shows its own defaults."""
-        parser.description = self.about
-        known = names()
-        for action in parser._actions:
-            for option in action.option_strings:
-                name = option[2:]
-                if name not in known:
-                    continue
-                if name not in self.reads:
-                    action.help = SUPPRESS
-                elif name in self.defaults and action.help:
-                    own = f"(default: {self.defaults[name]})"
-                    action.help = re.sub(r"\(default: .*\)$", own, action.help)
-
 
 def load(
     argv: Sequence[str] | None = None,
@@ -128,12 +112,18 @@ def load(
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     path, rest = take_config_option(list(argv))
-    known = {*names(), *Config.model_fields, "help", "help-all"}
-    for word, following in zip(rest, [*rest, None][1:], strict=True):
-        option, _, value = word.partition("=")
-        if word.startswith("--") and option[2:] not in known:
-            raise unknown(names(), option[2:], option, value or following)
-
+    known = names()
+    everything = "--help-all" in rest
+    if everything or not {"-h", "--help"}.isdisjoint(rest):
+        reads = {name: field for name, field in known.items() if not subset or name in subset.reads}
+        print_help(
+            prog,
+            subset.about if subset else None,
+            reads,
+            everything=everything,
+            defaults=subset.defaults if subset else {},
+        )
+        raise SystemExit(0)
     path = path or env.get("RUN_CONFIG") or None
     try:
         run_dir = f"runs/{Topology.from_env(env).group or 'local'}"
@@ -144,10 +134,9 @@ def load(
         # Later ones win: file, environment, command line.
         if path:
             values = merge(values, from_file(Path(path)))
-        rest, lists = take_json_lists(rest, names())
-        words = merge(_command_line(rest, prog, subset) if rest else {}, lists)
-        values = merge(values, from_env(env, names()))
-        config = Config(**merge(values, words))
+        values = merge(values, from_env(env, known))
+        values = merge(values, from_words(rest, known))
+        config = Config(**values)
         if subset:
             subset.check(config)
         return config
@@ -180,44 +169,6 @@ def names() -> dict[str, FieldInfo]:
     return found
 
 
-def _command_line(
-    words: list[str], prog: str | None, subset: SettingsSubset | None
-) -> dict[str, Any]:
-    """Parses the command line. `--help` shows the settings of type `InHelp`, `--help-all` all
-    settings; both exit.
-    """
-    # SkyPilot's environment does not have it.
-    from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
-
-    class CommandLine(Config, BaseSettings):
-        model_config = SettingsConfigDict(cli_hide_none_type=True, cli_avoid_json=True)
-
-    source: CliSettingsSource[ArgumentParser] = CliSettingsSource(
-        CommandLine, cli_prog_name=prog, cli_exit_on_error=False
-    )
-    parser = source.root_parser
-    settings = names()
-    parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
-    parser.add_argument("--help-all", action="help", help="show every setting and exit")
-    if subset:
-        subset.explain(parser)
-    if "--help-all" not in words:
-        read = subset.reads if subset else settings
-        rare = {f"--{name}" for name in read if IN_HELP not in settings[name].metadata}
-        for action in parser._actions:  # argparse has no other way to hide an existing option
-            if rare.intersection(action.option_strings):
-                action.help = SUPPRESS
-        parser.epilog = f"{len(rare)} more settings: --help-all"
-    try:
-        return source(args=words)()
-    except SettingsError as error:  # wraps one of argparse's
-        option, _, reason = str(error).rpartition(": ")
-        problem = f"the command line is not valid: {reason}"
-        if reason == "expected one argument":
-            problem = "it has no value"
-        raise ConfigError(problem, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
-
-
 def main(run: Callable[[Config], None], prog: str) -> None:
     """Loads the configuration and calls `run`; a wrong setting prints its error and exits with
     `setting_status()`.
@@ -231,9 +182,20 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    # Without a list index.
+    # Without list indices.
+    parts = [str(part) for part in first["loc"] if not isinstance(part, int)]
+    place = ".".join(parts)
     name = next((setting for setting in names() if place.startswith(f"{setting}.")), place)
+    if name == "reward.functions":
+        name = place
+        if first["type"] == "extra_forbidden":
+            _, _, function, argument = parts
+            return ConfigError(
+                f"the reward function {function} has no argument {argument}",
+                field=name,
+                value=shorten(first["input"]),
+                remedy=did_you_mean(argument, BUILT_IN.get(function, OwnReward).model_fields),
+            )
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     message, remedy = explained(first)

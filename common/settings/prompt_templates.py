@@ -53,7 +53,14 @@ def read_template(given: str) -> str:
         return ""
     if given in NAMED:
         return NAMED[given]
-    text = given if "{" in given or "\n" in given else _file(given)
+    text = given
+    if "{" not in given and "\n" not in given:
+        named = did_you_mean(given, NAMED)
+        text = read_file(
+            given,
+            "it has no {question}, names no built-in template and is not a file",
+            f"write text with {{question}}, name a file, or {named}",
+        ).removesuffix("\n")
     if QUESTION not in placeholders(text):
         raise ValueError(
             "the template has no {question}: write {question} where the problem belongs"
@@ -66,13 +73,10 @@ def placeholders(template: str) -> list[str]:
     return [name for _, name in PLACEHOLDER.findall(template) if name]
 
 
-def _file(given: str) -> str:
+def read_file(given: str, problem: str, remedy: str) -> str:
+    """Returns the text of a file. Raises ValueError with `problem`, the reason and `remedy`."""
     try:
-        return Path(given).read_text(encoding="utf-8").removesuffix("\n")
+        return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        named = did_you_mean(given, NAMED)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ValueError(
-            f"it has no {{question}}, is not a file ({reason}) and names no built-in template: "
-            f"write text with {{question}}, name a file, or {named}"
-        ) from None
+        raise ValueError(f"{problem} ({reason}): {remedy}") from None

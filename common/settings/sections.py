@@ -4,19 +4,28 @@ meaning.
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from common.errors import did_you_mean
 from common.settings.chat_templates import read_chat_template, read_template_variables
 from common.settings.prompt_templates import read_template
+from common.settings.rewards import OwnReward, Reward, RewardEntry
+from common.settings.section import InHelp, Section
 
-_T = TypeVar("_T")
-IN_HELP = "in help"
-InHelp = Annotated[_T, IN_HELP]
-"""Marks a setting that `--help` shows; the others appear only in `--help-all`."""
+_Entry = TypeVar("_Entry", bound=Reward)
 
 
 def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
@@ -52,30 +61,10 @@ def _environment(text: str) -> str:
     raise ValueError(f"there is no environment {text}: {hint}")
 
 
-RewardName = Annotated[
-    str,
-    _among(
-        "math",
-        "code",
-        "format",
-        "reward_model",
-        "judge",
-        "length",
-        "repetition",
-        path="package.module:Class",
-    ),
-]
+Port = Annotated[int, Field(ge=1, le=65535)]
 TrackerName = Annotated[
     str, _among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")
 ]
-
-
-class Section(BaseModel):
-    """A section of the settings; unknown names and numbers that are not finite are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class ModelSection(Section):
@@ -106,9 +95,9 @@ class LoraSection(Section):
     (docs/how-to/lora.md).
     """
 
-    rank: InHelp[int] = Field(0, ge=0)
+    rank: InHelp[NonNegativeInt] = 0
     """Rank of the adapter's matrices. 0: no adapter, all weights are trained."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: PositiveFloat = 32.0
     """Scale of the adapter: a matrix W becomes W + alpha / rank × B A."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapter's input during updates, from 0 to below 1."""
@@ -127,7 +116,7 @@ class LoraSection(Section):
 class DataSection(Section):
     """data-server: prompts."""
 
-    port: int = Field(8000, ge=1, le=65535)
+    port: Port = 8000
     """Port of the data-server."""
     source: InHelp[str] = Field("gsm8k", min_length=1)
     """`gsm8k` and `math` (from the hub), `math:SOURCE` (MATH in files or under another name on the
@@ -156,7 +145,8 @@ class DataSection(Section):
     columns: list[str] | None = None
     """Further columns passed to reward functions and the prompt template. Unset: all."""
     task_field: str = ""
-    """Column with the task of each row, which selects its reward functions (`reward.tasks`)."""
+    """Column with the task of each row, which selects its reward functions (`tasks` in
+    `reward.functions`)."""
     map: Annotated[str, _among("", path="package.module:function")] = ""
     """Function `package.module:function` that transforms every row before it is used. It gets the
     columns and returns columns, or None to skip the row."""
@@ -171,145 +161,59 @@ class DataSection(Section):
     drawn more often."""
 
     @property
+    def is_built_in(self) -> bool:
+        return self.source in ("gsm8k", "tiny")
+
+    @property
     def is_math(self) -> bool:
         return self.source == "math" or self.source.startswith("math:")
-
-    def unread(self) -> dict[str, str]:
-        """Returns the settings of this section that others make pointless, and why."""
-        built_in = self.source in ("gsm8k", "tiny")
-        reason = f"data.source is {self.source}, whose columns are known"
-        names: dict[str, str] = {}
-        if built_in or self.is_math:
-            own = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
-            names |= dict.fromkeys(own, reason)
-        if built_in:
-            names["hub_config"] = reason
-        if not self.is_math:
-            names |= dict.fromkeys(
-                ("levels", "subjects"), f"data.source is {self.source}, not math"
-            )
-        if self.messages_field:
-            names["prompt_field"] = "data.messages_field is set"
-        return names
 
 
 class RewardSection(Section):
     """reward-server: scores answers."""
 
-    port: int = Field(8002, ge=1, le=65535)
+    port: Port = 8002
     """Port of the reward-server."""
-    functions: InHelp[list[RewardName]] = Field(["math"], min_length=1)
-    """Reward functions; the reward is their weighted sum: `math`, `code`, `format`, `length`,
-    `repetition`, `reward_model`, `judge`, or the import path `package.module:Class` of a
-    RewardFunction (docs/how-to/rewards.md)."""
-    weights: InHelp[dict[RewardName, float]] = {}
-    """Weight of each function by its name; 1.0 if not given."""
-    tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
-    """Functions for the problems of each task; `functions` grade problems without a task. If any
-    task is named here, problems of other tasks are refused."""
-    function_timeout_s: float = Field(10.0, gt=0)
+    functions: InHelp[list[RewardEntry]] = Field(["math"], min_length=1, validate_default=True)
+    """Reward functions; the reward is their weighted sum. Each is a name (`math`, `code`, `format`,
+    `length`, `repetition`, `reward_model`, `judge`, or the import path `package.module:Class` of
+    your own), or a mapping of `name`, `weight`, `tasks` and the function's own arguments
+    (docs/how-to/rewards.md)."""
+    function_timeout_s: PositiveFloat = 10.0
     """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a
     processor does not count."""
-    workers: int = Field(2, gt=0)
+    workers: PositiveInt = 2
     """Worker processes for `math` (with as many spares), and also the number for your own
     functions."""
-    math_timeout_s: float = Field(1.0, gt=0)
-    """Seconds for one answer in a worker of `math`. Waiting for a processor does not count."""
     require_stop: bool = False
     """Reward only completions that ended by themselves. A completion cut at `max_new_tokens` gets
     0, right or wrong."""
-    code_timeout_s: float = Field(5.0, gt=0)
-    """Seconds for one test case of `code`. All cases of a program share five times as much. Waiting
-    for a processor does not count."""
-    code_partial_credit: bool = False
-    """Let `code` reward the share of test cases that pass, instead of all or nothing."""
-    code_slots: int | None = Field(None, gt=0)
-    """Programs that `code` runs at once. Unset: one per processor."""
-    code_memory_mb: int = Field(512, ge=32)
-    """Address space of one program of `code`, in MB."""
-    code_python: str = ""
-    """Python interpreter for programs, with its installed packages. Empty: one without packages."""
-    code_sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`none` runs programs as the server's own user without protection. Only for programs that you
-    trust."""
-    format_required: list[str] = []
-    """Regular expressions that `format` must find in a completion. A dot matches line ends too."""
-    format_forbidden: list[str] = []
-    """Regular expressions that `format` must not find in a completion."""
-    length_soft_chars: int = Field(4000, ge=0)
-    """Characters up to which `length` subtracts nothing from the reward."""
-    length_hard_chars: int = Field(8000, gt=0)
-    """Characters from which `length` subtracts 1 from the reward."""
 
-    reward_model_name: str = ""
-    """Sequence-classification model of `reward_model`, on the hub or in a directory."""
-    reward_model_max_tokens: int = Field(4096, gt=0)
-    """Longest chat that `reward_model` scores, in tokens. A longer chat gets no score."""
-    judge_url: str = ""
-    """OpenAI-compatible endpoint of `judge`, such as http://127.0.0.1:8000/v1. Its key comes from
-    JUDGE_API_KEY."""
-    judge_model: str = ""
-    """Model name at the judge's endpoint."""
-    judge_rubric: str = ""
-    """Criteria for the judge. Empty: a general rubric on correctness."""
-    judge_timeout_s: float = Field(60.0, gt=0)
-    """Seconds for one request to the judge."""
-    judge_concurrency: int = Field(16, gt=0)
-    """Maximum concurrent requests to the judge."""
-    judge_max_tokens: int = Field(1024, gt=0)
-    """Longest reply of the judge, in tokens."""
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each function by its name."""
+        return {entry.name: entry.weight for entry in self.functions}
 
-    def function_names(self) -> list[str]:
-        """Every function that any task uses, each once."""
-        names = list(self.functions)
-        for functions in self.tasks.values():
-            names += functions
-        return list(dict.fromkeys(names))
+    def for_objects(self, weights: Mapping[str, float]) -> "RewardSection":
+        """Returns these settings for the caller's own objects, whose weights are given by name."""
+        functions: list[Reward] = []
+        for name, weight in weights.items():
+            functions.append(OwnReward(name=name, weight=weight))
+        return self.model_copy(update={"functions": functions})
 
-    def unread(self) -> dict[str, str]:
-        """Returns the settings that no function in use reads, and why."""
-        used = self.function_names()
-        unread = dict[str, str]()
-        for name in type(self).model_fields:
-            for function in ("math", "code", "format", "length", "reward_model", "judge"):
-                if name.startswith(f"{function}_") and function not in used:
-                    unread[name] = f"no task uses the reward function {function}"
-        return unread
+    def function(self, kind: type[_Entry]) -> _Entry | None:
+        """Returns the entry of a built-in function; None if there is none."""
+        return next((entry for entry in self.functions if isinstance(entry, kind)), None)
 
     @model_validator(mode="after")
-    def _fits(self) -> "RewardSection":
-        strangers = set(self.weights) - set(self.function_names())
-        if strangers:
-            raise ValueError(
-                f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not "
-                "have: add it there too"
-            )
-        for function, needed in (
-            ("reward_model", ("reward_model_name",)),
-            ("judge", ("judge_url", "judge_model")),
-        ):
-            missing = [name for name in needed if not getattr(self, name)]
-            if function in self.function_names() and missing:
+    def _are_different(self) -> "RewardSection":
+        names = [entry.name for entry in self.functions]
+        for name in names:
+            if names.count(name) > 1:
                 raise ValueError(
-                    f"the reward function {function} needs reward.{missing[0]}: set it"
+                    f"reward.functions has {name} twice: leave one out, and name all its tasks in "
+                    "the other"
                 )
-        if "format" in self.function_names() and not (
-            self.format_required or self.format_forbidden
-        ):
-            raise ValueError(
-                "the reward function format needs reward.format_required or "
-                "reward.format_forbidden: set one"
-            )
-        if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "reward.judge_url contains credentials, but a run saves its settings: put them "
-                "into JUDGE_API_KEY"
-            )
-        if self.length_soft_chars >= self.length_hard_chars:
-            raise ValueError(
-                f"reward.length_soft_chars {self.length_soft_chars} is not below "
-                f"reward.length_hard_chars {self.length_hard_chars}: lower it"
-            )
         return self
 
 
@@ -324,32 +228,17 @@ class TeacherSection(Section):
     key comes from TEACHER_API_KEY. Empty: no teacher."""
     model: str = ""
     """Name of the model at an OpenAI-compatible endpoint."""
-    coef: float = Field(1.0, gt=0)
+    coef: PositiveFloat = 1.0
     """Weight of log π_teacher − log π of each token, which is added to its advantage."""
-    timeout_s: float = Field(120.0, gt=0)
+    timeout_s: PositiveFloat = 120.0
     """Seconds for the scores of one group, with all retries. Then the group is dropped and its
     prompt tried again."""
-    concurrency: int = Field(16, gt=0)
+    concurrency: PositiveInt = 16
     """Groups scored at once."""
 
     @property
     def is_openai(self) -> bool:
         return self.url.rstrip("/").endswith("/v1")
-
-    def unread(self) -> dict[str, str]:
-        """Returns the settings of this section that others make pointless, and why."""
-        if not self.url:
-            return {
-                name: "teacher.url is empty" for name in type(self).model_fields if name != "url"
-            }
-        return (
-            {}
-            if self.is_openai
-            else {
-                "model": "teacher.url does not end with /v1, and an engine without /v1 serves only one "
-                "model"
-            }
-        )
 
     @model_validator(mode="after")
     def _fits(self) -> "TeacherSection":
@@ -375,12 +264,12 @@ class TeacherSection(Section):
 class ReplaySection(Section):
     """replay-buffer: stores experience."""
 
-    port: int = Field(8003, ge=1, le=65535)
+    port: Port = 8003
     """Port of the replay-buffer."""
-    capacity: int = Field(100_000, gt=0)
+    capacity: PositiveInt = 100_000
     """Completions that the buffer keeps. The oldest groups that were trained on are removed
     first."""
-    lease_s: float = Field(600.0, gt=0)
+    lease_s: PositiveFloat = 600.0
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, from 0 to
@@ -388,12 +277,9 @@ class ReplaySection(Section):
     priority: Annotated[str, _among("advantage", "reward")] = "advantage"
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own
     function `package.module:name` of (group, advantages) returns, at least 0."""
-    corrected: bool = True
-    """Correct reused groups with importance weights, and with ratios to the policy that sampled
-    them. Without it the update is biased."""
-    max_reuse_staleness: int = Field(8, ge=0)
+    max_reuse_staleness: NonNegativeInt = 8
     """Oldest group that may be reused, in weight versions."""
-    max_times_sampled: int = Field(4, gt=0)
+    max_times_sampled: PositiveInt = 4
     """Times that one group may be reused."""
 
 
@@ -403,13 +289,13 @@ class CriticSection(Section):
     location: Literal["trainer", "server"] = "trainer"
     """`trainer`: on the trainer's own devices. `server`: in a critic-server task of the job
     group."""
-    port: int = Field(8005, ge=1, le=65535)
+    port: Port = 8005
     """Port of the critic-server."""
     model: str = ""
     """Model that the critic starts from, with a new value head. Empty: the policy's model."""
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: PositiveFloat = 1e-5
     """Learning rate of the critic."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: NonNegativeInt = 0
     """First steps in which only the critic learns."""
     value_clip: float | None = Field(0.2, gt=0)
     """Distance that a value may move in one update before its loss is clipped. Unset: no
@@ -419,13 +305,13 @@ class CriticSection(Section):
 class RolloutSection(Section):
     """rollout-server: the engines, the agent of every node, and the router."""
 
-    router_port: int = Field(30000, ge=1, le=65535)
+    router_port: Port = 30000
     """Port of the router."""
-    engine_port: int = Field(30001, ge=1, le=65535)
+    engine_port: Port = 30001
     """Port of every engine."""
-    agent_port: int = Field(30002, ge=1, le=65535)
+    agent_port: Port = 30002
     """Port of every rollout node's agent."""
-    router_metrics_port: int = Field(29000, ge=1, le=65535)
+    router_metrics_port: Port = 29000
     """Port of the router's Prometheus metrics."""
     engine: InHelp[Literal["sglang", "embedded"]] = "sglang"
     """`sglang`, or `embedded`: a small engine with the same HTTP API that needs only torch."""
@@ -436,13 +322,13 @@ class RolloutSection(Section):
     """Python that has SGLang installed. Its dependencies clash with those of the other services."""
     engine_args: InHelp[list[str]] = []
     """Further arguments for `sglang.launch_server`, passed on unchanged."""
-    tensor_parallel_size: InHelp[int] = Field(1, gt=0)
+    tensor_parallel_size: InHelp[PositiveInt] = 1
     """GPUs that share one engine."""
     colocate: InHelp[bool] = False
     """Let trainer and engines take turns on the same GPUs: the engines release their memory during
     the update, and the trainer keeps its models and optimisers in host memory during generation
     (docs/how-to/one-gpu.md)."""
-    max_running_requests: int = Field(256, gt=0)
+    max_running_requests: PositiveInt = 256
     """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer if its
     KV cache, with `max_context_tokens` tokens for each, needs more than 30 % of the free memory."""
     max_context_tokens: int = Field(2048, gt=1)
@@ -456,7 +342,7 @@ class RolloutSection(Section):
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
     """How the router chooses an engine: in turn, at random, or by what each has cached
     (docs/explanation/engines.md)."""
-    hang_timeout_s: float = Field(30.0, gt=0)
+    hang_timeout_s: PositiveFloat = 30.0
     """Seconds without an answer after which a healthy engine or router is killed and started
     again."""
 
@@ -522,16 +408,16 @@ class SamplingSection(Truncation):
     group_size: InHelp[int] = Field(8, ge=1)
     """Completions per prompt, which a group-relative advantage compares. With a critic (`ppo`) it
     may be 1."""
-    max_new_tokens: InHelp[int] = Field(512, gt=0)
+    max_new_tokens: InHelp[PositiveInt] = 512
     """Longest completion, in tokens."""
-    temperature: InHelp[float] = Field(1.0, gt=0)
+    temperature: InHelp[PositiveFloat] = 1.0
     """Sampling temperature. The trainer also divides its logits by it, so that logprobs of both
     sides are comparable."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion, such as a blank line. Graders do not get them."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Further tokens that end a completion, besides those of the model."""
-    min_new_tokens: int = Field(0, ge=0)
+    min_new_tokens: NonNegativeInt = 0
     """Minimum completion length in tokens. Until then no token can end it, but texts of
     `sampling.stop` can."""
     ignore_eos: bool = False
@@ -546,13 +432,7 @@ class SamplingSection(Truncation):
     prefill: str = ""
     """Start of every answer, such as `<think>`: the model continues from there, and graders get it
     with the answer."""
-    completion_timeout_s: float | None = Field(None, gt=0)
-    """Seconds after which a completion is cut, as at `max_new_tokens`. Completions then take
-    several requests. Unset: no limit."""
-    max_thinking_tokens: int | None = Field(None, gt=0)
-    """Tokens after which an open thought (`<think>`) is ended; the answer follows in another
-    request. Unset: no limit."""
-    request_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: PositiveFloat = 600.0
     """Seconds for generating one group, retries included."""
 
     def training_truncation(self) -> dict[str, float]:
@@ -575,7 +455,7 @@ class SamplingSection(Truncation):
 class EvaluationSection(Truncation):
     """Sampling of the answers in an evaluation (`trainer.eval_every`, `trainer.eval_samples`)."""
 
-    temperature: float = Field(0.0, ge=0)
+    temperature: NonNegativeFloat = 0.0
     """Temperature of the answers that count for the accuracy. 0: greedy."""
     n: int = Field(1, ge=1)
     """Answers per problem; the accuracy is their mean."""
@@ -588,36 +468,36 @@ class TrainerSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the update. `auto`: a GPU if there is one."""
-    port: int = Field(8004, ge=1, le=65535)
+    port: Port = 8004
     """Port of weights, health, metrics and the dashboard."""
-    num_epochs: InHelp[int] = Field(3, gt=0)
+    num_epochs: InHelp[PositiveInt] = 3
     """Passes over the training prompts; not read with `max_steps`."""
-    batch_size: InHelp[int] = Field(4, gt=0)
+    batch_size: InHelp[PositiveInt] = 4
     """Prompts per step. Each becomes a group of `sampling.group_size` completions."""
     max_steps: InHelp[int | None] = Field(None, gt=0)
     """Steps of the run, over the training data as often as they need. Unset: `num_epochs`
     passes."""
-    max_staleness: InHelp[int] = Field(0, ge=0)
+    max_staleness: InHelp[NonNegativeInt] = 0
     """Oldest experience that is trained on, in weight versions. 0: on-policy."""
     when_stale: Literal["wait", "train", "drop"] = "wait"
     """`wait`: train on groups in the order of their prompts, so that an update waits for long
     answers and no group gets too old. `train`: take the groups that are ready, the oldest first,
     and train on too old ones with the correction. `drop`: drop groups that are too old and draw
     their prompts again, which favours short answers."""
-    learning_rate: InHelp[float] = Field(1e-6, gt=0)
+    learning_rate: InHelp[PositiveFloat] = 1e-6
     """Highest learning rate of the policy."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
     """β1 and β2 of AdamW."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    warmup_steps: InHelp[int] = Field(10, ge=0)
+    warmup_steps: InHelp[NonNegativeInt] = 10
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""
     lr_schedule: InHelp[Literal["constant", "linear", "cosine"]] = "constant"
     """Learning rate after the warm-up: `constant`, or falling to zero at the last step."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: PositiveFloat = 1.0
     """Norm to which the gradients of policy and critic are clipped."""
-    micro_batch_tokens: InHelp[int] = Field(16_384, gt=0)
+    micro_batch_tokens: InHelp[PositiveInt] = 16_384
     """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt
     that a packed pass shares counts once."""
     micro_batch_size: int | None = Field(None, gt=0)
@@ -642,20 +522,20 @@ class TrainerSection(Section):
     For sharded models."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
-    eval_every: InHelp[int] = Field(0, ge=0)
+    eval_every: InHelp[NonNegativeInt] = 0
     """Steps between evaluations on held-out problems. 0: only before and after training."""
-    eval_samples: InHelp[int] = Field(256, ge=0)
+    eval_samples: InHelp[NonNegativeInt] = 256
     """Held-out problems per evaluation. 0: no evaluation."""
-    eval_k: int = Field(8, gt=0)
+    eval_k: PositiveInt = 8
     """k of pass@k in the first and the last evaluation."""
-    eval_pass_samples: int = Field(64, ge=0)
+    eval_pass_samples: NonNegativeInt = 64
     """Held-out problems for pass@k. Each is answered k times."""
-    checkpoint_every: InHelp[int] = Field(50, ge=0)
+    checkpoint_every: InHelp[NonNegativeInt] = 50
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
-    keep_checkpoints: int = Field(3, gt=0)
+    keep_checkpoints: PositiveInt = 3
     """Newest checkpoints to keep. The checkpoint with the best evaluation accuracy (or the best
     mean reward, if rewards are not verdicts) is also kept, as `best`."""
-    keep_groups_mb: int = Field(4096, ge=0)
+    keep_groups_mb: NonNegativeInt = 4096
     """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The
     oldest steps are
     removed first. 0: keep none."""
@@ -665,7 +545,7 @@ class TrainerSection(Section):
     run_dir: InHelp[Path | None] = None
     """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
     name>`."""
-    wait_timeout_s: float = Field(1800.0, gt=0)
+    wait_timeout_s: PositiveFloat = 1800.0
     """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends
     with the reason."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
@@ -673,61 +553,47 @@ class TrainerSection(Section):
     them from `run_dir` on a volume that all nodes mount at the same path. `distributed`: NCCL or
     gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
     files."""
-    service_timeout_s: float = Field(600.0, gt=0)
+    service_timeout_s: PositiveFloat = 600.0
     """Seconds for one call to a service, retries included. Should exceed the time of a restart of
     its pod."""
-    publish_timeout_s: float = Field(600.0, gt=0)
+    publish_timeout_s: PositiveFloat = 600.0
     """Seconds for every rollout node to confirm a weight version. A node that does not is fenced
     from traffic."""
-    lost_after_s: float = Field(45.0, gt=0)
+    lost_after_s: PositiveFloat = 45.0
     """Seconds of silence after which a trainer process counts as lost; the others then exit and
     name it."""
-    max_failed_groups: int = Field(64, gt=0)
+    max_failed_groups: PositiveInt = 64
     """Consecutive groups that may be dropped because of errors before the run ends."""
-    num_threads: int | None = Field(None, gt=0)
-    """CPU threads of one trainer process. Unset: torch decides."""
 
 
 class EnvironmentSection(Section):
     """environment-server: multi-turn episodes with tools instead of single completions."""
 
-    port: int = Field(8006, ge=1, le=65535)
+    port: Port = 8006
     """Port of the environment-server."""
     name: InHelp[Annotated[str, AfterValidator(_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
     talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
     (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
-    turns: int = Field(8, gt=0)
-    """Maximum answers of the model in one episode."""
-    sampled_tokens: int = Field(16_384, gt=0)
-    """Maximum sampled tokens of one episode."""
+    turns: PositiveInt = 8
+    """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
+    sample this many times `sampling.max_new_tokens` tokens."""
     context: int = Field(32_768, gt=1)
     """Maximum tokens of one sequence of an episode. With the embedded engine at most
     `rollout.max_context_tokens`."""
-    tool_calls: int = Field(64, gt=0)
-    """Maximum tool calls of one episode."""
     turn_discount: float | None = Field(None, ge=0, le=1)
     """Discount per turn for rewards that an environment gives for single answers
     (`get_turn_rewards`): an answer is
     then credited only with the rewards that follow it, not with earlier ones. Unset: they count for
     the whole episode."""
-    deadline_s: float = Field(600.0, gt=0)
+    deadline_s: PositiveFloat = 600.0
     """Seconds for one episode. One that takes longer has no reward: its group is dropped and tried
     again."""
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the
     engines idle; otherwise 64 programs or connections."""
-
-    def unread(self) -> dict[str, str]:
-        """Returns the settings of this section that nothing reads, and why."""
-        unread = (
-            ()
-            if self.name
-            else (name for name in type(self).model_fields if name not in ("name", "port"))
-        )
-        return dict.fromkeys(unread, "environment.name is empty")
 
 
 class TrackersSection(Section):
@@ -742,10 +608,3 @@ class TrackersSection(Section):
     """Project name in wandb and trackio; experiment name in mlflow."""
     run_name: str = ""
     """Name of the run in the trackers. Empty: the name of its directory."""
-    sample_every: int = Field(10, ge=0)
-    """Steps between sample tables, each with the completions of one group. 0: no tables."""
-
-    def unread(self) -> dict[str, str]:
-        """Returns the settings that no tracker in use reads, and why."""
-        unread = () if self.names else (name for name in type(self).model_fields if name != "names")
-        return dict.fromkeys(unread, "trackers.names is empty")

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from common.settings.algorithm import AlgorithmSection
+from common.settings.section import InHelp
 from common.settings.sections import (
     CriticSection,
     DataSection,
     EnvironmentSection,
     EvaluationSection,
-    InHelp,
     LoraSection,
     ModelSection,
     ReplaySection,
@@ -37,12 +37,12 @@ class Settings(BaseModel):
         validate_default=True,
     )
 
-    seed: InHelp[int] = Field(0, ge=0)
+    seed: InHelp[NonNegativeInt] = 0
     """Seed of data order, sampling and dropout. A run is repeatable with the same seed."""
     state_dir: Path = IN_RUN_DIR
     """Directory for what services keep across restarts: data position, replay store, weights and
     logs."""
-    max_body_mb: int = Field(256, gt=0)
+    max_body_mb: PositiveInt = 256
     """Largest request body that a service accepts, in MB."""
     model: ModelSection = ModelSection()
     lora: LoraSection = LoraSection()

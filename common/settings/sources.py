@@ -3,7 +3,6 @@ validated.
 """
 
 import difflib
-import json
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic.fields import FieldInfo
 from common.errors import ConfigError
 
 PREFIX = "RLHF_"
+_FORM = "write --section.name VALUE; --help lists the settings that matter most"
 SHORT_NAMES = {
     "MODEL_NAME": ("model", "name"),
     "NUM_EPOCHS": ("trainer", "num_epochs"),
@@ -56,35 +56,63 @@ def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
     return known.config, rest
 
 
-def take_json_lists(
-    argv: list[str], known: Mapping[str, FieldInfo]
-) -> tuple[list[str], dict[str, Any]]:
-    """Returns the arguments without JSON lists, whose escapes pydantic-settings would keep, and
-    these by section.
+def from_words(words: Iterable[str], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """Reads `--section.field VALUE` and `--section.field=VALUE`. A list or mapping may be
+    continued by naming the setting again. Raises ConfigError.
     """
-    lists = {name for name, field in known.items() if is_list(field)}
-    rest: list[str] = []
-    found: dict[str, Any] = {}
-    words = iter(argv)
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option[2:] not in lists or not option.startswith("--"):
-            rest.append(word)
-            continue
-        given = [word]
+    content = dict[str, Any]()
+    earlier = dict[str, Any]()
+    given = iter(words)
+    for word in given:
+        option, equals, text = word.partition("=")
+        name = option.removeprefix("--")
+        if not word.startswith("--"):
+            raise ConfigError("this is not an option", field=word, remedy=_FORM)
         if not equals:
-            following = next(words, None)
-            if following is not None:
-                given.append(following)
+            text = next(given, "--")
+        if name not in known:
+            raise unknown(known, name, option, None if text == "--" else text)
+        if not equals and text.startswith("--"):
+            raise ConfigError("it has no value", field=option, remedy=_FORM)
+
+        value = read_text(known[name], text, option)
+        before = earlier.get(name)
+        if isinstance(value, list) and isinstance(before, list):
+            value = before + value
+        if isinstance(value, dict) and isinstance(before, dict):
+            value = before | value
+        earlier[name] = value
+        put(content, tuple(name.split(".")), value)
+    return content
+
+
+def read_text(field: FieldInfo, text: str, name: str) -> Any:
+    """Returns the value of a setting written as text: a list as JSON or with commas, a mapping as
+    JSON or with commas as NAME=VALUE, anything else as it stands for the setting itself to read.
+
+    Raises ConfigError for text that begins like a list or mapping but is none.
+    """
+    if field.annotation is str:
+        return text
+    if text in ("None", "null"):
+        return None
+    if text[:1] in "[{" and text:
         try:
-            read = json.loads(value if equals else given[-1])
-        except ValueError:
-            read = None
-        if isinstance(read, list):
-            put(found, tuple(option[2:].split(".")), read)
-        else:
-            rest += given
-    return rest, found
+            read = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"{name} is not a list or mapping: {yaml_problem(error)}",
+                field=name,
+                value=text,
+                remedy="write it as JSON",
+            ) from None
+        return [read] if is_list(field) and not isinstance(read, list) else read
+    kind = get_origin(field.annotation)
+    if is_list(field) or kind is tuple:
+        return [part.strip() for part in text.split(",")]
+    if kind is dict and "=" in text:
+        return dict(part.partition("=")[::2] for part in text.split(","))
+    return text
 
 
 def is_list(field: FieldInfo) -> bool:
@@ -146,18 +174,8 @@ def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str
                         remedy="write RLHF_SECTION__FIELD",
                     )
                 raise unknown(known, setting, name)
-            given = value if known[setting].annotation is str else _list_or_text(name, value)
-            put(content, tuple(setting.split(".")), given)
+            put(content, tuple(setting.split(".")), read_text(known[setting], value, name))
     return content
-
-
-def _list_or_text(name: str, value: str) -> object:
-    try:
-        return yaml.safe_load(value) if value[:1] in "[{" else value
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{name} is not a list: {error}", field=name, value=value, remedy="write it as JSON"
-        ) from None
 
 
 def put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:

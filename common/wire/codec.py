@@ -10,6 +10,7 @@ import gc
 import json
 import re
 import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
 import msgpack
@@ -31,6 +32,7 @@ from common.wire.schemas import (
     TokenSequence,
     UpdateRequest,
     ValueRequest,
+    ValueTargets,
 )
 
 MSGPACK = "application/msgpack"
@@ -183,7 +185,8 @@ def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
     _fill_texts(content)
     try:
         value = msgspec.convert(content, kind, dec_hook=_array)
-        _check(value)
+        for path, reason in _problems(value):
+            raise ValidationError(f"{reason} - at `${path}`")
     except ValidationError as error:
         raise _invalid(str(error), content, where) from None
     return value
@@ -239,72 +242,74 @@ def _fill_texts(content: Any) -> None:
             completion.setdefault("text", "")
 
 
-def _check(value: object) -> None:
-    """Validates constraints that the field types do not express."""
+_Problems = Iterator[tuple[str, str]]
+"""The path of an invalid field, and what is wrong with it."""
+
+
+def _problems(value: object) -> _Problems:
+    """Yields violations of constraints that the field types do not express."""
     match value:
         case Group():
-            _check_group(value, "")
+            yield from _of_group(value)
         case Groups() | TakenGroups() | SampledGroups():
-            for i, group in enumerate(value.groups):
-                _check_group(group, f".groups[{i}]")
+            yield from _of_items("groups", value.groups, _of_group)
             if isinstance(value, SampledGroups):
-                _same_length(
-                    value.weights, len(value.groups), ".weights", "groups need as many weights"
-                )
+                groups = len(value.groups)
+                yield from _of_length(groups, "groups need as many weights", weights=value.weights)
         case ValueRequest():
-            for i, sequence in enumerate(value.sequences):
-                _check_sequence(sequence, f".sequences[{i}]")
+            yield from _of_items("sequences", value.sequences, _of_sequence)
             if (value.run_id is None) != (value.step is None):
-                missing = "run_id" if value.run_id is None else "step"
-                raise ValidationError(
-                    "run_id and step name a critic together: send both or neither - at "
-                    f"`$.{missing}`"
-                )
+                missing = ".run_id" if value.run_id is None else ".step"
+                yield missing, "run_id and step name a critic together: send both or neither"
         case UpdateRequest():
-            for i, row in enumerate(value.rows):
-                where = f".rows[{i}]"
-                length = len(row.completion_ids)
-                same = "tokens need as many numbers"
-                _check_sequence(row, where)
-                _same_length(row.old_values, length, f"{where}.old_values", same)
-                _same_length(row.returns, length, f"{where}.returns", same)
+            yield from _of_items("rows", value.rows, _of_targets)
 
 
-def _check_group(group: Group, where: str) -> None:
-    for i, completion in enumerate(group.completions):
-        _check_completion(completion, f"{where}.completions[{i}]")
+def _of_items(name: str, items: Sequence[_T], problems: Callable[[_T], _Problems]) -> _Problems:
+    for i, item in enumerate(items):
+        for path, reason in problems(item):
+            yield f".{name}[{i}]{path}", reason
+
+
+def _of_length(length: int, reason: str, **arrays: Float32 | Int32 | None) -> _Problems:
+    """Yields the arrays that have another length."""
+    for name, array in arrays.items():
+        if array is not None and len(array) != length:
+            yield f".{name}", f"{length} {reason}, got {len(array)}"
+
+
+def _of_group(group: Group) -> _Problems:
+    yield from _of_items("completions", group.completions, _of_completion)
 
     episodes = {completion.episode for completion in group.completions}
     if episodes != {None} and episodes != set(range(len(episodes))):
-        reason = (
-            "completions have the numbers of their episodes, from 0 without a gap, or none has one"
+        yield (
+            ".completions",
+            "completions have the numbers of their episodes, from 0 without a gap, or none has one",
         )
-        raise ValidationError(f"{reason} - at `${where}.completions`")
     if group.metadata:
         try:
             json.dumps(group.metadata, allow_nan=False, ensure_ascii=False).encode()
             encode(group.metadata)
         except (ValueError, TypeError, OverflowError, RecursionError):
-            reason = (
+            yield (
+                ".metadata",
                 "metadata has to be texts, finite numbers, lists and mappings, which JSON and "
-                "msgpack can carry"
+                "msgpack can carry",
             )
-            raise ValidationError(f"{reason} - at `${where}.metadata`") from None
 
 
-def _check_completion(completion: Completion, at: str) -> None:
+def _of_completion(completion: Completion) -> _Problems:
     length = len(completion.token_ids)
     if not length:
-        raise ValidationError(
-            f"a completion has at least one token, its end of sequence - at `${at}.token_ids`"
-        )
-
-    same = "tokens need as many logprobs"
-    _same_length(completion.logprobs, length, f"{at}.logprobs", same)
-    if completion.teacher_logprobs is not None:
-        _same_length(completion.teacher_logprobs, length, f"{at}.teacher_logprobs", same)
-
-    _check_kept_tokens(completion, at)
+        yield ".token_ids", "a completion has at least one token, its end of sequence"
+    yield from _of_length(
+        length,
+        "tokens need as many logprobs",
+        logprobs=completion.logprobs,
+        teacher_logprobs=completion.teacher_logprobs,
+    )
+    yield from _of_kept_tokens(completion)
 
     reached = 0
     for _, start, end in completion.weight_versions:
@@ -312,65 +317,57 @@ def _check_completion(completion: Completion, at: str) -> None:
             break
         reached = end
     if reached != length:
-        reason = (
-            f"spans [version, start, end] follow one another from 0 to {length}, the number "
-            "of tokens"
+        yield (
+            ".weight_versions",
+            f"spans [version, start, end] follow one another from 0 to {length}, the number of "
+            "tokens",
         )
-        raise ValidationError(f"{reason} - at `${at}.weight_versions`")
 
-    _check_episode(completion, at)
+    mask = completion.mask
+    yield from _of_length(length, "tokens need as many marks", mask=mask)
+    if mask is not None and mask.max() != 1:
+        yield ".mask", "a mask has a 1 for every token to train, at least one, else 0"
+    if completion.prompt_ids is not None and not len(completion.prompt_ids):
+        yield ".prompt_ids", "a prompt has at least one token"
+    for number, turn in enumerate(completion.turns):
+        if not turn.start < turn.end <= length:
+            yield f".turns[{number}]", f"a turn is a range of the {length} tokens"
 
 
-def _check_kept_tokens(completion: Completion, at: str) -> None:
-    """Validates the tokens that truncated sampling kept: each token was sampled from its own."""
+def _of_kept_tokens(completion: Completion) -> _Problems:
+    """Checks the tokens that truncated sampling kept: each token was sampled from its own."""
     counts = completion.kept_counts
+    kept = completion.kept_tokens
     if not len(counts):
-        if len(completion.kept_tokens):
-            raise ValidationError(f"kept_tokens need their counts - at `${at}.kept_counts`")
+        if len(kept):
+            yield ".kept_counts", "kept_tokens need their counts"
         return
 
     length = len(completion.token_ids)
-    _same_length(counts, length, f"{at}.kept_counts", "tokens need as many counts")
-    if counts.min() < 0 or counts.sum(dtype=np.int64) != len(completion.kept_tokens):
-        raise ValidationError(f"their sum is the length of kept_tokens - at `${at}.kept_counts`")
+    yield from _of_length(length, "tokens need as many counts", kept_counts=counts)
+    if counts.min() < 0 or counts.sum(dtype=np.int64) != len(kept):
+        yield ".kept_counts", "their sum is the length of kept_tokens"
 
-    hits = np.repeat(completion.token_ids, counts) == completion.kept_tokens
+    hits = np.repeat(completion.token_ids, counts) == kept
     first = np.cumsum(counts) - counts
     if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():
-        raise ValidationError(
-            f"every token is among those it was sampled from - at `${at}.kept_tokens`"
-        )
+        yield ".kept_tokens", "every token is among those it was sampled from"
 
 
-def _check_episode(completion: Completion, at: str) -> None:
-    length = len(completion.token_ids)
-    mask = completion.mask
-    if mask is not None:
-        _same_length(mask, length, f"{at}.mask", "tokens need as many marks")
-        if mask.max() != 1:
-            raise ValidationError(
-                f"a mask has a 1 for every token to train, at least one, else 0 - at `${at}.mask`"
-            )
-    if completion.prompt_ids is not None and not len(completion.prompt_ids):
-        raise ValidationError(f"a prompt has at least one token - at `${at}.prompt_ids`")
-    for number, turn in enumerate(completion.turns):
-        if not turn.start < turn.end <= length:
-            raise ValidationError(
-                f"a turn is a range of the {length} tokens - at `${at}.turns[{number}]`"
-            )
-
-
-def _check_sequence(sequence: TokenSequence, where: str) -> None:
+def _of_sequence(sequence: TokenSequence) -> _Problems:
     for name in ("prompt_ids", "completion_ids"):
         if not len(getattr(sequence, name)):
-            raise ValidationError(
-                f"a prompt and a completion have at least one token each - at `${where}.{name}`"
-            )
+            yield f".{name}", "a prompt and a completion have at least one token each"
 
 
-def _same_length(array: Float32 | Int32, length: int, where: str, reason: str) -> None:
-    if len(array) != length:
-        raise ValidationError(f"{length} {reason}, got {len(array)} - at `${where}`")
+def _of_targets(row: ValueTargets) -> _Problems:
+    yield from _of_sequence(row)
+    yield from _of_length(
+        len(row.completion_ids),
+        "tokens need as many numbers",
+        old_values=row.old_values,
+        returns=row.returns,
+    )
 
 
 def _invalid(error: str, content: Any, where: str) -> InvalidInput:

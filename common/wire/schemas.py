@@ -8,7 +8,7 @@ are msgspec structs over numpy, and travel as msgpack with raw little-endian arr
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct, field
@@ -19,12 +19,17 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     StringConstraints,
     ValidatorFunctionWrapHandler,
     model_validator,
 )
 from pydantic_core import PydanticKnownError, core_schema
 
+_T = TypeVar("_T")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _NUMBER = {"type": "number", "minimum": -FLOAT32_MAX, "maximum": FLOAT32_MAX}
@@ -93,6 +98,9 @@ MAX_LISTED = 65_536
 MAX_NAMES = 1024
 """Maximum names of a mapping on the wire that has no other limit."""
 Columns = Annotated[dict[str, Any], AtMost(MAX_NAMES)]
+Listed = Annotated[list[_T], AtMost(MAX_LISTED)]
+Text = Annotated[str, StringConstraints(max_length=1_000_000)]
+RequestId = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
 class Wire(BaseModel):
@@ -126,9 +134,7 @@ class Prompt(Wire):
     columns: Columns = Field({}, exclude_if=_is_empty)
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out
     of JSON when empty."""
-    chat: Annotated[list[Annotated[dict[str, str], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = Field(
-        [], exclude_if=_is_empty
-    )
+    chat: Listed[Annotated[dict[str, str], AtMost(MAX_NAMES)]] = Field([], exclude_if=_is_empty)
     """The conversation to continue, if it is more than one user message. It ends with `prompt`; its
     own system message replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
@@ -136,7 +142,7 @@ class Prompt(Wire):
 class PromptBatch(Wire):
     """Answer of `GET /prompts`."""
 
-    prompts: Annotated[list[Prompt], AtMost(MAX_LISTED)]
+    prompts: Listed[Prompt]
     total_available: int
     """Problems in the training split."""
     epoch: int
@@ -154,9 +160,9 @@ class PassRateReport(Wire):
         Field(min_length=1),
         AtMost(MAX_LISTED),
     ]
-    pass_rates: Annotated[list[Annotated[float, Field(ge=0, le=1)]], AtMost(MAX_LISTED)]
+    pass_rates: Listed[Annotated[float, Field(ge=0, le=1)]]
     """Share of correct completions of each prompt, in the order of `prompt_ids`."""
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    request_id: RequestId
     """A report sent again with the same id counts only once."""
 
     @model_validator(mode="after")
@@ -170,9 +176,6 @@ class PassRateReport(Wire):
 
     def pairs(self) -> list[tuple[str, float]]:
         return list(zip(self.prompt_ids, self.pass_rates, strict=True))
-
-
-Text = Annotated[str, StringConstraints(max_length=1_000_000)]
 
 
 class RewardItem(Wire):
@@ -225,6 +228,20 @@ class BatchRewardResult(Wire):
     accuracy: float
 
 
+class GroundTruthProblem(Wire):
+    """A ground truth that no answer can match."""
+
+    index: int
+    """Of the item in the request."""
+    reason: str
+
+
+class GroundTruthProblems(Wire):
+    """Response of `POST /check_ground_truths`."""
+
+    problems: Annotated[list[GroundTruthProblem], AtMost(MAX_BATCH_ITEMS)]
+
+
 _Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -234,7 +251,7 @@ class SentFile(Wire):
     name: Annotated[
         str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)
     ]
-    size: int = Field(ge=0)
+    size: NonNegativeInt
     xxh3: _Checksum
     """`common.weights.checksums.checksum` of its bytes."""
 
@@ -256,12 +273,12 @@ class WeightFile(SentFile):
 class WeightManifest(Wire):
     """The files of a weight version; its number is the optimiser step that made it."""
 
-    version: int = Field(ge=0)
+    version: NonNegativeInt
     run_id: str
     """The training run: a version number alone does not tell two runs apart."""
     kind: Literal["model", "adapter"] = "model"
     """A complete model directory, or a LoRA adapter in PEFT's format."""
-    files: Annotated[list[WeightFile], AtMost(MAX_LISTED)] = []
+    files: Listed[WeightFile] = []
     """Empty: the trainer writes them on request (`GET /weights/latest?files=true`)."""
     directory: str = ""
     """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty:
@@ -308,8 +325,8 @@ class Broadcast(Wire):
     backend: Literal["gloo", "nccl"]
     ranks: Annotated[dict[str, int], AtMost(MAX_LISTED)]
     """Rank of the first GPU of each worker's engine; the ranks of its other GPUs follow."""
-    epochs: Annotated[dict[str, str], AtMost(MAX_LISTED)]
-    """`WorkerReport.epoch` of each worker; an engine restarted since then is not a member."""
+    incarnations: Annotated[dict[str, str], AtMost(MAX_LISTED)]
+    """`WorkerReport.incarnation` of each worker; an engine restarted since then is not a member."""
     buckets: Annotated[list[Bucket], AtMost(MAX_TENSORS)]
 
 
@@ -356,9 +373,9 @@ class WorkerReport(Wire):
     """The reason, when the state is `stale` or `failed`."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Processes of the engine, each with its own GPU if the engine uses GPUs."""
-    gpus: int = Field(0, ge=0)
+    gpus: NonNegativeInt = 0
     """GPUs of the engine."""
-    epoch: _Name = ""
+    incarnation: _Name = ""
     """Changes when the engine must join a new group, because it was restarted or a broadcast to it
     failed."""
     checksum: _Name = ""
@@ -370,6 +387,9 @@ MAX_COMPLETIONS = 1024
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Chars = Annotated[str, Meta(max_length=1_000_000)]
+_Key = Annotated[str, Meta(max_length=512)]
+_Many = Annotated[list[_T], Meta(max_length=MAX_LISTED)]
+_Named = Annotated[dict[_Key, _T], Meta(max_length=MAX_NAMES)]
 _Spans = Annotated[
     list[tuple[_Count, _Count, _Count]],
     Meta(
@@ -413,9 +433,7 @@ class Completion(Struct, forbid_unknown_fields=True):
     """As in `RewardResult`."""
     status: RewardStatus = "ok"
     extracted_answer: _Chars | None = None
-    components: Annotated[
-        dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)
-    ] = {}
+    components: _Named[_Finite | None] = {}
     """As in `RewardResult`."""
     teacher_logprobs: Float32 | None = None
     """[L] log-probabilities in nats under the teacher, at temperature 1; null without one."""
@@ -430,7 +448,7 @@ class Completion(Struct, forbid_unknown_fields=True):
     all."""
     prompt_ids: Int32 | None = None
     """[P] its own prompt; None: the group's prompt."""
-    turns: Annotated[list[Turn], Meta(max_length=MAX_LISTED)] = []
+    turns: _Many[Turn] = []
     """The turns of an episode; empty for a single-turn completion."""
     episode: Annotated[int, Meta(ge=0, lt=MAX_COMPLETIONS)] | None = None
     """Index of its episode in the group, which may have several sequences; None: the completion is
@@ -459,7 +477,7 @@ class Group(Struct, forbid_unknown_fields=True):
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Made by the client; adding the same id again changes nothing."""
-    prompt_id: Annotated[str, Meta(max_length=512)]
+    prompt_id: _Key
     prompt: _Chars
     ground_truth: _Chars
     prompt_token_ids: Int32
@@ -510,7 +528,7 @@ class Groups(Struct):
 class TakenGroups(Struct):
     """Answer of `POST /groups/take`."""
 
-    groups: Annotated[list[Group], Meta(max_length=MAX_LISTED)]
+    groups: _Many[Group]
     evicted: _Count = 0
     """Groups dropped by this call because they were older than `min_version`."""
 
@@ -518,7 +536,7 @@ class TakenGroups(Struct):
 class SampledGroups(Struct):
     """Answer of `POST /groups/sample`: prioritised reuse."""
 
-    groups: Annotated[list[Group], Meta(max_length=MAX_LISTED)]
+    groups: _Many[Group]
     weights: Float32
     """[len(groups)] importance weights (N·P(i))^-β, divided by their mean over draws
     (`services.replay.sampling`)."""
@@ -564,13 +582,9 @@ class Episode(Struct, forbid_unknown_fields=True):
     still to be graded, or when the status is not `ok`."""
     answer: _Chars
     """Text of the last answer, without its thoughts."""
-    sequences: Annotated[list[EpisodeSequence], Meta(max_length=MAX_LISTED)]
-    components: Annotated[
-        dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)
-    ] = {}
-    metrics: Annotated[
-        dict[Annotated[str, Meta(max_length=512)], _Finite], Meta(max_length=MAX_NAMES)
-    ] = {}
+    sequences: _Many[EpisodeSequence]
+    components: _Named[_Finite | None] = {}
+    metrics: _Named[_Finite] = {}
     """`turns`, `tool_calls`, `tool_errors`, `sampled_tokens`, `seconds`, `tool_seconds`."""
     detail: _Chars = ""
     """The reason for the status."""
@@ -579,7 +593,7 @@ class Episode(Struct, forbid_unknown_fields=True):
 class Episodes(Struct):
     """Answer of `POST /episodes`."""
 
-    episodes: Annotated[list[Episode], Meta(max_length=MAX_LISTED)]
+    episodes: _Many[Episode]
 
 
 class EpisodeTask(Wire):
@@ -587,10 +601,10 @@ class EpisodeTask(Wire):
 
     env: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     """As in `environment.name`."""
-    prompt: Annotated[str, StringConstraints(max_length=1_000_000)] = ""
-    messages: Annotated[list[Annotated[dict[str, Any], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = []
+    prompt: Text = ""
+    messages: Listed[Columns] = []
     """The initial conversation. Empty: `prompt` as a user message."""
-    ground_truth: Annotated[str, StringConstraints(max_length=1_000_000)] = ""
+    ground_truth: Text = ""
     columns: Columns = {}
     """Further columns of the row, for the environment."""
     seed: int = Field(0, ge=0, lt=2**53)
@@ -601,7 +615,7 @@ class EpisodeSampling(Wire):
     """Sampling parameters of every answer; those that a program requests have no effect."""
 
     max_new_tokens: int = Field(gt=0, lt=2**31)
-    temperature: float = Field(1.0, ge=0)
+    temperature: NonNegativeFloat = 1.0
 
 
 class EpisodePolicy(Wire):
@@ -609,21 +623,21 @@ class EpisodePolicy(Wire):
 
     adapter: str = ""
     """Name of a LoRA adapter that the engines have loaded; empty: their own weights."""
-    version: int = Field(0, ge=0)
+    version: NonNegativeInt = 0
     """Weight version of the adapter."""
 
 
 class EpisodeLimits(Wire):
     """Limits of an episode. Reaching a limit is a stop reason, not a failure."""
 
-    turns: int = Field(8, gt=0)
+    turns: PositiveInt = 8
     """Maximum answers of the model."""
-    sampled_tokens: int = Field(16_384, gt=0)
+    sampled_tokens: PositiveInt = 16_384
     """Maximum sampled tokens over all answers."""
     context: int = Field(32_768, gt=1)
     """Maximum tokens of one sequence."""
-    tool_calls: int = Field(64, gt=0)
-    deadline_s: float = Field(600.0, gt=0)
+    tool_calls: PositiveInt = 64
+    deadline_s: PositiveFloat = 600.0
     """Seconds for the whole episode; one that takes longer has no reward."""
 
 
@@ -649,7 +663,7 @@ class TakeRequest(Wire):
     """Groups with an older weight version are evicted and counted."""
     wait_s: float = Field(0.0, ge=0, le=60)
     """Seconds to wait for `count` groups; with fewer, none are handed out."""
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    request_id: RequestId
     """A retry with the same id gets the same answer, so a new request makes a new id."""
     run_id: Annotated[str, StringConstraints(max_length=128)] = ""
     """The run that takes the groups; its request ids begin with this id. Leases of all other
@@ -661,15 +675,15 @@ class SampleRequest(Wire):
 
     count: int = Field(gt=0, le=65536)
     min_version: int = Field(0, ge=0, lt=2**53)
-    priority_exponent: float = Field(0.6, ge=0)
+    priority_exponent: NonNegativeFloat = 0.6
     importance_exponent: float = Field(0.4, ge=0, le=1)
     max_times_sampled: int | None = Field(None, gt=0)
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
     """A retry with the same id gets the same groups, and they count as sampled once."""
     step: int | None = Field(None, ge=0, lt=2**53)
     """Optimiser steps done so far: a trainer that resumes from an earlier step undoes this draw.
     Needs a request id."""
-    seed: int = Field(0, ge=0)
+    seed: NonNegativeInt = 0
 
 
 Ids = Annotated[list[str], Field(min_length=1), AtMost(MAX_LISTED)]
@@ -685,7 +699,7 @@ class PriorityUpdate(Wire):
     """Body of `POST /groups/priorities`."""
 
     ids: Ids
-    priorities: Annotated[list[Annotated[float, Field(ge=0)]], AtMost(MAX_LISTED)]
+    priorities: Listed[NonNegativeFloat]
 
 
 _RunId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -740,7 +754,7 @@ class CriticMetrics:
 class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Body of `POST /values` of the critic-server."""
 
-    sequences: Annotated[list[TokenSequence], Meta(max_length=MAX_LISTED)]
+    sequences: _Many[TokenSequence]
     run_id: _RunId | None = None
     """When set, the server must have the critic of this run at `step`."""
     step: _Count | None = None
@@ -749,7 +763,7 @@ class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Values(Struct):
     """Answer of `POST /values`."""
 
-    values: Annotated[list[Float32], Meta(max_length=MAX_LISTED)]
+    values: _Many[Float32]
     """[L] values for each sequence, in order."""
     step: _Count
     """Number of batches that the critic was trained on."""
@@ -765,7 +779,7 @@ class UpdateRequest(Struct, forbid_unknown_fields=True):
     rows: Annotated[list[ValueTargets], Meta(min_length=1, max_length=MAX_LISTED)]
 
 
-RunId = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+RunId = RequestId
 CriticStep = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -785,7 +799,7 @@ class SaveRequest(Wire):
 
     run_id: RunId
     step: CriticStep
-    keep: int = Field(1, gt=0)
+    keep: PositiveInt = 1
     """The number of newest checkpoints to keep, this one included."""
 
 

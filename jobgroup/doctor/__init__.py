@@ -1,3 +1,1 @@
-"""`python -m jobgroup.doctor`: is this machine, or the cluster around this pod, ready for a job
-group?
-"""
+"""`python -m jobgroup.doctor`: is this machine ready for a job group?"""

@@ -1,17 +1,14 @@
-"""`python -m jobgroup.doctor [YAML]`: is this machine, or the cluster around this pod, ready for a
-job group?
+"""`python -m jobgroup.doctor [YAML]`: is this machine ready for a job group?
 
 Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it?
-Inside a running group (`SKYPILOT_JOBGROUP_NAME` is set): are the other tasks healthy, and is this
-machine ready for `--task`? With `--plan MODEL`: how much memory does this model need on GPUs of
-every size? Only its `config.json` is read. Exit status
-0: nothing failed, 1: something did, 2: wrong usage.
+In a pod of a running group (`SKYPILOT_JOBGROUP_NAME` is set): is it ready for `--task`? With
+`--plan MODEL`: how much memory does this model need on GPUs of every size? Only its `config.json`
+is read. With `--data`: can every ground truth of the data set be graded? Exit status 0: nothing failed, 1: something did, 2: wrong usage.
 """
 
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,9 +16,10 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.process.cli import CommandParser, fail, positive
 from common.process.security import SecretRedactor
-from jobgroup.doctor import availability, machine, memory, network, sizes, software, storage
+from jobgroup.doctor import availability, gpus, machine, memory, network, sizes, software, storage
+from jobgroup.doctor.ground_truths import check_ground_truths
 from jobgroup.doctor.plan import Plan, make
-from jobgroup.doctor.report import Check, Result, perform
+from jobgroup.doctor.report import Check, Result, failed, perform
 from jobgroup.spec import assignments
 
 _CHECKS = {
@@ -29,87 +27,71 @@ _CHECKS = {
     "packages": software.check_packages,
     "sglang-router": software.check_router,
     "sglang": software.check_sglang,
-    "skypilot": software.check_skypilot,
-    "GPUs": machine.check_gpus,
+    "GPUs": gpus.check_gpus,
     "CUDA toolkit": software.check_toolkit,
-    "disk": storage.check_disk,
-    "API_TOKEN": software.check_secrets,
-}
-_CHECKS_HERE = {
     "cores": machine.check_cores,
-    "memory": machine.check_memory,
-    "open files": machine.check_files,
-    "shared memory": machine.check_shared_memory,
     "all_reduce": machine.check_collective,
     "ports": network.check_ports,
-    "sandbox": machine.check_sandbox,
     "proxies": network.check_proxies,
+    "disk": storage.check_disk,
+    memory.TITLE: memory.check_fit,
 }
-"""Left out when `--gpu-memory-gb` assumes the GPUs of a cluster, whose machines cannot be examined
-from here."""
 
 
 def results(plan: Plan) -> Iterator[Result]:
     """Runs all checks; the models come first, since disk and memory need their sizes."""
     yield from plan.problems
-    loading = [
-        Check(f"model {name}", partial(availability.check_model, plan, name, job))
-        for name, job in availability.models(plan).items()
-    ]
-    loading.append(Check("data set", partial(availability.check_dataset, plan)))
-    loading.append(Check("clock", partial(availability.check_clock, plan)))
-    loaded = list(perform(loading))
+    loading = [Check("data set", partial(availability.check_dataset, plan))]
+    for name, job in availability.models(plan).items():
+        loading.append(Check(f"model {name}", partial(availability.check_model, plan, name, job)))
+    yield from perform(loading)
 
-    table = _CHECKS if plan.assumed_gb else _CHECKS | _CHECKS_HERE
-    yield from perform([Check(name, partial(check, plan)) for name, check in table.items()])
-    yield from loaded
-
-    fit = Check(memory.TITLE, partial(memory.check_fit, plan))
-    yield from perform([fit, *network.cluster_checks(plan)])
+    yield from perform([Check(name, partial(check, plan)) for name, check in _CHECKS.items()])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(argv)
-    gpu_gb: float | None = options.gpu_memory_gb
     env = dict(os.environ)
     try:
-        _check_options(options)
+        if options.plan is None and (options.gpus or options.gpu_memory_gb):
+            raise ConfigError(
+                "these are of a planned model",
+                field="--gpus and --gpu-memory-gb",
+                remedy="give --plan too",
+            )
         overrides = assignments(options.env, "--env")
         redactors = [SecretRedactor(env), SecretRedactor(overrides)]
+        # The hub's library reads these once, when a check imports it.
+        os.environ.update({name: overrides[name] for name in overrides if name.startswith("HF_")})
         if options.plan is not None:
+            size = options.gpu_memory_gb
             settings = {**env, **overrides}
-            lines = list(sizes.predict(options.plan, options.gpus or 1, settings, only_gb=gpu_gb))
-            return _report(lines, redactors, options.json, may_fail=gpu_gb is None)
-        on_cluster = gpu_gb is not None
-        plan = make(options.yaml, overrides, env, task=options.task, cluster=on_cluster)
+            lines = list(sizes.predict(options.plan, options.gpus or 1, settings, only_gb=size))
+            return _report(lines, redactors, options.json, may_fail=size is None)
+        plan = make(options.yaml, overrides, env, task=options.task)
     except ConfigError as error:
         fail(error)
 
-    plan.assumed_gb = gpu_gb
-    plan.assumed_gpus = options.gpus
-    plan.gpus, plan.no_gpus = machine.visible(env)
-    redactors += [SecretRedactor(job.env) for job in plan.jobs]
+    if options.data:
+        return _report(_of_data(plan), redactors, options.json)
+
+    plan.gpus, plan.no_gpus = gpus.visible(env)
+    redactors += [SecretRedactor(job.env) for job in plan.here]
     if not options.json:
-        print(_title(plan) + "\n")
+        tasks = (
+            ", ".join(job.name for job in plan.here) or "no task (--task names that of this pod)"
+        )
+        print(f"{'make demo' if plan.demo else plan.group}: {tasks}\n")
     return _report(results(plan), redactors, options.json)
 
 
-def _check_options(options: Namespace) -> None:
-    if options.gpus is not None and options.gpu_memory_gb is None and options.plan is None:
-        raise ConfigError(
-            "it needs --gpu-memory-gb or --plan",
-            field="--gpus",
-            value=options.gpus,
-            remedy="give one too",
-        )
-    if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
-        raise ConfigError(
-            "this is not a memory size",
-            field="--gpu-memory-gb",
-            value=options.gpu_memory_gb,
-            remedy="give GB, such as 80",
-        )
+def _of_data(plan: Plan) -> Iterator[Result]:
+    yield from plan.problems
+    try:
+        yield from check_ground_truths(plan)
+    except ConfigError as error:
+        yield failed("data set", error)
 
 
 def _report(
@@ -135,20 +117,8 @@ def _report(
     return 1 if counts["fail"] and not may_fail else 0
 
 
-def _title(plan: Plan) -> str:
-    tasks = ", ".join(job.name for job in plan.here) or "no task (--task names that of this pod)"
-    if plan.topology is not None:
-        return f"inside the job group {plan.group}; this machine for {tasks}"
-    if plan.assumed_gb:
-        return f"{plan.group}: {tasks}, on GPUs of {plan.assumed_gb:g} GB"
-    purpose = "make demo" if plan.demo else f"a local run of {plan.group}"
-    return f"this machine for {purpose}: {tasks}"
-
-
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        "jobgroup.doctor", "Checks a machine, or a running job group from within."
-    )
+    parser = CommandParser("jobgroup.doctor", "Checks a machine, or a pod from within.")
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add(
@@ -161,19 +131,18 @@ def _parser() -> CommandParser:
     add(
         "--task",
         metavar="NAME",
-        help="only what this task needs; inside a group: the task of this pod",
+        help="only what this task needs; in a pod: its task",
     )
-    size = "judge the model for a cluster's GPUs of this size, not this machine's"
-    add("--gpu-memory-gb", type=float, metavar="GB", help=size)
+    size = "with --plan: only GPUs of this size"
+    add("--gpu-memory-gb", type=positive, metavar="GB", help=size)
     of_model = (
-        "the memory of this model (a directory or a config.json) on GPUs of every size, "
+        "the memory of this model (a directory, or org/name on the hub) on GPUs of every size, "
         "and nothing else"
     )
-    add("--plan", type=Path, metavar="MODEL", help=of_model)
-    count = (
-        "with --gpu-memory-gb or --plan: GPUs of the trainer in all "
-        "(nodes × accelerators of the YAML)"
-    )
+    add("--plan", metavar="MODEL", help=of_model)
+    of_data = "grades every ground truth of the data set against itself, and nothing else"
+    add("--data", action="store_true", help=of_data)
+    count = "with --plan: GPUs of the trainer in all (nodes × accelerators of the YAML)"
     add("--gpus", type=positive, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser

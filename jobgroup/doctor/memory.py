@@ -2,7 +2,7 @@
 `common.models.memory`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from common.errors import ConfigError
@@ -16,7 +16,8 @@ from common.models.memory import (
 from common.process.topology import CRITIC, ROLLOUT, TRAINER
 from common.settings.config import Config
 from common.settings.sections import LoraSection
-from jobgroup.doctor.machine import available_memory, needs_cuda
+from jobgroup.doctor.gpus import needs_cuda
+from jobgroup.doctor.machine import available_memory
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, failed, fits, gb
 
@@ -41,29 +42,29 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     if not jobs:
         return
     name = jobs[0].config.model.name
-    try:
-        shape = ModelShape.of(plan.shapes[name])
-    except KeyError:
+    if name not in plan.shapes:
         found = f"not estimated: the config.json of {name} cannot be read"
         yield Result(TITLE, "warn", found, "see the line of the model")
         return
+    try:
+        shape = ModelShape.of(plan.shapes[name])
     except ConfigError as error:
         fix = "watch nvidia-smi in a first run with --env MAX_STEPS=3"
         yield Result(TITLE, "warn", f"{error.message}: {error.value}", fix)
         return
 
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
-    if plan.assumed_gb or plan.gpus:
+    if plan.gpus:
         for job in jobs:
             try:
                 yield from _on_gpu(job, shape, plan)
             except ConfigError as error:
                 yield failed(f"memory of {job.name}", error)
     elif needs_cuda(plan):
-        fix = "--gpu-memory-gb 80 judges it for a cluster's GPUs"
+        fix = "--plan judges a model for a cluster's GPUs"
         yield Result(TITLE, "warn", "not judged: there is no GPU here", fix)
-    else:
-        yield _on_cpu(jobs, shape, in_group=plan.topology is not None)
+    elif not plan.inside:  # else the group's processes already have their memory
+        yield _on_cpu(jobs, shape)
 
 
 def _estimate(
@@ -79,25 +80,13 @@ def _estimate(
     return trainer_memory(shape, config, 1, width)
 
 
-def parts(estimate: TrainerMemory) -> dict[str, str]:
-    """Returns the parts of an estimate that are not empty, by name."""
-    sizes = vars(estimate)
-    return {name: gb(size) for name, size in sizes.items() if size}
-
-
-def words(parts: Mapping[str, str]) -> str:
-    """Lists what `parts` returns."""
-    return ", ".join(f"{name} {size}" for name, size in parts.items())
+def parts(estimate: TrainerMemory) -> str:
+    """Lists the parts of an estimate that are not empty."""
+    return ", ".join(f"{name} {gb(size)}" for name, size in vars(estimate).items() if size)
 
 
 def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
-    if plan.assumed_gb:
-        size = int(plan.assumed_gb * 1e9)
-        gpus = job.gpus
-    else:
-        size = min(gpu.total for gpu in plan.gpus)
-        gpus = min(job.gpus, len(plan.gpus))
-
+    size = min(gpu.total for gpu in plan.gpus)
     if job.name == ROLLOUT:
         if job.uses_sglang and job.config.rollout.device != "cpu":
             yield judge_engine("memory of an engine", shape, job.config, size)
@@ -105,15 +94,15 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
 
     ranks = 1
     if job.name == TRAINER:
-        ranks = plan.assumed_gpus or job.num_nodes * max(1, gpus)
+        ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
     estimate = _estimate(job, shape, ranks)
-    found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {words(parts(estimate))}"
+    found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {parts(estimate)}"
     title = f"memory of {job.name}"
     yield fits(title, found, needed=estimate.total, available=size, fix=_SMALLER)
 
-    if job.name == TRAINER and not plan.assumed_gb:
+    if job.name == TRAINER and not plan.inside:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
-        left, bound = available_memory(in_use=plan.topology is not None)
+        left, bound = available_memory()
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
         fix = "less offloading, LoRA, or a machine with more"
         yield fits(f"CPU {title}", found, needed=needed, available=left, fix=fix)
@@ -150,31 +139,28 @@ def _static_share(config: Config) -> float:
     return float(arguments[arguments.index("--mem-fraction-static") + 1])
 
 
-def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, *, in_group: bool) -> Result:
+def _on_cpu(jobs: list[PlannedTask], shape: ModelShape) -> Result:
     """Judges all processes of all tasks in the memory of this machine, where everything is
     float32.
     """
-    left, bound = available_memory(in_use=in_group)
+    left, bound = available_memory()
     lines = []
     total = 0
     for job in jobs:
         if job.name == ROLLOUT:
-            requests = job.config.rollout.max_running_requests
-            tokens = job.config.rollout.max_context_tokens
+            rollout = job.config.rollout
+            tokens = rollout.max_running_requests * rollout.max_context_tokens
             weights = _FP32 * shape.parameters
-            per_token = 2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim
-            needed = _PROCESS + weights + per_token * requests * tokens
-            found = f"weights {gb(weights)}, KV cache of {requests} × {tokens} tokens"
+            cache = 2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim * tokens
+            needed = _PROCESS + weights + cache
+            found = f"weights {gb(weights)}, KV cache of {tokens:,} tokens"
         else:
             # The overhead of a GPU is no part of a process on a CPU.
             estimate = replace(_estimate(job, shape, job.num_nodes, width=_FP32), overhead=0)
             needed = estimate.total + _PROCESS
-            found = words(parts(estimate))
+            found = parts(estimate)
         lines.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")
         total += job.num_nodes * needed
-    fix = (
-        "a smaller model, lora.rank, lower trainer.micro_batch_tokens or "
-        "rollout.max_running_requests, fewer nodes; or GPUs"
-    )
+    fix = f"{_SMALLER}; lower rollout.max_running_requests, or use fewer nodes"
     found = f"{gb(total)} of {gb(left)} {bound}: {'; '.join(lines)}"
     return fits(TITLE, found, needed=total, available=left, fix=fix)

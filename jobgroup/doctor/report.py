@@ -4,8 +4,8 @@ the others.
 
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -75,59 +75,55 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
     """Runs all checks at once and yields their results in order. A check that raises or times out
     is a failed line.
     """
-    found: list[list[Result]] = [[] for _ in checks]
-
-    def run(check: Check, results: list[Result]) -> None:
+    running = []
+    for check in checks:
+        future = Future[list[Result]]()
+        # A daemon thread: one that hangs in the kernel (a dead network disk) must not keep the
+        # command from ending.
+        threading.Thread(target=_run, args=(check, future), daemon=True).start()
+        running.append((check, future))
+    for check, future in running:
         try:
-            for result in check.run():
-                results.append(result)
-        except ServiceError as error:
-            results.append(failed(check.name, error))
-        except subprocess.TimeoutExpired as error:
-            results.append(
-                Result(check.name, "warn", f"no answer within {error.timeout:.0f} s", _SLOW)
-            )
-        except Exception as error:
-            reason = f"the check itself failed: {type(error).__name__}: {error}"
-            results.append(
-                Result(check.name, "fail", reason, "check this by hand, and report this line")
-            )
-
-    start = time.monotonic()
-    # Daemon threads: one that hangs in the kernel (a dead network disk) must not keep the command
-    # from ending.
-    threads = [
-        threading.Thread(target=run, args=each, daemon=True)
-        for each in zip(checks, found, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread, check, results in zip(threads, checks, found, strict=True):
-        thread.join(max(0.0, start + check.limit_s - time.monotonic()))
-        yield from [*results]
-        if thread.is_alive():
+            yield from future.result(check.limit_s)
+        except TimeoutError:
             yield Result(check.name, "fail", f"not done after {check.limit_s:.0f} s", _SLOW)
+
+
+def _run(check: Check, future: Future[list[Result]]) -> None:
+    found = []
+    try:
+        for result in check.run():
+            found.append(result)
+    except ServiceError as error:
+        found.append(failed(check.name, error))
+    except Exception as error:
+        reason = f"the check itself failed: {type(error).__name__}: {error}"
+        fix = "check this by hand, and report this line"
+        found.append(Result(check.name, "fail", reason, fix))
+    future.set_result(found)
 
 
 def ask(
     *command: object, fix: str, timeout_s: float = 30.0, env: Mapping[str, str] | None = None
 ) -> str:
     """Runs a program and returns its standard output. Raises ConfigError with its last line and the
-    fix, or TimeoutExpired.
+    fix.
     """
     words = [str(word) for word in command]
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=timeout_s, check=False, env=env
+            words, capture_output=True, text=True, timeout=timeout_s, check=True, env=env
         )
-    except OSError as error:
-        problem = f"{words[0]} cannot be run: {error}"
-        raise ConfigError(problem, field=words[0], value=" ".join(words), remedy=fix) from None
-    if done.returncode:
-        lines = (done.stderr + done.stdout).strip().splitlines()
-        problem = f"{words[0]} fails: {lines[-1] if lines else f'exit status {done.returncode}'}"
-        raise ConfigError(problem, field=words[0], value=" ".join(words), remedy=fix)
-    return done.stdout
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr + error.stdout).strip().splitlines()
+        problem = lines[-1] if lines else f"exit status {error.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    else:
+        return done.stdout
+    raise ConfigError(
+        f"{words[0]} fails: {problem}", field=words[0], value=" ".join(words), remedy=fix
+    )
 
 
 def gb(size: float) -> str:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,7 @@ import psutil
 
 from common.errors import ConfigError
 from common.models.memory import ModelShape
-from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, ROLLOUT, TRAINER
-from common.settings.config import Config
-from jobgroup.doctor.availability import Hub, models
+from common.process.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb
 
@@ -38,46 +37,24 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glu
 class Need(NamedTuple):
     """Content of a folder, with its bytes."""
 
-    purpose: str
     folder: Path
     what: str
     size: int
-    sqlite: bool = False
 
 
 def needs(plan: Plan) -> Iterator[Need]:
     """Estimates what the tasks here write."""
     for job in plan.here:
-        state = job.path(job.config.state_dir)
-        has_database = job.name in (DATA, REPLAY)
-        logs = _LOGS * job.num_nodes
-        yield Need("STATE_DIR", state, f"{job.name}'s logs", size=logs, sqlite=has_database)
-
-        purpose = "STATE_DIR"
-        folder = state
+        folder = job.path(job.config.state_dir)
+        yield Need(folder, f"{job.name}'s logs", _LOGS * job.num_nodes)
         if job.name == TRAINER:
-            purpose = "RUN_DIR"
             folder = job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
-        for what, size in _sizes(job, _shape(plan, job.config.model.name)).items():
-            yield Need(purpose, folder, what, size=size)
-
-    for name, job in models(plan).items():
-        shape = _shape(plan, name)
-        hub = Hub(job.env)
-        is_here = job.path(name).is_dir() or hub.cached("model", name) is not None
-        only_tokenizer = job.name == ENVIRONMENT
-        if shape and not is_here and not only_tokenizer:
-            yield Need("cache of the hub", hub.cache, name, size=2 * shape.parameters)
-    yield Need("temporary files", Path(tempfile.gettempdir()), "temporary files", size=_LOGS)
-
-
-def _shape(plan: Plan, name: str) -> ModelShape | None:
-    """Returns None without a config.json, or for an architecture that the memory check reports as
-    unknown.
-    """
-    with suppress(KeyError, ConfigError):
-        return ModelShape.of(plan.shapes[name])
-    return None
+        shape = None
+        # Without a config.json, or for an architecture that the memory check reports as unknown.
+        with suppress(KeyError, ConfigError):
+            shape = ModelShape.of(plan.shapes[job.config.model.name])
+        for what, size in _sizes(job, shape).items():
+            yield Need(folder, what, size)
 
 
 def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
@@ -92,53 +69,48 @@ def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
     if job.name == ROLLOUT and not config.lora.publishes_adapter:
         return {f"{_PULLED} pulled versions": _PULLED * job.num_nodes * 2 * parameters}
     if job.name == TRAINER:
-        return _trainer_sizes(config, shape, on_gpu=job.gpus > 0)
+        return _trainer_sizes(job, shape, parameters)
     return {}
 
 
-def _trainer_sizes(config: Config, shape: ModelShape | None, *, on_gpu: bool) -> dict[str, int]:
+def _trainer_sizes(job: PlannedTask, shape: ModelShape | None, parameters: int) -> dict[str, int]:
+    config = job.config
     trainer = config.trainer
-    lora = config.lora
-    parameters = shape.parameters if shape else 0
     trained = parameters
-    if shape and lora.rank:
-        trained = shape.lora_parameters(lora.rank, lora.target_modules)
+    if shape and config.lora.rank:
+        trained = shape.lora_parameters(config.lora.rank, config.lora.target_modules)
 
     kept = trainer.keep_checkpoints + 2  # the best one, and the one being written
-    has_critic = config.algorithm.needs_critic and config.critic.location == "trainer"
-    models = 2 if has_critic else 1
-    width = 2 if config.model.dtype == "bfloat16" and on_gpu else 4
-    published = trained if lora.publishes_adapter else parameters
-    steps = trainer.max_steps or 1 << 40
-    completions = steps * trainer.batch_size * config.sampling.group_size
-    recorded = completions * config.sampling.max_new_tokens * _RECORDED
+    if config.algorithm.needs_critic and config.critic.location == "trainer":
+        kept *= 2
+    width = 2 if config.model.dtype == "bfloat16" and job.gpus else 4
+    published = trained if config.lora.publishes_adapter else parameters
     return {
-        f"{kept} checkpoints": kept * _STATE * trained * models,
+        f"{kept} checkpoints": kept * _STATE * trained,
         f"{_VERSIONS} weight versions": _VERSIONS * width * published,
-        "recorded groups": min(trainer.keep_groups_mb << 20, recorded),
+        "recorded groups": min(trainer.keep_groups_mb << 20, _recorded(job)),
     }
 
 
+def _recorded(job: PlannedTask) -> int:
+    steps = job.config.trainer.max_steps or 1 << 40
+    sampling = job.config.sampling
+    completions = steps * job.config.trainer.batch_size * sampling.group_size
+    return completions * sampling.max_new_tokens * _RECORDED
+
+
 def check_disk(plan: Plan) -> Iterator[Result]:
-    """Yields a line per folder, then one per disk; for a cluster only what volumes need."""
+    """Yields a line per folder, then one per disk."""
     wanted = list(needs(plan))
-    by_folder: dict[Path, list[Need]] = {}
-    for need in wanted:
-        by_folder.setdefault(need.folder, []).append(need)
-    for folder, group in by_folder.items():
-        purpose = _purposes(group)
-        if plan.assumed_gb is None:
-            has_database = any(need.sqlite for need in group)
-            yield check_folder(folder, purpose, sqlite=has_database)
-        elif sum(need.size for need in group) > 1e9:  # less is not worth a line
-            yield Result(f"disk of {purpose} {folder}", "ok", f"{_total(group)} needed there")
-    if plan.assumed_gb is None:
-        yield from check_room(wanted, running=plan.topology is not None)
+    databases = [job.path(job.config.state_dir) for job in plan.here if job.name in (DATA, REPLAY)]
+    for folder in dict.fromkeys(need.folder for need in wanted):
+        yield check_folder(folder, sqlite=folder in databases)
+    yield from check_room(wanted, running=plan.inside)
 
 
-def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
+def check_folder(folder: Path, sqlite: bool = False) -> Result:
     """Writes, syncs and removes a file in the folder, or where the folder will be created."""
-    title = f"{purpose} {folder}"
+    title = f"folder {folder}"
     place = _existing(folder)
     start = time.monotonic()
     try:
@@ -148,8 +120,6 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
             os.fsync(file.fileno())
     except OSError as error:
         fix = "name another folder, or mount a volume there"
-        if "cache" in purpose:
-            fix = "set HF_HOME to another folder"
         return Result(title, "fail", f"cannot be written: {error.strerror or error} ({place})", fix)
     seconds = time.monotonic() - start
 
@@ -158,18 +128,12 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
     if sqlite and (kind in _NETWORK or kind.startswith("fuse")):
         found += ": SQLite's locks and log need one machine's own file system"
         fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
-    elif sqlite and kind in ("overlay", "tmpfs"):
-        found += ": it is gone with its container"
-        fix = (
-            "mount a block volume if the prompts' cursor and the replay store "
-            "must outlive the container"
-        )
-    elif seconds > 1:
-        found += ": every stored group waits for a sync"
-        fix = "use a faster disk"
-    else:
-        return Result(title, "ok", found)
-    return Result(title, "warn", found, fix)
+        return Result(title, "warn", found, fix)
+    if sqlite and kind in ("overlay", "tmpfs"):
+        found += ": the prompts' cursor and the replay store are gone with its container"
+        return Result(title, "warn", found, "mount a block volume if they must outlive it")
+    fix = "use a faster disk: every stored group waits for a sync"
+    return expect(title, seconds <= 1, found, fix, otherwise="warn")
 
 
 def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
@@ -181,21 +145,15 @@ def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result
         disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
     for group in disks.values():
         left = shutil.disk_usage(_existing(group[0].folder)).free
-        size = sum(need.size for need in group)
-        title = f"disk of {_purposes(group)}"
-        found = f"{gb(left)} free, {_total(group)} needed"
-        fix = (
-            "free space, use a larger disk, or lower trainer.keep_checkpoints, "
-            "trainer.keep_groups_mb or replay.capacity"
+        result = fits(
+            f"disk of {group[0].folder}",
+            f"{gb(left)} free, {_total(group)} needed",
+            needed=sum(need.size for need in group),
+            available=left,
+            fix="free space, use a larger disk, or lower trainer.keep_checkpoints, "
+            "trainer.keep_groups_mb or replay.capacity",
         )
-        if running:
-            yield expect(title, size < left, found, fix, otherwise="warn")
-        else:
-            yield fits(title, found, needed=size, available=left, fix=fix)
-
-
-def _purposes(group: Sequence[Need]) -> str:
-    return ", ".join(dict.fromkeys(need.purpose for need in group))
+        yield replace(result, state="warn") if running and result.fix else result
 
 
 def _total(group: Sequence[Need]) -> str:
@@ -215,8 +173,6 @@ def file_system(path: Path, mounts: Sequence[Any] = ()) -> str:
     """
     mounts = mounts or psutil.disk_partitions(all=True)
     holding = [each for each in mounts if path.resolve().is_relative_to(each.mountpoint)]
-    if not holding:
-        return "unknown"
     # Of two mounts on one folder, the later one hides the earlier.
     nearest = max(reversed(holding), key=lambda each: len(Path(each.mountpoint).parts))
     return str(nearest.fstype)

@@ -9,13 +9,15 @@ survives the group.
 
 import asyncio
 import os
+import re
+import resource
 import secrets
 import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +39,9 @@ from jobgroup.spec import JobGroup, Task, assignments, seconds
 _PYTHON = ".venv/bin/python"
 """Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
 lacks it."""
+
+
+_FILES = 8192
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _clear(Path(options.clear), log_dir)
             screen = Screen(_nodes(group), followed)
             if yaml != Path(options.yaml):
-                packaged_one = f"running {yaml}, which comes with the package"
-                screen.say(f"there is no file {options.yaml} here: {packaged_one}")
+                screen.say(f"there is no file {options.yaml} here: this is {yaml} of the package")
             return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
     except ServiceError as error:
         fail(error)
@@ -80,17 +84,17 @@ def _run(
 ) -> int:
     group = _with_an_interpreter(group, screen)
     tasks = group.tasks
-    lines = _notices(tasks, log_dir)
-    lines += _make_token(tasks, log_dir)
-    lines += _write_scrape_configuration(group, placement, log_dir)
-    for line in lines:
+    for line in [*_notices(tasks, log_dir), *_make_token(tasks, log_dir)]:
         screen.say(line)
+    _write_scrape_configuration(group, placement, log_dir)
+    _raise_file_limit()
 
-    environment = _Environment(group, placement)
-    runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s)
+    environments = _environments(group, placement)
+    runner = Runner(tasks, environments, screen, log_dir, grace_s=grace_s)
     status = asyncio.run(runner.run())
 
-    screen.table(_summary(runner))
+    for line in _summary(runner):
+        screen.plain(line)
     for run in runner.runs:
         if run.failed is not None and run is not runner.reason:
             screen.tail(run.failed.name, run.failed.tail, run.failed.log)
@@ -112,6 +116,14 @@ def _with_an_interpreter(group: JobGroup, screen: Screen) -> JobGroup:
     if names:
         screen.say(f"there is no {_PYTHON} here: {', '.join(names)} run with {sys.executable}")
     return replace(group, tasks=tuple(tasks))
+
+
+def _raise_file_limit() -> None:
+    """Raises what systems set low: a busy engine and its router have a connection per request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _say_reason(node: Node, screen: Screen) -> None:
@@ -142,30 +154,29 @@ def _clear(directory: Path, log_dir: Path) -> None:
                 path.unlink()
 
 
-class _Environment:
-    """The environment of every node: this process's, the task's, and SkyPilot's variables."""
+def _environments(
+    group: JobGroup, placement: Placement
+) -> Callable[[Task, int], Mapping[str, str]]:
+    """Returns what makes the environment of a node: this process's, the task's, and SkyPilot's
+    variables.
+    """
+    gpus = gpus_of_machine()
+    shares = share_gpus(group.tasks, gpus)
+    run = f"local-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{os.getpid()}"
 
-    def __init__(self, group: JobGroup, placement: Placement) -> None:
-        self._group = group
-        self._placement = placement
-        self._gpus = gpus_of_machine()
-        self._shares = share_gpus(group.tasks, self._gpus)
-        self._run = f"local-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{os.getpid()}"
-
-    def __call__(self, task: Task, rank: int) -> Mapping[str, str]:
-        gpus = self._shares[task.name][rank]
+    def environment(task: Task, rank: int) -> Mapping[str, str]:
         skypilot = {
-            "SKYPILOT_JOBGROUP_NAME": self._group.name,
+            "SKYPILOT_JOBGROUP_NAME": group.name,
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NUM_NODES": str(task.num_nodes),
-            "SKYPILOT_NODE_IPS": "\n".join(host.address for host in self._placement.of(task)),
-            "SKYPILOT_NUM_GPUS_PER_NODE": str(len(gpus)),
-            "SKYPILOT_TASK_ID": f"{self._run}_{self._group.name}_{task.name}",
+            "SKYPILOT_NODE_IPS": "\n".join(host.address for host in placement.of(task)),
+            "SKYPILOT_NUM_GPUS_PER_NODE": str(len(shares[task.name][rank])),
+            "SKYPILOT_TASK_ID": f"{run}_{group.name}_{task.name}",
             "SKYPILOT_MANAGED_JOB_ID": str(os.getpid()),
-            "JOBGROUP_HOSTS": self._placement.text(),
+            "JOBGROUP_HOSTS": placement.text(),
         }
-        if self._gpus:
-            skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if gpus:
+            skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(shares[task.name][rank])
         # The nodes share the cores, so waiting threads must not spin. Output is shown as it is
         # written.
         defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
@@ -173,6 +184,8 @@ class _Environment:
         if not own.get(TOKEN):
             own.pop(TOKEN, None)  # that of this run
         return {**defaults, **os.environ, **own, **skypilot}
+
+    return environment
 
 
 def _parser() -> CommandParser:
@@ -215,15 +228,15 @@ def _parser() -> CommandParser:
 
 
 def _node_count(text: str) -> tuple[str, int]:
-    name, _, count = text.partition("=")
-    if not (name and count.isascii() and count.isdecimal() and 1 <= int(count) <= 250):
+    match = re.fullmatch(r"([^=]+)=([1-9][0-9]?|1[0-9][0-9]|2[0-4][0-9]|250)", text)
+    if match is None:
         raise ConfigError(
             "nodes are given as TASK=N, N from 1 to 250",
             field="--num-nodes",
             value=text,
             remedy="write it as ppo-trainer=2",
         )
-    return name, int(count)
+    return match[1], int(match[2])
 
 
 def _log_dir(option: str | None, group: JobGroup) -> Path:
@@ -233,15 +246,7 @@ def _log_dir(option: str | None, group: JobGroup) -> Path:
         run_dirs = filter(None, (task.env.get("RUN_DIR") for task in group.tasks))
         run_dir = Path(next(run_dirs, f"runs/{group.name}"))
         log_dir = (run_dir / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").resolve()
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the log folder cannot be used: {error.strerror}",
-            field="--log-dir",
-            value=str(log_dir),
-            remedy="name another",
-        ) from None
+    make_directory(log_dir, "--log-dir")
     return log_dir
 
 
@@ -250,19 +255,14 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     lines = [f"{nodes} nodes of {len(tasks)} tasks; logs in {log_dir}"]
     if any(task.setup for task in tasks):
         lines.append("the tasks' setup is not run: their environment must already exist")
-    for field in ("volumes", "file_mounts"):
-        names = [task.name for task in tasks if field in task.ignored]
-        if names:
-            lines.append(
-                f"{field} of {', '.join(names)} are only for a cluster and not mounted here"
-            )
-    unset: set[str] = set()
-    for task in tasks:
-        unset.update(task.on_volumes)
+    names = [task.name for task in tasks if task.ignored]
+    if names:
+        mounts = "volumes and file_mounts"
+        lines.append(f"{mounts} of {', '.join(names)} are only for a cluster and not mounted here")
+    unset = sorted({name for task in tasks for name in task.on_volumes})
     if unset:
-        variables = " and ".join(sorted(unset))
-        remedy = "here the defaults count, or --env"
-        lines.append(f"{variables} of the YAML name folders on volumes: {remedy}")
+        told = f"{' and '.join(unset)} of the YAML name folders on volumes"
+        lines.append(f"{told}: here the defaults count, or --env")
     return lines
 
 
@@ -278,12 +278,9 @@ def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     value = secrets.token_hex(16)
     os.environ[TOKEN] = value
     file = log_dir / "api_token"
-    try:
-        file.unlink(missing_ok=True)
-        file.touch(0o600, exist_ok=False)
-        file.write_text(value, encoding="ascii")
-    except OSError as error:
-        return [f"API_TOKEN of this run: {value} ({file} cannot be written: {error.strerror})"]
+    file.unlink(missing_ok=True)
+    file.touch(0o600, exist_ok=False)
+    file.write_text(value, encoding="ascii")
     return [
         f"API_TOKEN of this run: {value}, also in {file}; "
         f"add #token={value} to the address of the dashboard, and to calls:",
@@ -291,33 +288,21 @@ def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     ]
 
 
-def _write_scrape_configuration(group: JobGroup, placement: Placement, log_dir: Path) -> list[str]:
-    """Writes `prometheus.yml` for the run's tasks; an error is only a notice."""
-    try:
-        token_file = "api_token" if token() else None  # beside it
+def _write_scrape_configuration(group: JobGroup, placement: Placement, log_dir: Path) -> None:
+    """Writes `prometheus.yml` for the tasks; none for wrong settings, which a task reports."""
+    token_file = "api_token" if token() else None  # beside it
+    with suppress(ConfigError):
         text = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
         (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")
-    except (ConfigError, OSError) as error:
-        return [f"there is no {log_dir / 'prometheus.yml'}: {error}"]
-    return []
 
 
-def _summary(runner: Runner) -> list[list[str]]:
-    rows = [["TASK", "NODES", "STATE", "RESTARTS", "SECONDS", "LOG"]]
+def _summary(runner: Runner) -> Iterator[str]:
+    yield f"{'TASK':<20} NODES STATE     RESTARTS  SECONDS  LOG"
     for run in runner.runs:
         task = run.task
         log = runner.log_dir / f"{task.name}-{'0' if task.num_nodes == 1 else '*'}.log"
-        rows.append(
-            [
-                task.name,
-                str(task.num_nodes),
-                run.state,
-                str(run.restarts),
-                f"{run.seconds:.1f}",
-                str(log),
-            ]
-        )
-    return rows
+        state = f"{task.num_nodes:>5} {run.state:<9} {run.restarts:>8} {run.seconds:>8.1f}"
+        yield f"{task.name:<20} {state}  {log}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Runs one node's command as init runs a pod: none of its processes outlives this one. Standard
-library only.
+"""Runs one node's command as init runs a pod: none of its processes outlives this one.
 
 `python launcher.py GRACE_S SCRIPT`, with a pipe as stdin. The runner holds the other end and closes
 it to end the node; the system closes it when the runner dies, even by `kill -9`. Then the command's
@@ -16,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 LEFTOVER_S = 1.0
 """Grace for processes that the command left behind when it ended by itself."""
@@ -31,39 +31,19 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(pid: int) -> list[int]:
-    """Returns the ids of the living descendants of `pid`."""
-    children: dict[int, list[int]] = {}
-    for child, parent in _living():
-        children.setdefault(parent, []).append(child)
-    found = []
-    queue = [pid]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
-
-
-def orphans(known: set[int]) -> list[int]:
-    """Returns the children that this process did not start itself (Linux; elsewhere there are
-    none).
-    """
-    if sys.platform != "linux":
-        return []
-    own = os.getpid()
-    return [pid for pid, parent in _living() if parent == own and pid not in known]
+def descendants() -> list[psutil.Process]:
+    """Returns all descendants of this process."""
+    return psutil.Process().children(recursive=True)
 
 
 def end_descendants() -> None:
     """Kills all descendants."""
-    while below := descendants(os.getpid()):
-        for pid in below:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while below := descendants():
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         reap()
         time.sleep(0.01)
-    reap()
 
 
 def reap() -> dict[int, int]:
@@ -80,32 +60,6 @@ def reap() -> dict[int, int]:
 def exit_status(code: int) -> int:
     """Converts a status to that of a shell: 128 + N for a process that signal N ended."""
     return code if code >= 0 else SIGNALLED - code
-
-
-def _living() -> list[tuple[int, int]]:
-    """Returns (id, parent's id) of every process that is not a zombie."""
-    if not Path("/proc/self/stat").exists():
-        return _listed_by_ps()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            stat = (entry / "stat").read_text(errors="replace")
-            state, parent, *_ = stat.rpartition(")")[2].split()
-            if state != "Z":
-                found.append((int(entry.name), int(parent)))
-    return found
-
-
-def _listed_by_ps() -> list[tuple[int, int]]:
-    ps = subprocess.Popen(["ps", "-axo", "pid=,ppid=,stat="], stdout=subprocess.PIPE, text=True)
-    found = []
-    for line in ps.communicate()[0].splitlines():
-        pid, parent, state = line.split()
-        if state[0] != "Z" and int(pid) != ps.pid:
-            found.append((int(pid), int(parent)))
-    return found
 
 
 def _prctl(option: int, value: int) -> None:
@@ -139,29 +93,25 @@ class _Init:
         if self.main.pid in ended:
             self.status = self.main.returncode = ended[self.main.pid]
             self.end(LEFTOVER_S)
-            self._signal_group(signal.SIGTERM, only_strays=True)
+            self._signal_strays(signal.SIGTERM)
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self._signal_group(signal.SIGKILL)
-            self._signal_group(signal.SIGKILL, only_strays=True)
-        return self.status is None or self._group_lives() or bool(descendants(os.getpid()))
+            self._signal_strays(signal.SIGKILL)
+        if self.status is None or descendants():
+            return True
+        self._signal_group(signal.SIGKILL)  # where orphans are no descendants (macOS)
+        return False
 
-    def _group_lives(self) -> bool:
-        try:
-            os.killpg(self.main.pid, 0)
-        except (ProcessLookupError, PermissionError):
-            return False
-        return True
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.main.pid, number)
 
-    def _signal_group(self, number: signal.Signals, only_strays: bool = False) -> None:
-        """Signals the command's process group, or those descendants that are no longer in it."""
-        if not only_strays:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.main.pid, number)
-            return
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(pid) != self.main.pid:
-                    os.kill(pid, number)
+    def _signal_strays(self, number: signal.Signals) -> None:
+        """Signals those descendants that are no longer in the command's group."""
+        for process in descendants():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getpgid(process.pid) != self.main.pid:
+                    process.send_signal(number)
 
 
 def run(script: str, grace_s: float) -> int:

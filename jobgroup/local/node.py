@@ -39,7 +39,7 @@ class Node:
         self._partial = b""
         self._output, output_of_process = os.pipe()
         os.set_blocking(self._output, False)
-        command = [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), script]
+        command = [sys.executable, "-P", launcher.__file__, str(grace_s), script]
         self.process = subprocess.Popen(
             command,
             cwd=workdir,

@@ -1,7 +1,6 @@
-"""Output of a local run: the merged lines of all nodes, or one node unchanged, and a table at the
-end.
-"""
+"""Output of a local run: the merged lines of all nodes, or one node unchanged."""
 
+import itertools
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED = 31
 _BOLD = 1
 TAIL_LINES = 20
+_OWN = "jobgroup"
 
 
 class Screen:
@@ -26,13 +26,16 @@ class Screen:
         self.follow = follow
         self._own = sys.stderr if follow else sys.stdout
         self._colourful = self._own.isatty() and not os.environ.get("NO_COLOR")
-        self._width = max(len(name) for name in (*names, "jobgroup"))
-        self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+        width = max(len(name) for name in (*names, _OWN))
+        colours = itertools.cycle(COLOURS)
+        self._prefixes = {_OWN: self._coloured(f"{_OWN.ljust(width)} | ", _BOLD).encode()}
+        for name in names:
+            text = self._coloured(f"{name.ljust(width)} | ", next(colours))
+            self._prefixes[name] = text.encode()
 
     def line(self, name: str, text: bytes) -> None:
         if self.follow is None:
-            prefix = self._prefix(name, self._colours.get(name, _BOLD))
-            self._write(prefix + _shown(text) + b"\n")
+            self._write(self._prefixes[name] + _shown(text) + b"\n")
 
     def raw(self, data: bytes) -> None:
         self._write(data, sys.stdout)
@@ -40,7 +43,7 @@ class Screen:
     def say(self, text: str, *, loud: bool = False) -> None:
         for line in text.splitlines():
             shown = self._coloured(line, _RED) if loud else line
-            self._write(self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
+            self._write(self._prefixes[_OWN] + shown.encode(errors="replace") + b"\n")
 
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
         if not lines:
@@ -49,14 +52,8 @@ class Screen:
         for line in lines:
             self._write(b"    " + _shown(line) + b"\n")
 
-    def table(self, rows: Sequence[Sequence[str]]) -> None:
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self._write(text.rstrip().encode(errors="replace") + b"\n")
-
-    def _prefix(self, name: str, colour: int) -> bytes:
-        return self._coloured(f"{name.ljust(self._width)} | ", colour).encode()
+    def plain(self, text: str) -> None:
+        self._write(text.encode(errors="replace") + b"\n")
 
     def _coloured(self, text: str, colour: int) -> str:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colourful else text

@@ -6,15 +6,16 @@ import contextlib
 import itertools
 import os
 import random
-import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import psutil
+
 from common.errors import ConfigError
 from common.process.topology import LocalHost, format_hosts
+from jobgroup.doctor.gpus import visible
 from jobgroup.spec import JobGroup, Task
 
 _LOCK_PORT = 29499
@@ -51,15 +52,14 @@ def choose_addresses(group: JobGroup) -> Placement:
     YAML's ports. Elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket
     reserves the block across the machine, without a file. Raises ConfigError when no block is free.
     """
-    probe = _bind("127.254.254.253", 0)
-    own_address = probe is not None
-    if probe is not None:
-        probe.close()
+    own_address = psutil.LINUX
     blocks = range(1, 255) if own_address else range(100)
     for block in random.sample(blocks, len(blocks)):
-        address = f"127.{block}.255.254" if own_address else "127.0.0.1"
-        lock = _bind(address, _LOCK_PORT if own_address else _LOCK_PORT - block)
-        if lock is not None:
+        place = ("127.0.0.1", _LOCK_PORT - block)
+        if own_address:
+            place = (f"127.{block}.255.254", _LOCK_PORT)
+        with contextlib.suppress(OSError):
+            lock = socket.create_server(place)
             return Placement(group.name, _hosts(group, block, own_address), lock)
     raise ConfigError(
         "no block of loopback addresses is free",
@@ -88,31 +88,14 @@ def _hosts(group: JobGroup, block: int, own_address: bool) -> dict[str, LocalHos
     return hosts
 
 
-def _bind(address: str, port: int) -> socket.socket | None:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.bind((address, port))
-    except OSError:
-        sock.close()
-        return None
-    return sock
-
-
 def gpus_of_machine() -> list[str]:
     """Returns the GPUs that processes started here may use: `CUDA_VISIBLE_DEVICES` if set, else
     what `nvidia-smi` lists.
     """
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
-        ).stdout
-        gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
-        return [str(number) for number in range(len(gpus))]
-    return []
+    found, _ = visible(os.environ)
+    return [gpu.number for gpu in found]
 
 
 def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[list[str]]]:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from common.process.topology import LOST, WRONG_SETTING
 from jobgroup.local import launcher
@@ -236,10 +237,11 @@ class Runner:
         process.
         """
         known = {node.process.pid for node in self._nodes}
-        for pid in launcher.orphans(known):
-            for each in (*launcher.descendants(pid), pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
+        for child in psutil.Process().children():
+            if child.pid not in known:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for each in (*child.children(recursive=True), child):
+                        each.kill()
 
     def _on_defect(self, context: dict[str, Any], main: asyncio.Task[int]) -> None:
         """Ends the run on an error in a callback, such as a log file that cannot be written."""

@@ -10,13 +10,9 @@ def run(config: Config) -> None:
     """Serves until SIGTERM."""
     model = config.critic.model or config.model.name
     check_model(model, "critic.model" if config.critic.model else "model.name")
-    import torch  # slow to import, like the app
-
-    from services.critic.app import create_critic_app
+    from services.critic.app import create_critic_app  # slow to import, like torch
     from services.http.app import serve
 
-    if config.trainer.num_threads:
-        torch.set_num_threads(config.trainer.num_threads)
     host, port = Topology.from_env().bind(CRITIC, config.critic.port)
     setup_logging(CRITIC, config.state_dir / "logs", service=CRITIC)
     serve(create_critic_app(config), host, port, f"model={model} state_dir={config.state_dir}")

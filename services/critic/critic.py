@@ -40,7 +40,7 @@ class Critic:
         self._config = config
         self._ranks = ranks
         self.step = 0
-        directory = ranks.broadcast_path(directory)
+        directory = ranks.broadcast(directory)
         self.model = load_value_model(config, ranks, directory)
         self.optimizer = Optimizer(
             self.model.module,

@@ -42,12 +42,12 @@ class Position(Wire):
     """Prompts from the beginning of the shuffled stream, as in `PromptBatch.position`."""
 
 
-class EvalPrompts(Wire):
-    """Answer of `GET /eval_prompts`."""
+class ListedPrompts(Wire):
+    """Answer of `GET /eval_prompts` and `GET /train_prompts`."""
 
     prompts: Annotated[list[Prompt], AtMost(MAX_LISTED)]
     total_available: int
-    """Problems in the held-out split."""
+    """Problems in the split."""
 
 
 class PassRatesStored(Wire):
@@ -153,13 +153,21 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     def eval_prompts(
         limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED,
         offset: Annotated[int, Query(ge=0)] = 0,
-    ) -> EvalPrompts:
+    ) -> ListedPrompts:
         """Held-out problems in a fixed order; without `limit`, as many as the largest limit
         allows.
         """
-        return EvalPrompts(
+        return ListedPrompts(
             prompts=evaluation[offset : offset + limit], total_available=len(evaluation)
         )
+
+    @app.get("/train_prompts")
+    def train_prompts(
+        limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED,
+        offset: Annotated[int, Query(ge=0)] = 0,
+    ) -> ListedPrompts:
+        """Problems of the training split in the order of the data set; draws none."""
+        return ListedPrompts(prompts=train[offset : offset + limit], total_available=len(train))
 
     @app.get("/stats", response_model_exclude_none=True)
     def stats() -> DataStats:

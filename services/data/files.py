@@ -5,9 +5,12 @@ a file per split.
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+import numpy as np
 
 from services.data.rows import MAX_TEXT_CHARS, Row, stop
 
@@ -86,11 +89,35 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
+        types = {field.name: str(field.type) for field in file.schema_arrow}
         batches = (batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(itertools.chain.from_iterable(batches), 1):
-            yield f"{path.name}, row {number}", row
+            yield f"{path.name}, row {number}", with_short_floats(row, types)
 
 
+def with_short_floats(row: dict[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a row in which numbers of narrow columns are as somebody wrote them: 0.1 in a float32
+    column, which Python reads as 0.10000000149.
+
+    `types` has the type of each column in words, such as `float` or `list<item: halffloat>`.
+    """
+    changed = dict(row)
+    for name, kind in types.items():
+        narrow = _NARROW.search(kind)
+        if narrow is not None and name in row:
+            is_half = narrow[0] in ("halffloat", "float16")
+            changed[name] = _short(row[name], np.float16 if is_half else np.float32)
+    return changed
+
+
+def _short(value: Any, kind: type[np.floating[Any]]) -> Any:
+    """Returns a number, or those in a list, with the fewest digits that `kind` tells apart."""
+    if isinstance(value, list):
+        return [_short(item, kind) for item in value]
+    return float(str(kind(value))) if isinstance(value, float) else value
+
+
+_NARROW = re.compile(r"\b(?:halffloat|float16|float32|float)\b")
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,

@@ -2,14 +2,14 @@
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, shorten
 from common.models.hub import REACH_S, patiently
-from services.data.files import known_format
+from services.data.files import known_format, with_short_floats
 from services.data.rows import Row
 
 STALL_S = 30.0
@@ -41,13 +41,14 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
     try:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
             patiently(lambda: api.dataset_info(name, timeout=REACH_S), REACH_S)
-        rows: Iterable[dict[str, Any]] = patiently(
+        rows: Any = patiently(
             lambda: datasets.load_dataset(name, config or None, split=split),
             STALL_S,
             lambda: _cached_bytes(name),
         )
+        types = {column: str(feature) for column, feature in (rows.features or {}).items()}
         for number, row in enumerate(rows, 1):
-            yield f"{name} {split}, row {number}", row
+            yield f"{name} {split}, row {number}", with_short_floats(row, types)
     except Exception as error:  # the library may raise anything; startup ends here with the cause
         cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 400)
         part = f"configuration {config}, split {split}" if config else f"split {split}"

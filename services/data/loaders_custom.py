@@ -23,6 +23,10 @@ MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 """Maps the columns of a row to the columns to read, or to None to leave the row out."""
 
 
+_TESTS = "test_cases"
+"""Column with the tests of a program: such a row needs no answer."""
+
+
 class CustomDatasetLoader(RowLoader):
     """Rows with a problem and an answer, or with a chat.
 
@@ -73,7 +77,7 @@ class CustomDatasetLoader(RowLoader):
                 return None
             row = changed
         text, answer = self._problem(row, where)
-        if not answer:
+        if not answer and _TESTS not in row:
             stop_at(
                 where,
                 f"the answer in column {self.answer_field!r} is empty",
@@ -100,6 +104,8 @@ class CustomDatasetLoader(RowLoader):
                 return text, stated_answer(solution)
         else:
             text = text_of(row, self.prompt_field, where, "--data.prompt_field")
+        if _TESTS in row and row.get(self.answer_field) is None:
+            return text, ""
         return text, final_answer(text_of(row, self.answer_field, where, "--data.answer_field"))
 
 

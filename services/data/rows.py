@@ -2,13 +2,13 @@
 JSON.
 """
 
-import datetime
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 from typing import Any, NoReturn
+
+from pydantic_core import to_jsonable_python
 
 from common.errors import ConfigError
 from common.prompts.final_answers import last_box
@@ -129,30 +129,22 @@ def _as_json(value: Any, column: str, where: str) -> Any:
     """Converts a value to JSON: arrays to lists, dates and decimals to text, non-finite numbers to
     null.
     """
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()  # JSON cannot carry lone surrogates
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_as_json(item, column, where) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item, column, where) for key, item in value.items()}
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, Decimal):
-        return str(value)
-    if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch
-        return _as_json(value.tolist(), column, where)
-    stop(
-        f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot "
-        "represent",
-        column,
-        "keep only the columns that the reward functions need (data.columns), or convert it to "
-        "text (data.map)",
-        "data.columns",
-    )
+    try:
+        # Arrays and scalars of numpy and torch have `tolist`.
+        found = to_jsonable_python(
+            value, inf_nan_mode="null", fallback=lambda other: other.tolist()
+        )
+        json.dumps(found, ensure_ascii=False).encode()  # lone surrogates cannot be sent
+    except (ValueError, AttributeError, RecursionError) as error:
+        stop(
+            f"{where}: column {column!r} has a {type(value).__name__} that JSON cannot represent: "
+            f"{error}",
+            column,
+            "keep only the columns that the reward functions need (data.columns), or convert it to "
+            "text (data.map)",
+            "data.columns",
+        )
+    return found
 
 
 def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str, str]]:

@@ -1,10 +1,10 @@
-"""SGLang's control and information calls: pause, weights, adapters, load."""
+"""SGLang's control and information calls that this system uses: pause, weights, adapters, load."""
 
 import asyncio
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import FastAPI, Request, Response
 
@@ -12,7 +12,7 @@ from common.errors import NotReady, ServiceError
 from common.wire.schemas import AtMost
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
-from services.engine.scheduler import MemoryKind, PauseMode
+from services.engine.scheduler import MemoryKind
 from services.http.openapi import OBJECT, described
 
 _RATE_S = 0.5
@@ -22,24 +22,15 @@ _RATE_S = 0.5
 class PauseBody(Body):
     """`/pause_generation`."""
 
-    mode: PauseMode = "abort"
+    mode: Literal["retract"]
+    """The only one of SGLang's modes that this system sends."""
 
 
 class UpdateBody(Body):
     """`/update_weights_from_disk`."""
 
     model_path: str
-    load_format: str | None = None
     weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-
-
-class VersionBody(Body):
-    """`/update_weight_version`."""
-
-    new_version: str
-    abort_all_requests: bool = True
 
 
 class UnloadBody(Body):
@@ -70,12 +61,10 @@ def add_control(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/pause_generation", **described(PauseBody, OBJECT))
     async def pause_generation(request: Request) -> Response:
-        """Stops generating: abort answers running requests, retract queues them again, in_place
-        freezes them.
-        """
-        body = await read_body(request, PauseBody)
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.pause(body.mode)))
-        return reply({"message": f"Generation paused ({body.mode}).", "status": "ok"})
+        """Stops generating and queues running requests again."""
+        await read_body(request, PauseBody)
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.pause()))
+        return reply({"message": "Generation paused (retract).", "status": "ok"})
 
     @app.post("/continue_generation", **described(Body, OBJECT))
     async def continue_generation(request: Request) -> Response:
@@ -90,39 +79,11 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         stay.
         """
         body = await read_body(request, UpdateBody)
-        if body.load_format not in (None, "auto", "safetensors"):
-            return _failed(f"load_format {body.load_format!r} is not supported: safetensors", 400)
-        path = Path(body.model_path)
-        version = body.weight_version
         try:
-            paused = await update_weights(
-                engine,
-                path,
-                version,
-                flush_cache=body.flush_cache,
-                abort_all=body.abort_all_requests,
-            )
+            await update_weights(engine, Path(body.model_path), body.weight_version)
         except ServiceError as error:
-            return _failed(str(error), error.status)
-        return reply(
-            {
-                "success": True,
-                "message": "Succeeded to update model weights.",
-                "num_paused_requests": paused,
-            }
-        )
-
-    @app.post("/update_weight_version", **described(VersionBody, OBJECT))
-    async def update_weight_version(request: Request) -> Response:
-        """Renames the weights; aborts every request first unless `abort_all_requests` is false."""
-        body = await read_body(request, VersionBody)
-        if body.abort_all_requests:
-            engine.call(lambda scheduler: scheduler.abort())
-        await asyncio.wrap_future(
-            engine.call(lambda scheduler: scheduler.set_version(body.new_version))
-        )
-        message = f"Weight version updated to {body.new_version}"
-        return reply({"success": True, "message": message, "new_version": body.new_version})
+            return reply({"success": False, "message": str(error)}, error.status)
+        return reply({"success": True, "message": "Succeeded to update model weights."})
 
 
 def add_memory(app: FastAPI, engine: Engine) -> None:
@@ -151,10 +112,6 @@ def add_memory(app: FastAPI, engine: Engine) -> None:
             engine.call(lambda scheduler: scheduler.resume_memory(body.kinds))
         )
         return reply(None)
-
-
-def _failed(message: str, status: int) -> Response:
-    return reply({"success": False, "message": message, "num_paused_requests": 0}, status)
 
 
 def add_lora(app: FastAPI, engine: Engine) -> None:

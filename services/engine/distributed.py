@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.errors import ServiceError
 from common.wire.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
-from learning.weight_group import digest, digest_all, join, size_of, views
+from learning.weight_group import digest, join, size_of, views
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
 from services.engine.scheduler import RequestRefused
@@ -28,6 +28,7 @@ from services.http.openapi import OBJECT, described
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_B = TypeVar("_B", bound=Body)
 _TIMEOUT_S = 1800.0
 """Timeout of rendezvous and broadcasts, as in SGLang; `/destroy_weights_update_group` ends them
 sooner."""
@@ -60,9 +61,7 @@ class DistributedBody(GroupBody):
     names: Annotated[list[str], AtMost(MAX_TENSORS)]
     dtypes: Annotated[list[str], AtMost(MAX_TENSORS)]
     shapes: Shapes
-    load_format: Literal["flattened_bucket"] | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
+    load_format: Literal["flattened_bucket"]
     weight_version: str | None = None
 
 
@@ -127,10 +126,11 @@ class WeightUpdates:
             ) from None
         return "Succeeded to initialize custom process group."
 
-    async def destroy(self, name: str) -> str:
+    async def destroy(self, body: GroupBody) -> str:
         """Leaves a group; its pending rendezvous or broadcast fails at once. Raises RequestRefused
         for an unknown group.
         """
+        name = body.group_name
         if name not in self._groups:
             reason = "The group to be destroyed does not exist."
             remedy = "name a group of /init_weights_update_group"
@@ -141,7 +141,7 @@ class WeightUpdates:
             dist.destroy_process_group(group)
         return "Succeeded to destroy custom process group."
 
-    async def begin(self) -> str:
+    async def begin(self, _: Body) -> str:
         """Opens the session. Raises RequestRefused when one is open."""
         if self._staged is not None:
             reason = "a weight-update session is already open; call end_weight_update() first"
@@ -173,9 +173,7 @@ class WeightUpdates:
                     remedy="POST /init_weights_update_group first",
                 )
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
-            found = await _until_left(
-                left, lambda: self._receive(group, bucket, body.load_format is not None)
-            )
+            found = await _until_left(left, lambda: self._receive(group, bucket))
         except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
             self._failure = f"Failed to receive weights: {error}"
             if isinstance(error, ServiceError):
@@ -191,17 +189,14 @@ class WeightUpdates:
         self._last = body
         return "Succeeded to update parameter online."
 
-    def _receive(
-        self, group: dist.ProcessGroup, bucket: Bucket, flattened: bool
-    ) -> dict[str, Tensor]:
+    def _receive(self, group: dist.ProcessGroup, bucket: Bucket) -> dict[str, Tensor]:
         flat = torch.empty(size_of(bucket), dtype=torch.uint8)
         tensors = dict(views(flat, bucket))
-        for message in [flat] if flattened else tensors.values():
-            dist.broadcast(message, src=0, group=group)
+        dist.broadcast(flat, src=0, group=group)
         check_tensors(self._engine.model.module, tensors)
         return tensors
 
-    async def end(self) -> str:
+    async def end(self, _: Body) -> str:
         """Copies the staged tensors into the model. Raises RequestRefused when a part of the
         session failed.
         """
@@ -216,13 +211,7 @@ class WeightUpdates:
             reason = f"nothing was changed, an update of this session failed: {self._failure}"
             raise RequestRefused(reason, field="session", value="failed", remedy=_AGAIN)
         if last is not None:
-            await update_weights(
-                self._engine,
-                staged,
-                last.weight_version,
-                flush_cache=last.flush_cache,
-                abort_all=last.abort_all_requests,
-            )
+            await update_weights(self._engine, staged, last.weight_version)
         return "Success"
 
 
@@ -255,43 +244,13 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
 def add_distributed(app: FastAPI, engine: Engine) -> None:
     """Adds SGLang's calls that receive weights by broadcast and check weights."""
     updates = WeightUpdates(engine)
-    checked = described(CheckBody, OBJECT, statuses=(200, 400))
+    _add(app, "/init_weights_update_group", InitBody, updates.init)
+    _add(app, "/destroy_weights_update_group", GroupBody, updates.destroy)
+    _add(app, "/begin_weight_update", Body, updates.begin)
+    _add(app, "/update_weights_from_distributed", DistributedBody, updates.receive)
+    _add(app, "/end_weight_update", Body, updates.end)
 
-    @app.post("/init_weights_update_group", **described(InitBody, OBJECT, statuses=(200, 400)))
-    async def init_weights_update_group(request: Request) -> Response:
-        """Joins a torch.distributed group; answers when every rank has joined."""
-        body = await read_body(request, InitBody)
-        return await _answer(updates.init(body))
-
-    @app.post("/destroy_weights_update_group", **described(GroupBody, OBJECT, statuses=(200, 400)))
-    async def destroy_weights_update_group(request: Request) -> Response:
-        """Leaves a group; its pending rendezvous or broadcast fails."""
-        body = await read_body(request, GroupBody)
-        return await _answer(updates.destroy(body.group_name))
-
-    @app.post("/begin_weight_update", **described(Body, OBJECT, statuses=(200, 400)))
-    async def begin_weight_update(request: Request) -> Response:
-        """Opens a session of updates; 400 while one is open."""
-        await read_body(request, Body)
-        return await _answer(updates.begin())
-
-    @app.post(
-        "/update_weights_from_distributed",
-        **described(DistributedBody, OBJECT, statuses=(200, 400)),
-    )
-    async def update_weights_from_distributed(request: Request) -> Response:
-        """Receives tensors from rank 0 of a group."""
-        body = await read_body(request, DistributedBody)
-        return await _answer(updates.receive(body))
-
-    @app.post("/end_weight_update", **described(Body, OBJECT, statuses=(200, 400)))
-    async def end_weight_update(request: Request) -> Response:
-        """Closes the session and serves the weights that it received."""
-        await read_body(request, Body)
-        return await _answer(updates.end())
-
-    @app.get("/weights_checker", **checked)
-    @app.post("/weights_checker", **checked)
+    @app.post("/weights_checker", **described(CheckBody, OBJECT, statuses=(200, 400)))
     async def weights_checker(request: Request) -> Response:
         """Checksums of the weights, by their Hugging Face names."""
         body = await read_body(request, CheckBody)
@@ -303,18 +262,15 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
             lambda _: {name: digest(tensor) for name, tensor in own_tensors(engine.model.module)}
         )
         sums = await asyncio.wrap_future(work)
-        total = digest_all(sums)
-        place: dict[str, str | int] = {"role": "target"}
-        place |= dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)
-        place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)
-        rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
-        return reply(
-            {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total}
-        )
+        return reply({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
 
 
-async def _answer(work: Awaitable[str]) -> Response:
-    try:
-        return reply({"success": True, "message": await work})
-    except ServiceError as error:
-        return reply({"success": False, "message": str(error)}, error.status)
+def _add(app: FastAPI, path: str, kind: type[_B], work: Callable[[_B], Awaitable[str]]) -> None:
+    """Adds a call that answers whether `work` succeeded."""
+
+    @app.post(path, description=work.__doc__, **described(kind, OBJECT, statuses=(200, 400)))
+    async def call(request: Request) -> Response:
+        try:
+            return reply({"success": True, "message": await work(await read_body(request, kind))})
+        except ServiceError as error:
+            return reply({"success": False, "message": str(error)}, error.status)

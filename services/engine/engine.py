@@ -134,8 +134,8 @@ class Engine:
             self._wake.notify()
 
     def call(self, function: Callable[[Scheduler], _T], exclusive: bool = False) -> "Future[_T]":
-        """Runs `function` on the engine's thread between two steps; `exclusive` waits until it is
-        paused or no row runs.
+        """Runs `function` on the engine's thread between two steps; `exclusive` waits until no row
+        runs.
 
         Raises NotReady when the engine stops, ServiceLost when its thread died. A ServiceError from
         `function` goes only to the future; any other error ends the thread.
@@ -203,7 +203,7 @@ class Engine:
             self._arrived = False
         while self._calls:
             self._calls.popleft()()
-        while self._exclusive and (scheduler.paused or not self.running):
+        while self._exclusive and not self.running:
             self._exclusive.popleft()()
         if not scheduler.paused:
             scheduler.step(admit=not self._exclusive)

@@ -5,16 +5,16 @@ import uuid
 from typing import Annotated, Any
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from common.wire.schemas import MAX_NAMES, AtMost, Columns
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
 from services.engine.protocol import (
-    MAX_N,
     NOTHING,
     BadRequest,
     SamplingFields,
+    SharedFields,
     check_prompt,
     refuse_unsupported,
 )
@@ -41,12 +41,10 @@ _REFUSED = dict.fromkeys(
 effect."""
 
 
-class ChatBody(BaseModel):
+class ChatBody(SharedFields):
     """`/v1/chat/completions`; other unknown fields are ignored."""
 
     model_config = ConfigDict(
-        strict=True,
-        allow_inf_nan=False,
         extra="allow",
         json_schema_extra={
             "examples": [{"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 4}]
@@ -56,18 +54,9 @@ class ChatBody(BaseModel):
     messages: Annotated[list[Columns], Field(min_length=1), AtMost(MAX_NAMES)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
-    stop: str | Annotated[list[str], AtMost(256)] | None = None
     chat_template_kwargs: Columns | None = None
-    n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = None
-    stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     rid: str | None = Field(None, min_length=1, max_length=200)
 
     def job(self, model: Model) -> GenerationJob:
@@ -87,16 +76,8 @@ class ChatBody(BaseModel):
             raise BadRequest(reason, field="messages", value=self.messages, remedy=remedy) from None
         room = model.max_context_tokens - len(ids)
         fields = SamplingFields(
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
+            **self.model_dump(include=set(SharedFields.model_fields)),
             min_new_tokens=self.min_tokens,
-            n=self.n,
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
             max_new_tokens=self.max_completion_tokens or self.max_tokens or room,
             sampling_seed=self.seed,
         )

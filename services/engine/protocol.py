@@ -18,25 +18,6 @@ MAX_N = 1024
 MAX_PROMPTS = 4096
 """Prompts of one request."""
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stop_regex": NOTHING,
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "no_stop_trim": (False,),
-    "watermark": (False,),
-    "repetition_penalty": (1,),
-    "beam_width": (1,),
-    "stream_interval": (1,),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "logit_bias": ({},),
-    "custom_params": ({},),
-    "spaces_between_special_tokens": (True,),
-}
-"""SGLang's sampling parameters that this engine does not support, with the values at which they
-have no effect."""
 _REFUSED = dict.fromkeys(
     (
         "stream",
@@ -54,9 +35,8 @@ _REFUSED = dict.fromkeys(
     ),
     NOTHING,
 )
-"""Likewise, SGLang's top-level fields that would change the answer but are not supported."""
-
-
+"""SGLang's top-level fields that would change the answer but are not supported, with the values at
+which they have no effect."""
 _Stop = Annotated[str, Field(max_length=1000)]
 
 
@@ -87,9 +67,7 @@ def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
     )
 
 
-def refuse_unsupported(
-    fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = ""
-) -> None:
+def refuse_unsupported(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises BadRequest when one of the fields named in `neutral` is set to anything but a value
     there.
     """
@@ -98,16 +76,18 @@ def refuse_unsupported(
         if value is not None and value not in values:
             raise BadRequest(
                 f"{name} is not supported by the embedded engine",
-                field=prefix + name,
+                field=name,
                 value=value,
                 remedy="leave it out, or set rollout.engine sglang",
             )
 
 
-class SamplingFields(BaseModel):
-    """`sampling_params` of `/generate`; None means the default."""
+class SharedFields(BaseModel):
+    """Sampling parameters with the same name in SGLang's and OpenAI's calls; None means the
+    default.
+    """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     stop: _Stop | Annotated[list[_Stop], AtMost(256)] | None = None
     stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
@@ -115,10 +95,17 @@ class SamplingFields(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    min_new_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=MAX_N)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class SamplingFields(SharedFields):
+    """`sampling_params` of `/generate`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_new_tokens: int | None = Field(None, ge=0)
     max_new_tokens: int | None = Field(None, ge=0)
     """0 only when the log-probabilities of the prompt are requested."""
     sampling_seed: int | None = None
@@ -197,10 +184,8 @@ def _parse_sampling(raw: Any) -> SamplingFields:
             value=raw,
             remedy=f"send an object of at most {MAX_NAMES} names",
         )
-    refuse_unsupported(raw, _NEUTRAL, "sampling_params.")
-    supported = {name: value for name, value in raw.items() if name not in _NEUTRAL}
     try:
-        return SamplingFields.model_validate(supported)
+        return SamplingFields.model_validate(raw)
     except ValidationError as error:
         raise bad_request(error, "sampling_params.") from None
 
@@ -227,15 +212,12 @@ class GenerateBody(BaseModel):
     """Tokenised like `tokenizer(text)`, with special tokens."""
     logprob_start_len: int = -1
     """Position from which the log-probabilities of the prompt are returned; -1: none."""
-    sampling_params: Columns | Annotated[list[Any], AtMost(MAX_PROMPTS)] | None = None
-    return_logprob: bool | Annotated[list[bool], AtMost(MAX_PROMPTS)] | None = None
-    return_sampling_mask: bool | Annotated[list[bool], AtMost(MAX_PROMPTS)] | None = None
-    rid: (
-        Annotated[str, Field(min_length=1, max_length=200)]
-        | Annotated[list[str], AtMost(MAX_PROMPTS)]
-        | None
-    ) = None
-    lora_path: str | Annotated[list[str | None], AtMost(MAX_PROMPTS)] | None = None
+    sampling_params: Columns | None = None
+    """Of every prompt, like the fields below."""
+    return_logprob: bool | None = None
+    return_sampling_mask: bool | None = None
+    rid: str | None = Field(None, min_length=1, max_length=200)
+    lora_path: str | None = None
 
     @property
     def is_batch(self) -> bool:
@@ -275,27 +257,22 @@ class GenerateBody(BaseModel):
         """
         if self.logprob_start_len < 0:
             return None
-        prompts = self._prompts(model)
-        for fields in self._sampling(prompts):
-            generates = fields.max_new_tokens != 0 or fields.n not in (None, 1)
-            if generates or self.return_logprob is not True or self.lora_path:
-                raise BadRequest(
-                    "log-probabilities of a prompt need return_logprob, max_new_tokens 0, n 1 "
-                    "and no lora_path",
-                    field="logprob_start_len",
-                    value=self.logprob_start_len,
-                    remedy="request them separately",
-                )
-        return prompts
-
-    def _sampling(self, prompts: list[list[int]]) -> list[SamplingFields]:
-        raw = self._per_prompt("sampling_params", self.sampling_params or {}, prompts)
-        return [_parse_sampling(parameters) for parameters in raw]
+        fields = _parse_sampling(self.sampling_params or {})
+        generates = fields.max_new_tokens != 0 or fields.n not in (None, 1)
+        if generates or not self.return_logprob or self.lora_path:
+            raise BadRequest(
+                "log-probabilities of a prompt need return_logprob, max_new_tokens 0, n 1 "
+                "and no lora_path",
+                field="logprob_start_len",
+                value=self.logprob_start_len,
+                remedy="request them separately",
+            )
+        return self._prompts(model)
 
     def jobs(self, model: Model) -> list[GenerationJob]:
         prompts = self._prompts(model)
-        parameters = self._sampling(prompts)
-        if any(fields.max_new_tokens == 0 for fields in parameters):
+        fields = _parse_sampling(self.sampling_params or {})
+        if fields.max_new_tokens == 0:
             raise BadRequest(
                 "max_new_tokens is 0, so the request asks for nothing",
                 field="sampling_params.max_new_tokens",
@@ -304,45 +281,25 @@ class GenerateBody(BaseModel):
                 "for the prompt's log-probabilities",
             )
 
-        rids = self._per_prompt("rid", self.rid, prompts)
-        logprobs = self._per_prompt("return_logprob", self.return_logprob, prompts)
-        masks = self._per_prompt("return_sampling_mask", self.return_sampling_mask, prompts)
-        adapters = self._per_prompt("lora_path", self.lora_path, prompts)
         jobs: list[GenerationJob] = []
-        for index, (prompt, fields) in enumerate(zip(prompts, parameters, strict=True)):
+        for index, prompt in enumerate(prompts):
+            rid = self.rid or uuid.uuid4().hex
             sampling = fields.sampling(
-                len(prompt), model, logprobs=bool(logprobs[index]), mask=bool(masks[index])
+                len(prompt),
+                model,
+                logprobs=bool(self.return_logprob),
+                mask=bool(self.return_sampling_mask),
             )
             job = GenerationJob(
-                self._job_name(rids[index], index),
+                f"{rid}_{index}" if self.is_batch else rid,
                 prompt,
                 sampling,
                 n=fields.n or 1,
-                logprobs=bool(logprobs[index]),
-                adapter=adapters[index] or None,
+                logprobs=bool(self.return_logprob),
+                adapter=self.lora_path or None,
             )
             jobs.append(job)
         return jobs
-
-    def _job_name(self, rid: str | None, index: int) -> str:
-        """Returns the name of a prompt's job; several prompts may share one `rid`."""
-        if rid is None:
-            return uuid.uuid4().hex
-        shared = isinstance(self.rid, str) and self.is_batch
-        return f"{rid}_{index}" if shared else rid
-
-    @staticmethod
-    def _per_prompt(name: str, value: Any, prompts: list[list[int]]) -> list[Any]:
-        if not isinstance(value, list):
-            return [value] * len(prompts)
-        if len(value) != len(prompts):
-            raise BadRequest(
-                f"{name} has {len(value)} entries for {len(prompts)} prompts",
-                field=name,
-                value=value,
-                remedy="send one for all prompts, or one for each",
-            )
-        return value
 
 
 def check_prompt(prompt: Any, model: Model) -> list[int]:

@@ -113,18 +113,10 @@ async def score(
 
 
 async def update_weights(
-    engine: Engine,
-    source: Path | dict[str, Tensor],
-    version: str | None,
-    flush_cache: bool,
-    abort_all: bool,
-) -> int:
-    """Loads weights once no request runs, or at once while paused; see
-    `Scheduler.update_weights`.
-    """
-    if abort_all:
-        engine.call(lambda scheduler: scheduler.abort())
+    engine: Engine, source: Path | dict[str, Tensor], version: str | None
+) -> None:
+    """Loads weights once no request runs; see `Scheduler.update_weights`."""
     loaded = engine.call(
-        lambda scheduler: scheduler.update_weights(source, version, flush_cache), exclusive=True
+        lambda scheduler: scheduler.update_weights(source, version), exclusive=True
     )
-    return await asyncio.wrap_future(loaded)
+    await asyncio.wrap_future(loaded)

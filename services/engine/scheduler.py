@@ -22,7 +22,6 @@ from services.engine.model import Model
 from services.engine.rows import Rows
 from services.engine.weights import copy_tensors, load_into
 
-PauseMode = Literal["abort", "retract", "in_place"]
 MemoryKind = Literal["kv_cache", "weights"]
 PREFILL_TOKENS = 16_384
 """Maximum padded tokens of one prefill: bounds its memory and how long running rows wait for it."""
@@ -240,22 +239,17 @@ class Scheduler:
             raise _not_finite(self.weight_version)
         return logprobs, self.weight_version
 
-    def pause(self, mode: PauseMode) -> None:
-        """Stops generating; running sequences are answered (abort), queued again (retract) or
-        frozen (in_place).
-        """
+    def pause(self) -> None:
+        """Stops generating and queues running sequences again."""
         self.paused = True
-        if mode == "abort":
-            self.abort()
-        elif mode == "retract" and self.rows.sequences:
-            sequences = list(self.rows.sequences)
-            self.rows.collect(list(range(len(sequences))))
-            self._remove(list(range(len(sequences))))
-            for sequence in sequences:
-                sequence.retractions += 1
-            for sequence in reversed(sequences):
-                self._queue.appendleft(PrefillGroup([sequence]))
-            self.waiting += len(sequences)
+        sequences = list(self.rows.sequences)
+        rows = list(range(len(sequences)))
+        self.rows.collect(rows)
+        self._remove(rows)
+        for sequence in reversed(sequences):
+            sequence.retractions += 1
+            self._queue.appendleft(PrefillGroup([sequence]))
+        self.waiting += len(sequences)
 
     def resume(self) -> None:
         """Ends a pause. Raises RequestRefused while memory is released, or while resumed weights
@@ -325,15 +319,10 @@ class Scheduler:
             else:
                 self.model.cache.release()
 
-    def update_weights(
-        self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool
-    ) -> int:
-        """Loads a directory of safetensors, or checked tensors, in place. Returns the number of
-        paused sequences.
+    def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None) -> None:
+        """Loads a directory of safetensors, or checked tensors, in place, while no row runs.
 
-        Changes nothing when it raises BadWeights or RequestRefused. Rows frozen by an in-place
-        pause need their cache, so, unlike SGLang, it loads nothing when the cache cannot be
-        flushed.
+        Changes nothing when it raises BadWeights or RequestRefused.
         """
         if "weights" in self.released:
             raise RequestRefused(
@@ -341,13 +330,6 @@ class Scheduler:
                 field="tags",
                 value="weights",
                 remedy="POST /resume_memory_occupation",
-            )
-        if flush_cache and self.rows.sequences:
-            raise RequestRefused(
-                "rows frozen by an in-place pause keep their cache",
-                field="flush_cache",
-                value=True,
-                remedy="send flush_cache=false, or pause with mode retract or abort",
             )
         with self.adapters.unmerged():
             if isinstance(source, Path):
@@ -357,10 +339,9 @@ class Scheduler:
                 copy_tensors(self.model.module, source)
             self._no_weights = False
         if version is not None:
-            self.set_version(version)
-        if flush_cache and "kv_cache" not in self.released:
+            self.weight_version = version
+        if "kv_cache" not in self.released:
             self.model.cache.release()
-        return self.waiting + len(self.rows) if self.paused else 0
 
     def retire_adapter(self, name: str) -> None:
         """Refuses new requests for the adapter. Raises BadAdapter when it is not loaded."""
@@ -378,12 +359,6 @@ class Scheduler:
             return False
         self.adapters.drop(name)
         return True
-
-    def set_version(self, version: str) -> None:
-        """Renames the weights; tokens generated from now on count as `version`."""
-        self.weight_version = version
-        for sequence, count in zip(self.rows.sequences, self.rows.counts(), strict=True):
-            sequence.note_version(version, count)
 
 
 def _reason(sequence: Sequence, matched: int | str | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What all services share: the app factory, the server, and what they refuse.
 
 - `app`: `create_app` and `serve`; `openapi` describes the calls.
-- Middleware, from the outside in: `tracing`, `admission` (with `callers`), `ending`.
+- Middleware, from the outside in: `tracing`, `admission` (with `callers`).
 - `connections`: limits before there is a request. `errors`: the one error shape.
 - `disconnect`, `one_thread`: for handlers that wait or block.
 """

@@ -2,16 +2,19 @@
 load.
 """
 
-from dataclasses import asdict, dataclass, field
+import asyncio
+import logging
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import Overloaded, ServiceError, TooLarge, Unauthorized
+from common.errors import NotReady, Overloaded, ServiceError, TooLarge, Unauthorized
 from common.process.metrics import Metrics
 from common.process.security import accepts, token
 from services.http.callers import CallerCheck
 from services.http.errors import error_response
 
+log = logging.getLogger(__name__)
 BODIES_AT_ONCE = 4
 """How many bodies of the largest permitted size may be in progress at once."""
 _NEVER_REFUSED = frozenset(("/health", "/metrics"))
@@ -64,23 +67,40 @@ class CallerAuth:
             await error_response(error, scope)(scope, receive, send)
 
 
-@dataclass
 class Load:
     """Requests and body bytes in progress, their limits, and the number of refused requests."""
 
-    request_limit: int
-    body_bytes_limit: int
-    requests: int = field(default=0, init=False)
-    body_bytes: int = field(default=0, init=False)
-    refused: int = field(default=0, init=False)
+    def __init__(self, request_limit: int, body_bytes_limit: int) -> None:
+        self.request_limit = request_limit
+        self.body_bytes_limit = body_bytes_limit
+        self.body_bytes = 0
+        self.refused = 0
+        self.tasks = set[asyncio.Task[Any]]()
+        """The requests in progress."""
+        self.ended = set[asyncio.Task[Any]]()
+
+    @property
+    def requests(self) -> int:
+        return len(self.tasks)
 
     def stats(self) -> dict[str, int]:
-        return asdict(self)
+        names = ("request_limit", "body_bytes_limit", "requests", "body_bytes", "refused")
+        return {name: getattr(self, name) for name in names}
+
+    def end(self) -> None:
+        """Ends every request in progress; those without a response get 503."""
+        if self.tasks:
+            log.warning(
+                "the process is ending: %d requests that wait are answered with 503", self.requests
+            )
+        self.ended |= self.tasks
+        for task in self.tasks:
+            task.cancel()
 
 
 class Admission:
     """Refuses bodies over the limit with 413, and requests over the load limits with 503 and
-    Retry-After.
+    Retry-After; answers the requests that `Load.end` ends.
 
     A body refused for its Content-Length is not read at all, so refusing is cheap. Without a
     Content-Length a body is counted as it streams in. `/health` and `/metrics` are never refused.
@@ -102,7 +122,8 @@ class Admission:
         metrics.bodies_limit.set(load.body_bytes_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _NEVER_REFUSED:
+        task = asyncio.current_task()
+        if scope["type"] != "http" or scope["path"] in _NEVER_REFUSED or task is None:
             await self.app(scope, receive, send)
             return
         load = self.load
@@ -110,12 +131,9 @@ class Admission:
         held = int(length) if length.isdigit() else 0
         received = 0
         started = False
-        refusal = self._too_large(held) or self._too_many() or self._too_many_bytes(held)
-        if refusal:
-            await error_response(refusal, scope)(scope, receive, send)
-            return
-        load.requests += 1
-        load.body_bytes += held
+        refusal = self._refusal(size=held, more=held)
+        if refusal is None and load.requests >= load.request_limit:
+            refusal = self._overloaded("requests", load.requests, load.request_limit)
 
         async def counted() -> Message:
             nonlocal held, received, refusal
@@ -123,7 +141,7 @@ class Admission:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 more = max(0, received - held)
-                refusal = self._too_large(received) or self._too_many_bytes(more)
+                refusal = self._refusal(size=received, more=more)
                 if refusal:
                     raise refusal
                 held += more
@@ -137,46 +155,52 @@ class Admission:
                 started = True
                 await send(message)
 
-        try:
-            await self.app(scope, counted, watched)
-        except ServiceError as error:
-            if error is not refusal:
-                raise
-        finally:
-            load.requests -= 1
-            load.body_bytes -= held
+        if refusal is None:
+            load.tasks.add(task)
+            load.body_bytes += held
+            try:
+                await self.app(scope, counted, watched)
+            except ServiceError as error:
+                if error is not refusal:
+                    raise
+            except asyncio.CancelledError:
+                if task not in load.ended:
+                    raise
+                task.uncancel()
+                refusal = NotReady(
+                    "the service is ending",
+                    remedy="try again, as the service may return, or ask another one",
+                )
+            finally:
+                load.tasks.discard(task)
+                load.ended.discard(task)
+                load.body_bytes -= held
+        # A response that has started is cut, so that no client takes a part for the whole.
         if refusal is not None and not started:
             await error_response(refusal, scope)(scope, receive, send)
 
-    def _too_large(self, size: int) -> ServiceError | None:
-        if size <= self.max_body_bytes:
-            return None
-        return TooLarge(
-            f"the body is over the limit of {self.max_body_bytes} bytes",
-            field="body",
-            value=size,
-            remedy="send smaller batches, or raise max_body_mb",
-        )
-
-    def _too_many(self) -> ServiceError | None:
+    def _refusal(self, size: int, more: int) -> ServiceError | None:
+        """Returns why a body of `size` bytes, of which `more` are new, is not accepted, or None."""
         load = self.load
-        if load.requests < load.request_limit:
-            return None
-        return self._overloaded("requests", load.requests, load.request_limit)
+        if size > self.max_body_bytes:
+            return TooLarge(
+                f"the body is over the limit of {self.max_body_bytes} bytes",
+                field="body",
+                value=size,
+                remedy="send smaller batches, or raise max_body_mb",
+            )
+        if more and load.body_bytes + more > load.body_bytes_limit:
+            return self._overloaded("body_bytes", load.body_bytes, load.body_bytes_limit)
+        return None
 
-    def _too_many_bytes(self, more: int) -> ServiceError | None:
-        now = self.load.body_bytes
-        limit = self.load.body_bytes_limit
-        if not more or now + more <= limit:
-            return None
-        return self._overloaded("body_bytes", now, limit, remedy=", or raise max_body_mb")
-
-    def _overloaded(self, what: str, now: int, limit: int, remedy: str = "") -> Overloaded:
+    def _overloaded(self, what: str, now: int, limit: int) -> Overloaded:
         """Counts the refusal and returns its error."""
         self.load.refused += 1
         self._metrics.refused.labels(what).inc()
-        reason = (
+        return Overloaded(
             f"too much at once: {now} {what.replace('_', ' ')} are in progress, the limit is "
-            f"{limit}"
+            f"{limit}",
+            field=what,
+            value=now,
+            remedy="try again later",
         )
-        return Overloaded(reason, field=what, value=now, remedy=f"try again later{remedy}")

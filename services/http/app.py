@@ -4,11 +4,8 @@ their server.
 
 import asyncio
 import contextlib
-import errno
 import inspect
-import json
 import logging
-import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -20,23 +17,20 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.exceptions import HTTPException
 
 from common import VERSION
-from common.errors import ConfigError, NotReady, ServiceError, ServiceLost
+from common.errors import ConfigError, NotReady, ServiceLost
 from common.process import watchdog
 from common.process.metrics import Metrics
 from common.process.security import check_certificate, is_loopback, tls, token
 from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
-from services.http.ending import DrainMiddleware, InFlight
 from services.http.errors import add_error_handlers
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.tracing import RequestTracing
 
 log = logging.getLogger(__name__)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SMALL_BYTES = 64 << 10
 """Smaller bodies are parsed in the event loop, larger ones in a thread."""
 GRACE_S = 30.0
@@ -103,8 +97,6 @@ def create_app(
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
-    app.state.in_flight = InFlight()
-    app.add_middleware(DrainMiddleware, in_flight=app.state.in_flight)
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
     # Runs before Admission: a body without a token is not read.
     app.add_middleware(CallerAuth, open_paths=open_paths, keyed_path=keyed_path)
@@ -124,16 +116,13 @@ def create_app(
         `"lost"` says that the service will never serve, so that nobody waits for it.
         """
         reason = problem()
-        if not request.scope["known"]:
-            return JSONResponse(
-                {"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200
-            )
-        if reason is None:
-            return JSONResponse({"status": "healthy", "service": name})
-        lost = isinstance(reason, ServiceLost)
-        return JSONResponse(
-            {"status": "unhealthy", "service": name, "reason": str(reason), "lost": lost}, 503
-        )
+        content: dict[str, object] = {"status": "unhealthy" if reason else "healthy"}
+        if request.scope["known"]:
+            content["service"] = name
+            if reason:
+                content["reason"] = str(reason)
+                content["lost"] = isinstance(reason, ServiceLost)
+        return JSONResponse(content, 503 if reason else 200)
 
     @app.get("/metrics", **described(answer={"type": "string"}, writes=("text/plain",)))
     async def metrics_page() -> Response:
@@ -152,19 +141,8 @@ def create_app(
 
 
 class _JsonRequest(Request):
-    refusal: ServiceError | None = None
-
     async def json(self) -> Any:
-        try:
-            return await read_json(self)
-        except ServiceError as error:
-            body = await self.body()
-            if len(body) < SMALL_BYTES and not _SURROGATE.search(body):
-                with contextlib.suppress(ValueError, RecursionError):
-                    # So that validation can name a field that is NaN or infinite.
-                    return json.loads(body.decode())
-            self.refusal = error
-            raise
+        return await read_json(self)
 
 
 class _JsonRoute(APIRoute):
@@ -174,13 +152,7 @@ class _JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            bounded = _JsonRequest(request.scope, request.receive)
-            try:
-                return await handler(bounded)
-            except HTTPException:  # FastAPI raises it for any error in `json`
-                if bounded.refusal is None:
-                    raise
-                raise bounded.refusal from None
+            return await handler(_JsonRequest(request.scope, request.receive))
 
         return handle
 
@@ -220,7 +192,6 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self.app = app
         files = tls()
-        self._in_flight: InFlight = getattr(app.state, "in_flight", InFlight())
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
@@ -251,7 +222,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(GRACE_S, self._in_flight.end)
+        timer = asyncio.get_running_loop().call_later(GRACE_S, self.app.state.load.end)
         try:
             await super().shutdown(sockets)
         finally:
@@ -263,17 +234,12 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=socket.AF_INET, backlog=2048)
     except OSError as error:
-        reason = f"cannot listen on {host}:{port}: {error.strerror}"
-        unknown_host = (error.errno or 0) < 0
-        if unknown_host or error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(
-                reason, field="host", value=host, remedy="name an address of this machine"
-            ) from None
         raise ConfigError(
-            reason,
+            f"cannot listen on {host}:{port}: {error.strerror}",
             field="port",
             value=port,
-            remedy="end the process that uses the port, or set another port",
+            remedy="end the process that uses the port, or set another port; "
+            "the host must be an address of this machine",
         ) from None
 
     # asyncio sets TCP_NODELAY only if the socket has an explicit protocol; otherwise responses take

@@ -12,6 +12,7 @@ import re
 import socket
 from functools import lru_cache
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from common.errors import ServiceError
@@ -21,8 +22,8 @@ from common.process.topology import Topology
 _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 """Paths that links on other pages may open, because reading them changes nothing."""
 _CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
-_KINDS = frozenset((b"application/json", b"application/msgpack"))
-_OWN_HEADERS = frozenset((logs.REQUEST_HEADER.encode(), b"authorization"))
+_KINDS = frozenset(("application/json", "application/msgpack"))
+_OWN_HEADERS = frozenset((logs.REQUEST_HEADER, "authorization"))
 _REMEDY = (
     "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an "
     "API_TOKEN (SECURITY.md)"
@@ -47,54 +48,36 @@ class CallerCheck:
 
     def refusal(self, scope: Scope) -> ServiceError | None:
         """Returns why this request is not served, or None."""
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        found = dict(headers)
-        host = found.get(b"host", b"").decode("latin-1").lower()
-        hosts = sum(name == b"host" for name, _ in headers)
-        if not self._is_own(host, scope) or hosts > 1:
-            reason = (
-                "this host is not a name of this service: a page of another site may have pointed "
-                "it here (DNS rebinding)"
-            )
-            remedy = (
-                "call it by its address, localhost or its name in the job group, or give the run "
-                "an API_TOKEN (SECURITY.md)"
-            )
-            return ForeignCaller(reason, field="host", value=host, remedy=remedy)
-
-        if b"origin" in found:
-            origin = found[b"origin"].decode("latin-1")
-            site_host = origin.lower().partition("://")[2]
-            if not host or site_host != host:
-                return ForeignCaller(
-                    "a page of another site sent this",
-                    field="origin",
-                    value=origin,
-                    remedy=_REMEDY,
-                )
-
-        method = scope["method"]
-        path = scope["path"]
-        site = found.get(b"sec-fetch-site", b"none")
-        is_foreign = site not in (b"none", b"same-origin")
-        if is_foreign and (method in _CHANGING or path not in self._open):
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
+        if not self._is_own(host, scope) or len(headers.getlist("host")) > 1:
             return ForeignCaller(
-                "a page of another site sent this",
-                field="sec-fetch-site",
-                value=site.decode("latin-1"),
-                remedy=_REMEDY,
+                "this host is not a name of this service: a page of another site may have pointed "
+                "it here (DNS rebinding)",
+                field="host",
+                value=host,
+                remedy="call it by its address, localhost or its name in the job group, or give "
+                "the run an API_TOKEN (SECURITY.md)",
             )
 
-        kind = found.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        origin = headers.get("origin")
+        if origin is not None and (not host or origin.lower().partition("://")[2] != host):
+            return _from_a_page("origin", origin)
+        site = headers.get("sec-fetch-site", "none")
+        is_link = scope["method"] not in _CHANGING and scope["path"] in self._open
+        if site not in ("none", "same-origin") and not is_link:
+            return _from_a_page("sec-fetch-site", site)
+
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         # A browser asks the server (preflight) before it lets a page send any other method.
-        if method != "POST" or kind in _KINDS or not _OWN_HEADERS.isdisjoint(found):
+        if scope["method"] != "POST" or kind in _KINDS or not _OWN_HEADERS.isdisjoint(headers):
             return None
         return ServiceError(
             "a web page could have sent this",
             code="unsupported_media_type",
             status=415,
             field="content-type",
-            value=kind.decode("latin-1"),
+            value=kind,
             remedy=_REMEDY,
         )
 
@@ -109,6 +92,12 @@ class CallerCheck:
             return match is not None  # only old programs, not browsers, send no Host
         server = scope.get("server")  # in process: the name that the client was given
         return _is_address(name.strip("[]")) or (server is not None and name == server[0])
+
+
+def _from_a_page(field: str, value: str) -> ForeignCaller:
+    return ForeignCaller(
+        "a page of another site sent this", field=field, value=value, remedy=_REMEDY
+    )
 
 
 @lru_cache(1024)

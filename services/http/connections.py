@@ -24,9 +24,6 @@ PATIENCE_S = 30.0
 """Seconds for receiving the head of a request."""
 READER_PATIENCE_S = 120.0
 """Seconds to wait for a client that does not read its response."""
-MAX_UNREAD_BYTES = 256 << 20
-"""Bytes of responses that may wait for their readers; beyond it, clients that have read nothing
-lose theirs."""
 MIN_BYTES_PER_S = 1000
 """Minimum rate of a request body, measured over `PATIENCE_S`."""
 MAX_HEAD_BYTES = 128 << 10
@@ -54,7 +51,6 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._late: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
-        self._left_at_pause = 0
         self._received = 0
         """Bytes since `_late` was set."""
         self._outside_bodies = 0
@@ -137,27 +133,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._left_at_pause = self.transport.get_write_buffer_size()
         self._check_reader()
-        self._drop_unread()
-
-    def _drop_unread(self) -> None:
-        """Closes connections whose clients read nothing, while unread responses take too much
-        memory.
-        """
-        bounded = (each for each in self.connections if isinstance(each, BoundedConnection))
-        waiting = [each for each in bounded if each._stuck is not None]
-        held = sum(each.transport.get_write_buffer_size() for each in waiting)
-        for each in waiting:
-            size = each.transport.get_write_buffer_size()
-            if held > MAX_UNREAD_BYTES and each is not self and size >= each._left_at_pause:
-                log.info(
-                    "a connection is closed: its client has not read its answer, and %d MB of "
-                    "answers wait",
-                    held >> 20,
-                )
-                each.transport.abort()
-                held -= size
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -66,6 +66,8 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ServiceError):  # FastAPI wraps what reading a body raises
+        return error_response(error.__cause__, request.scope)
     codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "http_error")
     wrapped = ServiceError(

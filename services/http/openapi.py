@@ -2,6 +2,7 @@
 write themselves.
 """
 
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -14,16 +15,6 @@ Schema = dict[str, Any]
 """A JSON schema (2020-12), as in OpenAPI 3.1."""
 
 
-def fields(required: tuple[str, ...], **properties: Schema) -> Schema:
-    """Returns the schema of an object with exactly these properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
     """Returns the schema of a struct of `common.wire.schemas` without references, which OpenAPI
     resolves elsewhere.
@@ -32,16 +23,16 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
     definitions = content["$defs"]
 
     def inlined(node: Any) -> Any:
-        if isinstance(node, dict):
-            if "$ref" in node:
-                return inlined(definitions[node["$ref"].rpartition("/")[2]])
-            # Clearer, and supported by code generators.
-            first, *others = node.get("prefixItems", (None,))
-            if first and all(other == first for other in others):
-                node = {name: item for name, item in node.items() if name != "prefixItems"}
-                node["items"] = first
-            return {name: inlined(item) for name, item in node.items()}
-        return [inlined(item) for item in node] if isinstance(node, list) else node
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        if "prefixItems" in node:  # a tuple, whose items are of one kind; few tools know the word
+            node = node | {"items": node["prefixItems"][0]}
+            del node["prefixItems"]
+        return {name: inlined(item) for name, item in node.items()}
 
     return dict(inlined({"$ref": content["$ref"]}))
 
@@ -66,24 +57,12 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-_REASONS = {
-    400: "The request is not valid",
-    401: "The token is missing or wrong",
-    403: "The request could be a web page's of another site",
-    404: "Not found",
-    410: "The session has ended",
-    408: "The rest of the body did not arrive",
-    409: "The request conflicts with the state of the service; do not retry",
-    413: "The body is too large",
-    415: "The content type is not supported, or is missing from a POST",
-    422: "The input is not valid",
-    503: "Unavailable: retry after Retry-After",
-}
-
-
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Returns the `responses` of a route or an app for errors with these statuses."""
-    return {status: {"model": ErrorBody, "description": _REASONS[status]} for status in statuses}
+    return {
+        status: {"model": ErrorBody, "description": HTTPStatus(status).phrase}
+        for status in statuses
+    }
 
 
 EVERYWHERE = errors(401, 403, 408, 413, 415, 422, 503)

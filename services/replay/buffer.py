@@ -37,12 +37,9 @@ from common.wire.schemas import (
     Wire,
 )
 from services.replay import sampling
-from services.replay.reuse import ReuseIndex
 from services.replay.store import AddResult, GroupRow, Lease, Store
 
 log = logging.getLogger(__name__)
-_MAX_UNSEEN = 10_000
-"""Added groups after which the index of completions is updated even if nobody samples."""
 
 
 class Experience(Wire):
@@ -97,9 +94,6 @@ class ReplayBuffer:
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
-        self._index = ReuseIndex(self.store.consumed_rows())
-        self._answers = sampling.AnswerIndex(self.store.rewards())
-        self._added = 0
 
     def close(self) -> None:
         """Moves everything into one file and closes it; on a full disk the rest stays in the log
@@ -134,12 +128,7 @@ class ReplayBuffer:
             )
         self._check_size(sum(len(group.completions) for group in groups), "groups")
         rows = [_row(group, f"groups[{i}]") for i, group in enumerate(groups)]
-        added = self.store.add(rows, self.capacity)
-        self._index.drop_until(added.removed_until)
-        self._added += added.added
-        if self._added > _MAX_UNSEEN:
-            self._update_answers()
-        return added
+        return self.store.add(rows, self.capacity)
 
     def take(self, request: TakeRequest) -> Lease | None:
         """Leases the first `count` fresh groups, ordered by (weight version, position, id), for
@@ -173,9 +162,7 @@ class ReplayBuffer:
 
         Raises NotFound for an unknown id.
         """
-        consumed = self.store.ack(ids)
-        self._index.append(consumed)
-        return len(consumed)
+        return self.store.ack(ids)
 
     def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
         """Drops all unconsumed groups, and all groups from `from_position` in the prompt stream on;
@@ -183,9 +170,7 @@ class ReplayBuffer:
 
         Reuse draws from `step` on no longer count.
         """
-        dropped = self.store.reset_fresh(from_position, step)
-        self._index = ReuseIndex(self.store.consumed_rows())
-        return dropped
+        return self.store.reset_fresh(from_position, step)
 
     # ------------------------------------------------------------ reuse
 
@@ -196,27 +181,32 @@ class ReplayBuffer:
         Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same
         request id gets the same groups.
         """
-        if request.request_id is not None:
-            drawn = self.store.reused_for(request.request_id)
-            if drawn is not None:
-                blobs, drawn_weights = drawn
-                return SampledBlobs(blobs, np.array(drawn_weights, np.float32))
+        drawn = self.store.draw_of(request.request_id)
+        if drawn is None:
+            drawn = self._draw(request)
+            if drawn[0]:
+                self.store.count_draw(*drawn, request.request_id, request.step)
+        blobs = list[bytes]()
+        weights = list[float]()
+        for key, weight in zip(*drawn, strict=True):
+            blob = self.store.blob_at(key)
+            if blob is not None:  # else it was removed after an earlier attempt
+                blobs.append(blob)
+                weights.append(weight)
+        return SampledBlobs(blobs, np.array(weights, np.float32))
 
-        orders, importance = self._index.draw(
-            request.count,
-            request.seed,
-            min_version=request.min_version,
-            max_times=request.max_times_sampled,
-            exponent=request.priority_exponent,
-            correction=request.importance_exponent,
-        )
-        weights = importance.astype(np.float32)
-        if not orders:
-            return SampledBlobs([], weights)
-
-        blobs = self.store.reuse(orders, weights.tolist(), request.request_id, request.step)
-        self._index.drawn(orders)
-        return SampledBlobs(blobs, weights)
+    def _draw(self, request: SampleRequest) -> tuple[list[int], list[float]]:
+        """Returns the keys and importance weights of a new draw."""
+        rows = self.store.reusable(request.min_version, request.max_times_sampled)
+        keys = np.array([key for key, _ in rows], np.int64)
+        priorities = np.array([priority for _, priority in rows], np.float64)
+        chances = sampling.probabilities(priorities, request.priority_exponent)
+        included = sampling.inclusion(chances, request.count)
+        sample = sampling.draw(included, np.random.default_rng(request.seed))
+        if not len(sample):
+            return [], []
+        weights = sampling.importance_weights(included, sample, request.importance_exponent)
+        return keys[sample].tolist(), weights.tolist()
 
     def set_priorities(self, update: PriorityUpdate) -> int:
         """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups
@@ -229,9 +219,7 @@ class ReplayBuffer:
                 value=len(update.priorities),
                 remedy="send one priority for each id",
             )
-        changed = self.store.set_priorities(list(zip(update.ids, update.priorities, strict=True)))
-        self._index.set_priorities(changed)
-        return len(changed)
+        return self.store.set_priorities(list(zip(update.ids, update.priorities, strict=True)))
 
     # ------------------------------------------------------------ inspection and experiences
 
@@ -248,7 +236,6 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Deletes all groups and experiences; the counters stay."""
         self.store.clear()
-        self._index = ReuseIndex([])
 
     def add_experiences(self, experiences: list[Experience]) -> int:
         """Stores experiences. Returns the size of the buffer."""
@@ -256,7 +243,7 @@ class ReplayBuffer:
         rows = [
             (item.prompt, item.response, item.reward, item.ground_truth) for item in experiences
         ]
-        self._index.drop_until(self.store.add_experiences(rows, self.capacity))
+        self.store.add_experiences(rows, self.capacity)
         return sum(completions for _, completions in self.store.totals().values())
 
     def sample_experiences(
@@ -265,36 +252,31 @@ class ReplayBuffer:
         """Returns up to `count` distinct completions, those of groups included
         (`sampling.draw_by_reward`).
         """
-        self._update_answers()
-        slots = sampling.draw_by_reward(
-            self._answers.rewards,
-            count,
-            prioritized=prioritized,
-            rng=np.random.default_rng(seed),
-        )
-        found = []
-        for slot in slots.tolist():
-            key, number = self._answers.place(slot)
-            if key < 0:
-                found.append(Experience(**self.store.experience_at(-key)))
-                continue
-            group = unpack_groups([self.store.blob_at(key)])[0]
-            answer = group.completions[number]
-            found.append(
-                Experience.model_construct(
-                    prompt=group.prompt,
-                    response=answer.text,
-                    reward=answer.reward,
-                    ground_truth=group.ground_truth,
-                )
-            )
-        return found
+        rows = self.store.rewards()
+        rewards = np.frombuffer(b"".join(blob for _, blob in rows), "<f4")
+        starts = np.cumsum([0, *(len(blob) // rewards.itemsize for _, blob in rows)])
+        rng = np.random.default_rng(seed)
+        slots = sampling.draw_by_reward(rewards, count, prioritized, rng)
+        places = np.searchsorted(starts, slots, side="right") - 1
+        return [
+            self._experience(rows[place][0], int(slot - starts[place]))
+            for place, slot in zip(places.tolist(), slots, strict=True)
+        ]
 
-    def _update_answers(self) -> None:
-        changed, rows = self.store.changed_rewards()
-        if changed:
-            self._answers.update(changed, rows)
-        self._added = 0
+    def _experience(self, key: int, number: int) -> Experience:
+        """Returns a completion of a group, or a lone one, whose key is negative."""
+        if key < 0:
+            return Experience(**self.store.experience_at(-key))
+        data = self.store.blob_at(key)
+        assert data is not None
+        group = unpack_groups([data])[0]
+        answer = group.completions[number]
+        return Experience.model_construct(
+            prompt=group.prompt,
+            response=answer.text,
+            reward=answer.reward,
+            ground_truth=group.ground_truth,
+        )
 
     def _check_size(self, completions: int, field: str) -> None:
         if completions > self.capacity:

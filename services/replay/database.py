@@ -24,17 +24,14 @@ COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
 dropped by reset_fresh."""
 _CHANGES = "changes"
 """Name of the counter of transactions that changed something."""
-ORDERS = "orders"
-"""Name of the counter of the numbers in `consumed`: none is given twice, even when its group is
-gone."""
 _COUNT_BYTES = 128
 """Fixed size of the count file, so that overwriting it needs no space on a full disk."""
-_LAYOUT = 2
+_LAYOUT = 3
 _WAL_PAGES = 8192
 
 _SCHEMA = """
 CREATE TABLE groups (
-    key INTEGER PRIMARY KEY,
+    key INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     prompt_id TEXT NOT NULL,
     state TEXT NOT NULL DEFAULT 'fresh' CHECK (state IN ('fresh', 'leased', 'consumed')),
@@ -48,7 +45,6 @@ CREATE TABLE groups (
     created REAL NOT NULL,
     request_id TEXT,
     lease_until REAL,
-    consumed INTEGER UNIQUE,
     priority REAL,
     times_sampled INTEGER NOT NULL DEFAULT 0
 );
@@ -66,6 +62,11 @@ CREATE TABLE experiences (
     ground_truth TEXT
 );
 CREATE TABLE takes (request_id TEXT PRIMARY KEY, evicted INTEGER NOT NULL);
+CREATE TABLE samples (
+    key INTEGER PRIMARY KEY,
+    request_id TEXT NOT NULL UNIQUE,
+    answer TEXT NOT NULL
+);
 CREATE TABLE gone (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
 CREATE TABLE counters (name TEXT PRIMARY KEY, value NOT NULL);
 CREATE TABLE totals (state TEXT PRIMARY KEY, groups INTEGER NOT NULL, completions INTEGER NOT NULL);
@@ -92,62 +93,6 @@ CREATE TRIGGER lone_out AFTER DELETE ON experiences BEGIN
     UPDATE totals SET completions = completions - 1 WHERE state = 'lone';
 END;
 """
-
-
-_SAMPLES = (
-    "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL "
-    "UNIQUE, answer TEXT NOT NULL)"
-)
-"""Also run on older files, which lack the table."""
-
-_SUMS = """
-PRAGMA temp_store = MEMORY;
-CREATE TEMP TABLE sums AS
-    SELECT
-        'groups' AS kind,
-        TOTAL(reward_sum) AS reward,
-        COALESCE(SUM(positive), 0) AS positive
-        FROM main.groups
-    UNION ALL SELECT 'lone', TOTAL(reward), COALESCE(SUM(reward > 0), 0) FROM main.experiences;
-CREATE TEMP TRIGGER sum_in AFTER INSERT ON main.groups BEGIN
-    UPDATE sums SET reward = reward + NEW.reward_sum, positive = positive + NEW.positive
-        WHERE kind = 'groups';
-END;
-CREATE TEMP TRIGGER sum_out AFTER DELETE ON main.groups BEGIN
-    UPDATE sums SET
-        reward = (reward - OLD.reward_sum) * EXISTS (SELECT 1 FROM main.groups),
-        positive = positive - OLD.positive
-        WHERE kind = 'groups';
-END;
-CREATE TEMP TRIGGER lone_sum_in AFTER INSERT ON main.experiences BEGIN
-    UPDATE sums SET reward = reward + NEW.reward, positive = positive + (NEW.reward > 0)
-        WHERE kind = 'lone';
-END;
-CREATE TEMP TRIGGER lone_sum_out AFTER DELETE ON main.experiences BEGIN
-    UPDATE sums SET
-        reward = (reward - OLD.reward) * EXISTS (SELECT 1 FROM main.experiences),
-        positive = positive - (OLD.reward > 0)
-        WHERE kind = 'lone';
-END;
-"""
-"""Running sums for `/stats`, kept in memory so that no call has to scan the file."""
-_CHANGE_LOG = """
-CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);
-CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN
-    INSERT OR IGNORE INTO changes VALUES (NEW.key);
-END;
-CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN
-    INSERT OR IGNORE INTO changes VALUES (OLD.key);
-END;
-CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN
-    INSERT OR IGNORE INTO changes VALUES (-NEW.key);
-END;
-CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN
-    INSERT OR IGNORE INTO changes VALUES (-OLD.key);
-END;
-"""
-"""Keys added or removed since the index of `/sample` was last updated; keys of lone experiences are
-negative."""
 
 
 class Full(ServiceError):
@@ -180,17 +125,12 @@ class Database:
             self.db = _connect(path)
             try:
                 self._check()
-                self.db.execute(_SAMPLES)
-                self._add_counters()
-                self.db.executescript(_SUMS + _CHANGE_LOG)
                 self.committed = self.totals()
                 self._compare_counts()
             except BaseException:
                 self.db.close()
                 raise
-        except sqlite3.Error as error:
-            raise self._unusable(str(error)) from None
-        except OSError as error:
+        except (sqlite3.Error, OSError) as error:
             raise self._unusable(str(error)) from None
 
     def _create(self) -> None:
@@ -205,7 +145,8 @@ class Database:
         db = _connect(unnamed)
         try:
             db.executescript(_SCHEMA)
-            db.executemany("INSERT INTO counters VALUES (?, 0)", [(name,) for name in COUNTERS])
+            names = [(name,) for name in (*COUNTERS, _CHANGES)]
+            db.executemany("INSERT INTO counters VALUES (?, 0)", names)
             db.execute(f"PRAGMA user_version = {_LAYOUT}")
         finally:
             db.close()
@@ -220,24 +161,9 @@ class Database:
         problem = sqlite_damage(self.db, "quick_check")
         if problem:
             raise self._unusable(problem)
-        self._check_layout()
-
-    def _check_layout(self) -> None:
         layout = self.db.execute("PRAGMA user_version").fetchone()[0]
         if layout != _LAYOUT:
             raise self._unusable(f"its layout is {layout}, this program reads {_LAYOUT}")
-
-    def _add_counters(self) -> None:
-        """Adds the counters that older files lack."""
-        # Some older files count the changes under the text of a script, by mistake.
-        self.db.execute(
-            "UPDATE OR REPLACE counters SET name = ? WHERE name LIKE '%CREATE TEMP%'", (_CHANGES,)
-        )
-        self.db.execute("INSERT OR IGNORE INTO counters VALUES (?, 0)", (_CHANGES,))
-        self.db.execute(
-            "INSERT OR IGNORE INTO counters SELECT ?, COALESCE(MAX(consumed), 0) FROM groups",
-            (ORDERS,),
-        )
 
     def _unusable(self, why: str) -> ConfigError:
         remedy = sqlite_remedy(why, "restore the file from a copy, or move it away to start empty")
@@ -262,11 +188,9 @@ class Database:
         """
         try:
             text = self._count_path.read_text() if self._count_path.exists() else "{}"
-            # The key may be that of `_add_counters`; the rest of such a longer file stays behind
-            # what overwrote it.
-            kept, _ = json.JSONDecoder().raw_decode(text)
-            added = int(kept.pop("added", 0))
-            changes = int(max(kept.values(), default=0))
+            kept = json.loads(text)
+            added = int(kept.get("added", 0))
+            changes = int(kept.get(_CHANGES, 0))
         except (ValueError, AttributeError, TypeError):
             raise self._unusable(
                 f"{self._count_path.name} is damaged; without that file nothing is compared"
@@ -381,7 +305,7 @@ class Database:
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
     try:
-        # The in-memory index requires that nobody else writes.
+        # Leases and totals are only right when nobody else writes.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")

@@ -41,7 +41,8 @@ class Reading(Database):
         """Returns counts and means over everything stored; means are 0 when nothing is stored."""
         totals = self.totals()
         reward, positive = self.db.execute(
-            "SELECT TOTAL(reward), SUM(positive) FROM sums"
+            "SELECT TOTAL(reward), TOTAL(positive) FROM (SELECT reward_sum AS reward, positive "
+            "FROM groups UNION ALL SELECT reward, reward > 0 FROM experiences)"
         ).fetchone()
         size = sum(completions for _, completions in totals.values())
         states = {state: groups for state, (groups, _) in totals.items() if state != "lone"}
@@ -64,25 +65,22 @@ class Reading(Database):
         groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
         return groups + [(key, _FLOAT32.pack(reward)) for key, reward in lone]
 
-    def changed_rewards(self) -> tuple[list[int], list[tuple[int, bytes]]]:
-        """Returns the keys in `changes`, and `rewards()` of those that still exist. Empties
-        `changes`.
+    def reusable(self, min_version: int, max_times: int | None) -> list[tuple[int, float]]:
+        """Returns (key, priority) of the consumed groups of `min_version` or newer that were drawn
+        fewer than `max_times` times.
         """
-        keys = [key for (key,) in self.db.execute("SELECT key FROM changes")]
-        groups = self.db.execute(
-            "SELECT key, rewards FROM changes JOIN groups USING (key) ORDER BY key"
-        ).fetchall()
         query = (
-            "SELECT changes.key, reward FROM changes JOIN experiences ON experiences.key = "
-            "-changes.key ORDER BY 1 DESC"
+            "SELECT key, priority FROM groups WHERE state = 'consumed' AND version >= ? AND "
+            "(? IS NULL OR times_sampled < ?) ORDER BY key"
         )
-        lone = [(key, _FLOAT32.pack(reward)) for key, reward in self.db.execute(query)]
-        self.db.execute("DELETE FROM changes")
-        return keys, groups + lone
+        return self.db.execute(query, (min_version, max_times, max_times)).fetchall()
 
-    def blob_at(self, key: int) -> bytes:
-        (data,) = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()
-        return bytes(data)
+    def blob_at(self, key: int) -> bytes | None:
+        """Returns the msgpack bytes of the group with this key, which none gets twice; None when it
+        is gone.
+        """
+        row = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
 
     def experience_at(self, key: int) -> dict[str, Any]:
         return self._rows(

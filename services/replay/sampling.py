@@ -16,8 +16,6 @@ Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 LOWEST_WEIGHT = 0.1
-_FEW = 64
-"""All completions are scanned when there are fewer than this many times the requested count."""
 
 
 def probabilities(priorities: Float64, exponent: float) -> Float64:
@@ -81,62 +79,17 @@ def importance_weights(included: Float64, sample: Int64, exponent: float) -> Flo
 
 
 def draw_by_reward(
-    rewards: Float32, count: int, *, prioritized: bool, rng: np.random.Generator
+    rewards: Float32, count: int, prioritized: bool, rng: np.random.Generator
 ) -> Int64:
     """Returns the indices of up to `count` distinct completions.
 
     `prioritized` draws higher rewards more often: the weight of a completion rises linearly from
-    0.1 at the lowest reward to 1.1 at the highest. A few of many are drawn one by one, by
-    rejection, so the time hardly depends on the total number.
+    0.1 at the lowest reward to 1.1 at the highest.
     """
-    low = float(rewards.min()) if len(rewards) else 0.0
-    high = float(rewards.max()) if len(rewards) else 0.0
-
-    def weights(some: Float32) -> Float64:
-        if not prioritized or high == low:
-            return np.ones(len(some))
-        return (some.astype(np.float64) - low) / (high - low) + LOWEST_WEIGHT
-
-    if count * _FEW > len(rewards):
-        return draw(inclusion(probabilities(weights(rewards), 1.0), count), rng)
-    found: dict[int, None] = {}
-    while len(found) < count:
-        slots = rng.integers(len(rewards), size=4 * count)
-        accepted = rng.random(len(slots)) * (1 + LOWEST_WEIGHT) < weights(rewards[slots])
-        found |= dict.fromkeys(slots[accepted].tolist())
-    return np.array(list(found)[:count])
-
-
-class AnswerIndex:
-    """Rewards of all completions, in memory; those of one group are adjacent."""
-
-    def __init__(self, rows: list[tuple[int, bytes]]) -> None:
-        """Builds the index from the key and the float32 rewards of each group."""
-        self._keys, self._starts, self.rewards = _flat(rows)
-
-    def update(self, changed: list[int], rows: list[tuple[int, bytes]]) -> None:
-        """Replaces the groups with the keys in `changed` by `rows`."""
-        kept = ~np.isin(self._keys, np.array(changed, np.int64))
-        sizes = np.diff(self._starts)
-        keys, starts, rewards = _flat(rows)
-        if not kept.all():
-            self.rewards = self.rewards[np.repeat(kept, sizes)]
-        self._keys = np.concatenate([self._keys[kept], keys])
-        new_sizes = np.concatenate([sizes[kept], np.diff(starts)])
-        self._starts = np.concatenate([[0], np.cumsum(new_sizes)])
-        self.rewards = np.concatenate([self.rewards, rewards])
-
-    def place(self, slot: int) -> tuple[int, int]:
-        """Returns the key of the group with this completion, and the completion's index in the
-        group.
-        """
-        place = int(np.searchsorted(self._starts, slot, side="right")) - 1
-        return int(self._keys[place]), slot - int(self._starts[place])
-
-
-def _flat(rows: list[tuple[int, bytes]]) -> tuple[Int64, Int64, Float32]:
-    """Returns the keys [N], where the rewards of each begin [N + 1], and all rewards."""
-    keys = np.array([key for key, _ in rows], np.int64)
-    sizes = [len(rewards) // 4 for _, rewards in rows]
-    joined = np.frombuffer(b"".join(rewards for _, rewards in rows), "<f4")
-    return keys, np.cumsum([0, *sizes]), joined
+    values = rewards.astype(np.float64)
+    low = values.min(initial=np.inf)
+    high = values.max(initial=-np.inf)
+    weights = np.ones(len(values))
+    if prioritized and low < high:
+        weights = (values - low) / (high - low) + LOWEST_WEIGHT
+    return draw(inclusion(probabilities(weights, 1.0), count), rng)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidInput
 from common.wire.schemas import TakeRequest
-from services.replay.database import ORDERS, Full
+from services.replay.database import Full
 from services.replay.reading import Reading, unknown
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,6 @@ class AddResult:
 
     added: int
     duplicates: int
-    removed_until: int
-    """Largest `consumed` number removed to make room; 0 when none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,32 +82,32 @@ class Store(Reading):
                     duplicates += 1
                 else:
                     new[row.id] = row
-            removed_until = self._make_room(sum(row.completions for row in new.values()), capacity)
+            self._make_room(sum(row.completions for row in new.values()), capacity)
             for row in new.values():
                 cursor = self.db.execute(_INSERT, [getattr(row, column) for column in _COLUMNS])
                 self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, row.data))
             self.count("added", len(new))
             self.count("duplicates", duplicates)
-        return AddResult(len(new), duplicates, removed_until)
+        return AddResult(len(new), duplicates)
 
-    def add_experiences(self, rows: list[tuple[str, str, float, str | None]], capacity: int) -> int:
-        """Stores lone experiences (prompt, response, reward, ground truth); returns
-        `AddResult.removed_until`.
-        """
+    def add_experiences(
+        self, rows: list[tuple[str, str, float, str | None]], capacity: int
+    ) -> None:
+        """Stores lone experiences (prompt, response, reward, ground truth)."""
         with self.transaction():
-            removed_until = self._make_room(len(rows), capacity)
+            self._make_room(len(rows), capacity)
             self.db.executemany(
                 "INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, "
                 "?, ?)",
                 rows,
             )
-        return removed_until
 
     def _known(self, group_id: str) -> bool:
         query = "SELECT 1 FROM groups WHERE id = :id UNION ALL SELECT 1 FROM gone WHERE id = :id"
         return self.db.execute(query, {"id": group_id}).fetchone() is not None
 
-    def _make_room(self, needed: int, capacity: int) -> int:
+    def _make_room(self, needed: int, capacity: int) -> None:
+        """Removes the oldest consumed groups, then the oldest lone experiences."""
         totals = self.totals()
         excess = sum(completions for _, completions in totals.values()) + needed - capacity
         if excess > totals["consumed"][1] + totals["lone"][1]:
@@ -120,23 +118,23 @@ class Store(Reading):
                 value=capacity,
                 remedy="try again when groups have been acknowledged, or raise replay.capacity",
             )
-        leaving: list[tuple[int, int]] = []
-        for key, order, completions in self.db.execute(
-            "SELECT key, consumed, completions FROM groups WHERE consumed IS NOT NULL ORDER BY "
-            "consumed"
-        ):
+        leaving: list[int] = []
+        # In the order of the keys, so that the loop ends early: the oldest are nearly all consumed.
+        query = (
+            "SELECT key, completions FROM groups NOT INDEXED WHERE state = 'consumed' ORDER BY key"
+        )
+        for key, completions in self.db.execute(query):
             if excess <= 0:
                 break
-            leaving.append((key, order))
+            leaving.append(key)
             excess -= completions
-        self._remove([key for key, _ in leaving], "removed")
+        self._remove(leaving, "removed")
         if excess > 0:
             self.db.execute(
                 "DELETE FROM experiences WHERE key IN (SELECT key FROM experiences ORDER BY key "
                 "LIMIT ?)",
                 (excess,),
             )
-        return leaving[-1][1] if leaving else 0
 
     def _remove(self, keys: list[int], counter: str) -> None:
         """Deletes groups and remembers their ids."""
@@ -262,36 +260,23 @@ class Store(Reading):
                 (value,),
             )
 
-    def ack(self, ids: list[str]) -> list[tuple[int, int, float, int]]:
+    def ack(self, ids: list[str]) -> int:
         """Marks groups as consumed; already consumed and removed ones stay unchanged.
 
-        Returns (order, version, priority, times_sampled) of the newly consumed groups. Raises
-        NotFound for an unknown id and then changes nothing.
+        Returns how many were newly consumed. Raises NotFound for an unknown id and then changes
+        nothing.
         """
-        consumed = []
+        consumed = 0
+        query = (
+            "UPDATE groups SET state = 'consumed', request_id = NULL, lease_until = NULL, "
+            "priority = COALESCE(priority, ?) WHERE id = ? AND state != 'consumed'"
+        )
         with self.transaction():
-            order = int(self.counter(ORDERS))
             priority = self.counter("max_priority")
             for group_id in ids:
-                query = (
-                    "SELECT key, state, version, COALESCE(priority, ?), request_id FROM groups "
-                    "WHERE id = ?"
-                )
-                row = self.db.execute(query, (priority, group_id)).fetchone()
-                if row is None and not self._known(group_id):
+                if not self._known(group_id):
                     raise unknown(group_id)
-                if row is None or row[1] == "consumed":
-                    continue
-                order += 1
-                self.db.execute(
-                    "UPDATE groups SET state = 'consumed', request_id = NULL, lease_until = NULL, "
-                    "consumed = ?, priority = ? WHERE key = ?",
-                    (order, row[3], row[0]),
-                )
-                self.db.execute("DELETE FROM takes WHERE request_id = ?", (row[4],))
-                consumed.append((order, row[2], row[3], 0))
-            if consumed:
-                self.count(ORDERS, len(consumed))
+                consumed += self.db.execute(query, (priority, group_id)).rowcount
         return consumed
 
     def reset_fresh(self, from_position: int | None, step: int | None) -> int:
@@ -313,75 +298,48 @@ class Store(Reading):
 
     def _take_back(self, step: int) -> None:
         for key, answer in self.db.execute("SELECT key, answer FROM samples").fetchall():
-            orders, _, *drawn_at = json.loads(answer)
-            if any(at is not None and at >= step for at in drawn_at):
-                query = "UPDATE groups SET times_sampled = times_sampled - 1 WHERE consumed = ?"
-                self.db.executemany(query, [(order,) for order in orders])
+            drawn, _, drawn_at = json.loads(answer)
+            if drawn_at is not None and drawn_at >= step:
+                query = "UPDATE groups SET times_sampled = times_sampled - 1 WHERE key = ?"
+                self.db.executemany(query, [(group,) for group in drawn])
                 self.db.execute("DELETE FROM samples WHERE key = ?", (key,))
 
     # ------------------------------------------------------------ reuse
 
-    def consumed_rows(self) -> list[tuple[int, int, float, int]]:
-        """Returns (order, version, priority, times_sampled) of every consumed group, by order."""
-        query = (
-            "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT "
-            "NULL ORDER BY consumed"
-        )
-        return self.db.execute(query).fetchall()
-
-    def reuse(
-        self, orders: list[int], weights: list[float], request_id: str | None, step: int | None
-    ) -> list[bytes]:
-        """Returns the consumed groups with these orders, counts one draw of each, and stores the
-        draw by request id.
-        """
+    def count_draw(
+        self, keys: list[int], weights: list[float], request_id: str | None, step: int | None
+    ) -> None:
+        """Counts one draw of each group and stores the draw by request id."""
         with self.transaction():
-            query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
-            self.db.executemany(query, [(order,) for order in orders])
+            query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE key = ?"
+            self.db.executemany(query, [(key,) for key in keys])
             if request_id is not None:
-                answer = json.dumps([orders, weights, step])
+                answer = json.dumps([keys, weights, step])
                 self.db.execute(
                     "INSERT INTO samples (request_id, answer) VALUES (?, ?)", (request_id, answer)
                 )
                 query = "DELETE FROM samples WHERE key <= (SELECT MAX(key) FROM samples) - ?"
                 self.db.execute(query, (_REMEMBERED_REQUESTS,))
-            blobs = map(self._consumed_blob, orders)
-            return [blob for blob in blobs if blob is not None]
 
-    def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
-        """Returns the groups and weights drawn for this request, without groups removed since; None
-        if it is new.
-        """
-        row = self.db.execute(
-            "SELECT answer FROM samples WHERE request_id = ?", (request_id,)
-        ).fetchone()
+    def draw_of(self, request_id: str | None) -> tuple[list[int], list[float]] | None:
+        """Returns the keys and weights drawn for this request; None if it is new."""
+        query = "SELECT answer FROM samples WHERE request_id = ?"
+        row = self.db.execute(query, (request_id,)).fetchone()
         if row is None:
             return None
-        orders, weights, *_ = json.loads(row[0])
-        blobs = list[bytes]()
-        kept_weights = list[float]()
-        for order, weight in zip(orders, weights, strict=True):
-            blob = self._consumed_blob(order)
-            if blob is not None:
-                blobs.append(blob)
-                kept_weights.append(weight)
-        return blobs, kept_weights
+        keys, weights, _ = json.loads(row[0])
+        return keys, weights
 
-    def _consumed_blob(self, order: int) -> bytes | None:
-        query = "SELECT data FROM groups JOIN blobs USING (key) WHERE consumed = ?"
-        row = self.db.execute(query, (order,)).fetchone()
-        return None if row is None else bytes(row[0])
-
-    def set_priorities(self, priorities: list[tuple[str, float]]) -> list[tuple[int, float]]:
-        """Sets priorities by id; unknown ids are skipped. Returns (order, priority) of the consumed
-        groups among them.
+    def set_priorities(self, priorities: list[tuple[str, float]]) -> int:
+        """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups are
+        among them.
         """
-        changed = []
-        query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING consumed"
+        changed = 0
+        query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING state"
         with self.transaction():
             for group_id, priority in priorities:
-                rows = self.db.execute(query, (priority, group_id)).fetchall()
-                changed += [(order, priority) for (order,) in rows if order is not None]
+                states = self.db.execute(query, (priority, group_id)).fetchall()
+                changed += states.count(("consumed",))
             largest = max(self.counter("max_priority"), *(priority for _, priority in priorities))
             self.db.execute("UPDATE counters SET value = ? WHERE name = 'max_priority'", (largest,))
         return changed

@@ -12,10 +12,7 @@ def run(settings: config.Config) -> None:
     setup_logging(topology.REWARD, settings.state_dir / "logs", service=topology.REWARD)
     host, port = topology.Topology.from_env().bind(topology.REWARD, settings.reward.port)
     reward = settings.reward
-    shown = (
-        f"functions={','.join(reward.functions)} workers={reward.workers} "
-        f"math_timeout_s={reward.math_timeout_s}"
-    )
+    shown = f"functions={','.join(reward.weights)} workers={reward.workers}"
     serve(create_reward_app(reward, settings.max_body_mb << 20), host, port, shown)
 
 

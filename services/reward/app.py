@@ -8,7 +8,13 @@ from fastapi import FastAPI, Request
 
 from common.process.metrics import Metrics
 from common.settings.sections import RewardSection
-from common.wire.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
+from common.wire.schemas import (
+    BatchRewardRequest,
+    BatchRewardResult,
+    GroundTruthProblems,
+    RewardItem,
+    RewardResult,
+)
 from services.http.app import create_app
 from services.http.disconnect import cancel_on_disconnect
 from services.reward.functions.base import RewardFunction
@@ -63,6 +69,16 @@ def create_reward_app(
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
         """Scores many answers, in order. The means are over the answers with a reward."""
         return await cancel_on_disconnect(request, scorer.score_batch(body.items))
+
+    @app.post("/check_ground_truths")
+    async def check_ground_truths(
+        body: BatchRewardRequest, request: Request
+    ) -> GroundTruthProblems:
+        """The items that no response could solve: their ground truths cannot be read, or do not
+        match themselves. The responses of the items do not count.
+        """
+        problems = await cancel_on_disconnect(request, scorer.check_ground_truths(body.items))
+        return GroundTruthProblems(problems=problems)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:

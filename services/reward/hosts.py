@@ -49,6 +49,8 @@ class Host(ABC):
         self.name = name
         self.call_items: int | None = None
         """Completions per call; None: `CALL_ITEMS`."""
+        self.verifies_answers = False
+        """Whether it compares a final answer with the ground truth."""
         self.unfinished = 0
         """Items that are waiting or being scored."""
         self._check = check
@@ -154,6 +156,7 @@ class ThreadHost(Host):
     ) -> None:
         super().__init__(function.name, check)
         self._function = function
+        self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)
         self.call_items = call_items

@@ -68,7 +68,7 @@ class RewardModelFunction(DetailedRewardFunction):
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the reward model cannot be loaded: {error}",
-                field="reward.reward_model_name",
+                field="reward.functions.reward_model.model",
                 value=model,
                 remedy="name a sequence-classification model on the hub "
                 "(set HF_TOKEN for a gated one) or its directory",
@@ -76,7 +76,7 @@ class RewardModelFunction(DetailedRewardFunction):
         if loaded.config.num_labels > 2:
             raise ConfigError(
                 f"a model with {loaded.config.num_labels} classes gives no score",
-                field="reward.reward_model_name",
+                field="reward.functions.reward_model.model",
                 value=model,
                 remedy="use a model with a single output, or with two classes",
             )

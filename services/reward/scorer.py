@@ -15,14 +15,26 @@ from common.errors import ConfigError, InvalidInput, ServiceLost, TooLarge
 from common.models.hub import check_model
 from common.process.metrics import Metrics
 from common.process.topology import assigned_gpus
+from common.settings.rewards import (
+    CodeReward,
+    FormatReward,
+    JudgeReward,
+    LengthReward,
+    MathReward,
+    ModelReward,
+    RepetitionReward,
+    Reward,
+)
 from common.settings.sections import RewardSection
 from common.wire.schemas import (
     MAX_BATCH_ITEMS,
     BatchRewardResult,
+    GroundTruthProblem,
     RewardItem,
     RewardResult,
     RewardStatus,
 )
+from services.reward.answers.extract import gold_answer
 from services.reward.functions.answers import MathHost
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
@@ -35,12 +47,14 @@ from services.reward.functions.text import (
 )
 from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
-from services.sandbox.cases import parse_cases
+from services.sandbox.case_formats import parse_cases
 
 _CHECK_S = 300.0
 _MODEL_START_S = 1800.0  # a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
+_DIFFERS = "it does not match itself"
+_SELF_REASONS = {"unparsable": "it cannot be read", "unevaluated": "it is not worked out"}
 
 
 class RewardScorer:
@@ -84,15 +98,15 @@ class RewardScorer:
         self._restarted = 0
         self._hosts: dict[str, Host] = {}
         self._pools: list[WorkerPool] = []
-        self._tasks: dict[str, list[str]] = {}
-        self._default: list[str] = []
+        self._tasks: dict[str, list[Host]] = {}
         if functions is None:
             self._host_configured()
-            self._tasks = config.tasks
-            self._default = config.functions
+            for entry in config.functions:
+                for task in entry.tasks:
+                    self._tasks.setdefault(task, []).append(self._hosts[entry.name])
         else:
             self._host_own(functions)
-            self._default = list(self._hosts)
+            self._tasks[""] = list(self._hosts.values())
 
         self._weights: dict[str, float] = {}
         for key, host in self._hosts.items():
@@ -108,23 +122,23 @@ class RewardScorer:
             )
 
     def _host_configured(self) -> None:
-        """Creates a host for every function that any task uses, by its configured name, and the
-        pools of their workers.
+        """Creates a host for every function, by its configured name, and the pools of their
+        workers.
         """
         shared: dict[str, dict[str, Any]] = {}  # functions that share a pool, by configured name
-        for name in self.config.function_names():
-            if name == "math":
+        for entry in self.config.functions:
+            if isinstance(entry, MathReward):
                 host = MathHost(self.config, self._on_restart)
                 self._pools.append(host.pool)
-                self._hosts[name] = host
-            elif name == "code":
-                self._hosts[name] = self._code_host()
-            elif name == "judge":
-                self._hosts[name] = self._judge_host()
-            elif name == "reward_model":
-                self._hosts[name] = self._model_host(name)
+                self._hosts[entry.name] = host
+            elif isinstance(entry, CodeReward):
+                self._hosts[entry.name] = _code_host(entry)
+            elif isinstance(entry, JudgeReward):
+                self._hosts[entry.name] = _judge_host(entry)
+            elif isinstance(entry, ModelReward):
+                self._hosts[entry.name] = self._model_host(entry)
             else:
-                shared[name] = _built_in(name, self.config) or _custom(name)
+                shared[entry.name] = _shared(entry)
 
         if shared:
             pool = WorkerPool(
@@ -138,45 +152,15 @@ class RewardScorer:
                 self._hosts[name] = ProcessHost(function["name"], pool, index)
         check_names([host.name for host in self._hosts.values()])
 
-    def _code_host(self) -> Host:
-        function = CodeRewardFunction(
-            self.config.code_timeout_s,
-            self.config.code_partial_credit,
-            slots=self.config.code_slots,
-            memory_mb=self.config.code_memory_mb,
-            python=self.config.code_python,
-            sandbox=self.config.code_sandbox,
-        )
-        return ThreadHost(
-            function, timeout_s=None, calls=function.slots, check=_check_cases, call_items=1
-        )
-
-    def _judge_host(self) -> Host:
-        function = JudgeRewardFunction(
-            self.config.judge_url,
-            self.config.judge_model,
-            self.config.judge_rubric or DEFAULT_RUBRIC,
-            timeout_s=self.config.judge_timeout_s,
-            concurrency=self.config.judge_concurrency,
-            max_tokens=self.config.judge_max_tokens,
-        )
-        return ThreadHost(
-            function, timeout_s=None, calls=self.config.judge_concurrency, call_items=1
-        )
-
-    def _model_host(self, name: str) -> Host:
+    def _model_host(self, entry: ModelReward) -> Host:
         """Returns the host of the reward model, which has a process of its own, because the server
         never imports torch.
         """
-        check_model(self.config.reward_model_name, "reward.reward_model_name")
+        check_model(entry.model, "reward.functions.reward_model.model")
         _check_gpu()
-        arguments = {
-            "model": self.config.reward_model_name,
-            "max_tokens": self.config.reward_model_max_tokens,
-        }
         function = {
             "target": "services.reward.neural:RewardModelFunction",
-            "arguments": arguments,
+            "arguments": {"model": entry.model, "max_tokens": entry.max_tokens},
         }
         pool = WorkerPool(
             WorkerSpec(_HANDLER, {"functions": [function]}, answers=None),
@@ -186,7 +170,7 @@ class RewardScorer:
             start_s=_MODEL_START_S,
         )
         self._pools.append(pool)
-        return ProcessHost(name, pool)
+        return ProcessHost(entry.name, pool)
 
     def _unfinished(self) -> int:
         return sum(host.unfinished for host in self._hosts.values())
@@ -231,6 +215,35 @@ class RewardScorer:
         """
         for host in self._hosts_of(item, where):
             host.check(item, where)
+
+    async def check_ground_truths(self, items: Sequence[RewardItem]) -> list[GroundTruthProblem]:
+        """Returns the items that no response could solve.
+
+        A function that verifies final answers grades every ground truth against itself; others
+        only check the columns that they need.
+        """
+        reasons: dict[int, str] = {}
+        verified: dict[Host, list[int]] = {}
+        for i, item in enumerate(items):
+            try:
+                for host in self._hosts_of(item, ""):
+                    host.check(item, "")
+                    if host.verifies_answers:
+                        verified.setdefault(host, []).append(i)
+            except InvalidInput as error:
+                reasons[i] = f"{error.field}: {error.message}"
+
+        for host, indices in verified.items():
+            gradable = [i for i in indices if i not in reasons]
+            answered = [
+                items[i].model_copy(update={"response": _boxed(items[i].ground_truth)})
+                for i in gradable
+            ]
+            scores = await host.score(answered)
+            for i, score in zip(gradable, scores, strict=True):
+                if not score.correct:
+                    reasons[i] = score.reason or _SELF_REASONS.get(score.status, _DIFFERS)
+        return [GroundTruthProblem(index=i, reason=reasons[i]) for i in sorted(reasons)]
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Returns the results of a batch, in order. Cancelling the call frees the workers.
@@ -285,17 +298,19 @@ class RewardScorer:
 
     def _hosts_of(self, item: RewardItem, where: str) -> list[Host]:
         """Returns the hosts of the functions of an item's task."""
-        if not item.task or not self._tasks:
-            return [self._hosts[name] for name in self._default]
-        if item.task not in self._tasks:
+        task = item.task or ""
+        if list(self._tasks) == [""]:
+            task = ""  # no function is for some tasks only
+        if task not in self._tasks:
+            named = [name for name in self._tasks if name]
             raise InvalidInput(
                 "there are no reward functions for this task",
                 field=f"{where}task",
-                value=item.task,
-                remedy=f"use one of {', '.join(self._tasks)}, "
-                "or name its functions in reward.tasks",
+                value=task,
+                remedy=f"use one of {', '.join(named)}, "
+                "or add it to the `tasks` of a function in reward.functions",
             )
-        return [self._hosts[name] for name in self._tasks[item.task]]
+        return self._tasks[task]
 
     def _result(self, item: RewardItem, parts: dict[str, Score]) -> RewardResult:
         whole = combine(parts, self._weights)
@@ -325,35 +340,69 @@ class RewardScorer:
         self._restarts.inc()
 
 
-def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
-    """Returns the specification of a built-in text function; None for any other name."""
+def _code_host(entry: CodeReward) -> Host:
+    function = CodeRewardFunction(
+        entry.timeout_s,
+        entry.partial_credit,
+        slots=entry.slots,
+        memory_mb=entry.memory_mb,
+        python=entry.python,
+        sandbox=entry.sandbox,
+    )
+    return ThreadHost(
+        function, timeout_s=None, calls=function.slots, check=_check_cases, call_items=1
+    )
+
+
+def _judge_host(entry: JudgeReward) -> Host:
+    function = JudgeRewardFunction(
+        entry.url,
+        entry.model,
+        entry.rubric or DEFAULT_RUBRIC,
+        timeout_s=entry.timeout_s,
+        concurrency=entry.concurrency,
+        max_tokens=entry.max_tokens,
+    )
+    return ThreadHost(function, timeout_s=None, calls=entry.concurrency, call_items=1)
+
+
+def _shared(entry: Reward) -> dict[str, Any]:
+    """Returns the specification of a function that runs in the shared workers."""
     function: Callable[..., RewardFunction]
     arguments: dict[str, Any] = {}
-    if name == "format":
+    if isinstance(entry, FormatReward):
         function = FormatRewardFunction
-        arguments["required_patterns"] = config.format_required
-        arguments["forbidden_patterns"] = config.format_forbidden
-    elif name == "length":
+        arguments["required_patterns"] = entry.required
+        arguments["forbidden_patterns"] = entry.forbidden
+    elif isinstance(entry, LengthReward):
         function = LengthPenaltyFunction
-        arguments["soft_chars"] = config.length_soft_chars
-        arguments["hard_chars"] = config.length_hard_chars
-    elif name == "repetition":
+        arguments["soft_chars"] = entry.soft_chars
+        arguments["hard_chars"] = entry.hard_chars
+    elif isinstance(entry, RepetitionReward):
         function = RepetitionPenaltyFunction
     else:
-        return None
+        return _custom(entry.name)
 
     try:
         function(**arguments)  # refuses wrong arguments here instead of in a worker
     except ConfigError as error:
-        setting = f"reward.{name}_{str(error.field).removesuffix('_patterns')}"
+        argument = str(error.field).removesuffix("_patterns")
         raise ConfigError(
-            error.message, field=setting, value=error.value, remedy=error.remedy
+            error.message,
+            field=f"reward.functions.{entry.name}.{argument}",
+            value=error.value,
+            remedy=error.remedy,
         ) from None
     return {
-        "name": name,
+        "name": entry.name,
         "target": f"services.reward.functions:{function.__name__}",
         "arguments": arguments,
     }
+
+
+def _boxed(ground_truth: str) -> str:
+    """Returns the response that states a ground truth and nothing else."""
+    return rf"\boxed{{{gold_answer(ground_truth)}}}"
 
 
 def _check_cases(item: RewardItem, where: str) -> None:

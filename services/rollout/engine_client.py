@@ -2,7 +2,6 @@
 API.
 """
 
-import asyncio
 import logging
 import os
 import sys
@@ -296,13 +295,10 @@ def to_options(options: dict[str, object]) -> list[str]:
 class EngineClient(Client):
     """Client for the control calls of one engine, sent directly because the router does not forward
     them.
-
-    `changing` is held while weights are loaded, for which the engine may be paused.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.changing = asyncio.Lock()
         self.asleep: list[str] = []
         """The kinds of memory that the engine has released."""
 
@@ -363,15 +359,6 @@ class EngineClient(Client):
         if memory in self.asleep:
             await self._once("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
             self.asleep.remove(memory)
-
-    async def is_paused(self) -> bool:
-        """Whether the engine answers but is not ready to generate: both engines return 503 while
-        paused.
-        """
-        try:
-            return (await self.http.get("/ready", timeout=5)).status_code == 503
-        except (httpx.TransportError, OSError):
-            return False
 
     async def resume(self) -> None:
         """Continues generating. Raises ServiceError."""

@@ -33,7 +33,6 @@ from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
 _RECONCILE_S = 1.0
-_PAUSE_CHECK_S = 2.0
 _ENGINE_STARTUP_S = 3600.0
 """Time to download and load a large model."""
 
@@ -162,7 +161,7 @@ class NodeSupervisor:
             detail=shorten(self.state.detail, MAX_DETAIL_CHARS),
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
             gpus=_gpus(self._config.rollout),
-            epoch=self._follower.epoch,
+            incarnation=self._follower.incarnation,
             checksum=checksum,
         )
 
@@ -190,14 +189,13 @@ class NodeSupervisor:
         """
         report = self._start(self._report())
         reconcile = self._start(self._reconcile())
-        end_pauses = self._start(self._end_pauses())
         router = None if self.router is None else self._start(self.router.run())
         engine = self._start(self._run_engine())
         try:
             yield
         finally:
             self.state.draining = True
-            await _stop(report, reconcile, end_pauses)
+            await _stop(report, reconcile)
             await self._deregister()
             await _stop(engine)
             if router is not None:
@@ -319,25 +317,6 @@ class NodeSupervisor:
                 log.info("the router %s %s", change, self.url)
             self._registered = registered
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
-
-    async def _end_pauses(self) -> None:
-        """Resumes an engine that somebody else paused, because its requests would wait forever."""
-        while True:
-            await asyncio.sleep(_PAUSE_CHECK_S)
-            async with self._engine_api.changing:
-                if not self.state.in_traffic or self.state.updating or self._engine_api.asleep:
-                    continue
-                try:
-                    if await self._engine_api.is_paused():
-                        log.warning(
-                            "another program paused the engine: resuming it; "
-                            "the engine's log shows the call"
-                        )
-                        await self._engine_api.resume()
-                except ServiceError as error:
-                    self._warnings.warn(
-                        "paused", f"the paused engine could not be resumed: {error}"
-                    )
 
     async def _report(self) -> None:
         while True:

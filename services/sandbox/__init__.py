@@ -2,7 +2,7 @@
 
     server                              bubblewrap: no network, no files, no other processes
     ──────                              ─────────────────────────────────────────────────────
-    cases.py     parse_cases            inside.py: process 1, one for each run of a program
+    case_formats.py   parse_cases       inside.py: process 1, one for each run of a program
        │ requests, without the              │ forks, for every case,
        │ expected values                    ├─► the program      exec of its source, one call
        ▼                                    │      ▲ │
@@ -12,8 +12,8 @@
     Case.verdict ◄──┘
        compares with the expected values; values.py carries the program's values between the two
 
-`command.py` builds the command line and the seccomp filters, `selftest.py` tries to break out
-before the first program runs, `meter.py` counts the time of processes. `inside`, `program`,
-`remote`, `values` and `meter` are also source text for the Python inside, which may be as old as
-3.8.
+`python_tests.py` refuses tests in which nothing can fail. `command.py` builds the command line and
+the seccomp filters, `selftest.py` tries to break out before the first program runs, `meter.py`
+counts the time of processes. `inside`, `program`, `remote`, `suite`, `pytest_names`, `values` and
+`meter` are also source text for the Python inside, which may be as old as 3.8.
 """

@@ -21,11 +21,13 @@ _SOURCES = {
     "services.sandbox.meter": "meter.py",
     "services.sandbox.values": "values.py",
     "services.sandbox.program": "program.py",
+    "services.sandbox.pytest_names": "pytest_names.py",
+    "services.sandbox.suite": "suite.py",
     "services.sandbox.remote": "remote.py",
     "__main__": "inside.py",
 }
 """Modules for the process inside the sandbox, which cannot read files."""
-_FOR_TESTS = ("program.py", "remote.py")
+_FOR_TESTS = ("program.py", "pytest_names.py", "suite.py", "remote.py")
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
     "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
@@ -135,7 +137,7 @@ def interpreters(named: str) -> list[Interpreter]:
         raise unavailable(
             "there is no Python interpreter for them",
             "name an interpreter, for example /usr/bin/python3 (apt-get install python3)",
-            field="reward.code_python",
+            field="reward.functions.code.python",
             value=named or candidates,
         )
     return usable

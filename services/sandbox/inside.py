@@ -22,6 +22,7 @@ import builtins
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import os
 import resource
@@ -34,7 +35,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from services.sandbox.meter import WALL_TIMES, Meter
-from services.sandbox.values import encoded
+from services.sandbox.values import encoded, finished
 
 Json = Any
 _PR_SET_DUMPABLE = 4
@@ -100,26 +101,46 @@ def _run_program(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
     kind = case["kind"]
     name = "__main__" if kind == "stdin" else "solution"
     module = types.ModuleType(name)
-    sys.modules[name] = module
+    # `unittest.main()` of the program looks for its tests in `__main__`.
+    sys.modules["__main__"] = sys.modules[name] = module
+    if kind != "stdin":
+        sys.stdin = _NoInput()
     try:
         exec(compile(job["source"], "<program>", "exec"), module.__dict__)  # noqa: S102
     except SystemExit as error:
         if error.code not in (None, 0):
             return {"status": "error", "detail": f"SystemExit: {error.code}"}
+    except EOFError:
+        # Statements that read input follow the functions that this case calls.
+        if kind == "stdin":
+            raise
 
     if kind == "stdin":
         if "threading" in sys.modules:  # a thread may do the program's work
             sys.modules["threading"]._shutdown()
         return {"status": "done"}
+
     if kind == "call":
         function = _callee(case["function"], module.__dict__)
-        return {"status": "done", "value": encoded(function(*case["args"], **case["kwargs"]))}
+        value = finished(function(*case["args"], **case["kwargs"]))
+        return {"status": "done", "value": encoded(value)}
     if kind == "value":
         expression = compile(case["expression"], "<test>", "eval")
-        return {"status": "done", "value": encoded(eval(expression, module.__dict__))}  # noqa: S307
+        value = finished(eval(expression, module.__dict__))  # noqa: S307
+        return {"status": "done", "value": encoded(value)}
+
     from services.sandbox.program import serve
 
     serve(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT)
+
+
+class _NoInput(io.TextIOBase):
+    """The standard input of a program that is not tested by its input."""
+
+    def read(self, size: Any = -1, /) -> str:
+        raise EOFError("this program is tested by calls, without standard input")
+
+    readline = __next__ = read  # type: ignore[assignment]
 
 
 def _callee(expression: str, namespace: dict[str, Any]) -> Any:
@@ -134,22 +155,26 @@ def _run_test(job: Json, case: Json) -> dict[str, Any]:
     text = _read_test(case["index"])
     from services.sandbox.remote import Test
 
-    Test(_CHANNEL_IN, _CHANNEL_OUT, 8 * job["output_bytes"]).run(text)
+    test = Test(_CHANNEL_IN, _CHANNEL_OUT, 8 * job["output_bytes"])
+    test.run(text, job["source"], case["entry_point"])
     return {"status": "done"}
 
 
 def _read_test(case_index: int) -> str:
     """Returns the test of a case from the server.
 
-    The test of an earlier case may still be there, whole or cut, when its process was killed.
+    The test of an earlier case may still be there, whole or cut, when its process was killed; one
+    read may return both.
     """
+    rest = b""
     while True:
-        line = b""
-        while not line.endswith(b"\n"):
+        line, newline, rest = rest.partition(b"\n")
+        if not newline:
             data = os.read(0, _CHUNK)
             if not data:
                 sys.exit("the server has ended")
-            line += data
+            rest = line + data
+            continue
         with contextlib.suppress(ValueError):
             index, text = json.loads(line)
             if index == case_index:
@@ -183,6 +208,8 @@ def _run_child(
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     sys.argv = ["program"]
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)  # the time of a case bounds it
     # As `site` defines them, which a bare Python lacks.
     builtins.exit = sys.exit  # type: ignore[assignment]
     builtins.quit = sys.exit  # type: ignore[assignment]

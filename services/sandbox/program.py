@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from services.sandbox.values import encoded
+from services.sandbox.values import encoded, finished
 
 _PLAIN: tuple[Any, ...] = (
     bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
@@ -59,7 +59,12 @@ def _exit(manager: Any) -> Any:
     return type(manager).__exit__(manager, None, None, None)
 
 
-ACTIONS: dict[str, Callable[..., Any]] = {"call": _call, "enter": _enter, "exit": _exit}
+ACTIONS: dict[str, Callable[..., Any]] = {
+    "call": _call,
+    "enter": _enter,
+    "exit": _exit,
+    "await": finished,
+}
 """The operations of a test on an object of the program."""
 for _name in BINARY + COMPARED + UNARY + _ITEMS:
     ACTIONS[_name] = getattr(operator, _name)
@@ -170,6 +175,8 @@ class Program:
         if type(value) in _PLAIN:
             return encoded(value, depth, self._encoded)
         self._objects[id(value)] = value
+        if isinstance(value, types.CoroutineType):
+            return ["coroutine", id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
             base = next(kind for kind in value.__mro__ if kind.__module__ == "builtins")
             key = 0 if value is base else id(value)

@@ -9,10 +9,12 @@ program's process.
 
 from __future__ import annotations  # its Python may be older than the server's
 
+import ast
 import base64
 import builtins
 import collections
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -24,9 +26,12 @@ from collections.abc import Callable
 from typing import Any
 
 from services.sandbox.program import ACTIONS, BINARY, COMPARED, MUTABLE, PURE, UNARY
+from services.sandbox.pytest_names import install
+from services.sandbox.suite import public_functions, run_suite
 from services.sandbox.values import decoded
 
-_TEST = "test"
+_TEST = "__main__"
+"""The module of the test, so that what stands behind its main guard runs."""
 
 
 class _Pickler(pickle.Pickler):
@@ -66,23 +71,56 @@ class Test:
         self.locals: dict[int, Any] = {}
         """Objects of the test to which the program has references."""
 
-    def run(self, text: str) -> None:
-        """Runs a test. Raises whatever the test raises."""
+    def run(self, text: str, source: str, entry_point: str) -> None:
+        """Runs a test: its statements, then the functions and classes that are tests.
+
+        Args:
+            text: the test.
+            source: the program, for the names of its functions.
+            entry_point: the function that `check(candidate)` gets; when empty, the last one that
+                the program defines.
+
+        Raises:
+            Exception: whatever the test raises.
+        """
         code = compile(text, "<test>", "exec")
-        names = sorted(_names(code) - set(dir(builtins)))
+        names = _names(code)
+        namespace = {
+            name: value for name, value in self._globals(names).items() if value is not _ABSENT
+        }
+        solution = types.ModuleType("solution")
+        solution.__dict__.update(namespace)
+        for name in _missing_modules(ast.parse(text)):
+            sys.modules[name] = solution
+        install()
+
+        module = types.ModuleType(_TEST)
+        module.__dict__.update(namespace)
+        sys.modules[_TEST] = module
+        try:
+            exec(code, module.__dict__)  # noqa: S102
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise AssertionError(f"the test ended with status {error.code}") from None
+
+        def candidate() -> Any:
+            functions = [entry_point] if entry_point else public_functions(source)
+            if not functions:
+                raise AssertionError("the program defines no function")
+            roots = set(re.findall(r"^\w+", functions[-1]))
+            return eval(functions[-1], self._globals(roots))  # noqa: S307
+
+        run_suite(module, text, candidate)
+
+    def _globals(self, names: set[str]) -> dict[str, Any]:
+        """Returns what the program binds to these names, but for those of builtins."""
 
         def decode_names(reply: list[Any]) -> dict[str, Any]:
             return {name: self._decoded(value) for name, value in reply[0].items()}
 
-        values = self._request(["names", names], decode_names)
-        namespace: dict[str, Any] = {}
-        for name, value in values.items():
-            if name in names and value is not _ABSENT:
-                namespace[name] = value
-        module = types.ModuleType("solution")
-        module.__dict__.update(namespace)
-        sys.modules["solution"] = module
-        exec(code, {**namespace, "__name__": _TEST})  # noqa: S102
+        asked = sorted(names - set(dir(builtins)))
+        values: dict[str, Any] = self._request(["names", asked], decode_names)
+        return {name: value for name, value in values.items() if name in names}
 
     def do(self, action: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an action in the program's process; mutable arguments get the
@@ -117,6 +155,10 @@ class Test:
                 f"an object of the program and a value of the test do not support {action}"
             )
         return result
+
+    async def _awaitable(self, key: int) -> Any:
+        """Awaits a coroutine of the program, in the program's process."""
+        return self.do("await", Remote(self, key, _ABSENT))
 
     def _request(self, message: Any, result: Callable[[list[Any]], Any]) -> Any:
         self._out.write(json.dumps(message).encode() + b"\n")
@@ -180,6 +222,8 @@ class Test:
             return self.locals[key]
         if kind == "import":
             return _imported(str(key), str(content[0]))
+        if kind == "coroutine":
+            return self._awaitable(int(key))
         if kind == "exception" and key == 0:
             error_class = getattr(builtins, str(content[0]))
             return error_class if issubclass(error_class, BaseException) else RuntimeError
@@ -194,6 +238,18 @@ class Test:
         if kind == "object" and type(remote) is Remote:
             _set_plain(remote, _ABSENT if content[0] is None else decoded(content[0]))
         return remote
+
+
+def _missing_modules(tree: ast.Module) -> list[str]:
+    """Returns the modules that a test imports and nobody has: they stand for the program."""
+    imported = ["solution"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.append(str(node.module))
+        elif isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+    roots = {name for name in imported if "." not in name and name != "pytest"}
+    return [name for name in roots if name == "solution" or not importlib.util.find_spec(name)]
 
 
 _ABSENT: Any = object()

@@ -97,7 +97,9 @@ class Sandbox:
         candidates = interpreters(python)
         self._python = candidates[0]
         if kind == "none":
-            log.warning("programs run WITHOUT a sandbox, as this user: reward.code_sandbox is none")
+            log.warning(
+                "programs run WITHOUT a sandbox, as this user: the reward function code has sandbox none"
+            )
             return
         self._filter = base_filter()
         self._bwrap = find_bwrap()
@@ -268,8 +270,8 @@ class Sandbox:
             f"the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
             "allow unprivileged user namespaces (kernel.unprivileged_userns_clone, "
             "kernel.apparmor_restrict_unprivileged_userns, the container's seccomp profile); "
-            "name a Python that everyone can read with reward.code_python; "
-            "or, only for code that you trust, set reward.code_sandbox none",
+            "name a Python that everyone can read as `python` of the reward function code; "
+            "or, only for code that you trust, set its `sandbox` to none",
         )
 
 

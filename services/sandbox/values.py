@@ -6,6 +6,7 @@ from __future__ import annotations  # its Python may be older than the server's
 
 import base64
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,15 @@ def encoded(
     if hasattr(type(value), "__iter__"):  # a range, a deque, a generator, dict.values()
         return ["iterable", [inner(item, depth + 1) for item in value]]
     return ["other", type(value).__name__]
+
+
+def finished(value: Any) -> Any:
+    """Returns the result of a coroutine, and any other value as it is."""
+    if not isinstance(value, types.CoroutineType):
+        return value
+    import asyncio
+
+    return asyncio.run(value)
 
 
 class Iterable_(list):  # type: ignore[type-arg]

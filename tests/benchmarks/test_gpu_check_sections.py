@@ -122,8 +122,8 @@ def test_the_bundle_holds_what_the_machine_lacks() -> None:
     the others."""
     installed = packages_of_the_machine()
     absent = """
-    annotated-types fastapi httptools httpx-aiohttp msgspec opentelemetry-api orjson pydantic pydantic-core
-    pydantic-settings python-dotenv sniffio starlette typing-inspection uvicorn
+    annotated-types fastapi httptools msgspec opentelemetry-api orjson pydantic pydantic-core
+    sniffio starlette typing-inspection uvicorn
     """
     graders_and_data = "antlr4-python3-runtime datasets dill latex2sympy2-extended math-verify multiprocess pyseccomp"
     assert set(missing(installed, "3.12")) == {*absent.split(), *graders_and_data.split()}

@@ -54,7 +54,7 @@ class Process:
     def is_launcher(self) -> bool:
         """Whether this process runs a node, as init runs a pod: its end is the end of the whole
         node."""
-        return len(self.argv) > 3 and self.argv[3].endswith("jobgroup/local/launcher.py")
+        return len(self.argv) > 2 and self.argv[2].endswith("jobgroup/local/launcher.py")
 
     @property
     def is_grader(self) -> bool:

@@ -68,8 +68,7 @@ def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0
 def test_names_stand_for_the_processes_that_do_the_work() -> None:
     launched = (
         "python",
-        "-I",
-        "-S",
+        "-P",
         "/x/jobgroup/local/launcher.py",
         "10.0",
         "exec .venv/bin/python -m services.rollout",

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -146,7 +145,9 @@ def end(worker: httpx.Client) -> int:
 
 def test_contract_a_session_is_opened_once_and_closed_once(worker: httpx.Client) -> None:
     assert end(worker) == 400
-    body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
+    body: dict[str, object] = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
+    body["group_name"] = "none"
+    body["load_format"] = "flattened_bucket"
     outside = worker.post("/update_weights_from_distributed", json=body)
     assert outside.status_code == 400
     assert (
@@ -161,7 +162,9 @@ def test_contract_unknown_group_is_400(worker: httpx.Client) -> None:
         worker.post("/destroy_weights_update_group", json={"group_name": "none"}).status_code == 400
     )
     assert begin(worker) == 200
-    body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
+    body: dict[str, object] = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
+    body["group_name"] = "none"
+    body["load_format"] = "flattened_bucket"
     answer = worker.post("/update_weights_from_distributed", json=body)
     assert (answer.status_code, answer.json()["success"]) == (400, False)
     assert "Group none not in" in answer.json()["message"]
@@ -193,7 +196,7 @@ def test_contract_a_broadcast_in_a_pause_shows_in_the_spans(
     worker: httpx.Client, trainer: Trainer, pool: ThreadPoolExecutor, other_model_dir: Path
 ) -> None:
     before = version(worker)
-    running = paused_request(worker, pool, "broadcast", "retract")
+    running = paused_request(worker, pool, "broadcast")
     assert begin(worker) == 200
     trainer.join_and_send(
         snapshot_of(load_file(other_model_dir / "model.safetensors")),
@@ -206,27 +209,6 @@ def test_contract_a_broadcast_in_a_pause_shows_in_the_spans(
     assert [span["version"] for span in meta["weight_versions"]] == [before, "42"]
     first, second = meta["weight_versions"]
     assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 240
-
-
-def test_contract_tensor_by_tensor_without_buckets(
-    worker: httpx.Client, trainer: Trainer, pool: ThreadPoolExecutor, model_dir: Path
-) -> None:
-    old = load_file(model_dir / "model.safetensors")
-    single = HostCopy()
-    single.fill(old.items(), 1)
-    begin(worker)
-    trainer.join_and_send(single)
-    body = single.buckets[0].model_dump() | {
-        "group_name": trainer.group.name,
-        "weight_version": "43",
-    }
-    taking = trainer.post("/update_weights_from_distributed", body)
-    for tensor in old.values():
-        dist.broadcast(tensor, src=0, group=trainer.group._process_group)
-    assert taking.result(400).status_code == 200
-    end(worker)
-    assert (found := held(worker)) == expected(old, found)
-    assert version(worker) == "43"
 
 
 def test_contract_a_wrong_shape_is_400(worker: httpx.Client, trainer: Trainer) -> None:
@@ -300,6 +282,7 @@ def test_destroying_the_group_ends_a_hung_broadcast(
             "dtypes": ["float32"],
             "shapes": [[32]],
             "group_name": trainer.group.name,
+            "load_format": "flattened_bucket",
         }
         waiting = trainer.post("/update_weights_from_distributed", body)
         time.sleep(0.3)

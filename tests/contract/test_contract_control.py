@@ -1,4 +1,4 @@
-"""Pause, abort, weights and information: control calls made directly to the engine."""
+"""Pause, weights and information: control calls made directly to the engine."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.clients.rollout import GenerationFailed, completion_from_answer
 from tests.support.engine_calls import PROMPT, long_request, paused_request, version
 
 pytestmark = pytest.mark.integration
@@ -23,26 +22,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(autouse=True)
 def _continued(worker: httpx.Client) -> Iterator[None]:
     yield
-    worker.post("/pause_generation", json={"mode": "abort"})
+    worker.post("/pause_generation", json={"mode": "retract"})
     worker.post("/continue_generation", json={})
-
-
-def test_contract_aborting_pause_answers_with_partial_output(
-    worker: httpx.Client, pool: ThreadPoolExecutor
-) -> None:
-    running = paused_request(worker, pool, "pause-abort", None)
-    answer = running.result(400)
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert len(answer["output_ids"]) < 240
-    assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
-    with pytest.raises(GenerationFailed, match="abort"):
-        completion_from_answer(answer)
 
 
 def test_contract_new_requests_wait_while_paused(
     worker: httpx.Client, pool: ThreadPoolExecutor
 ) -> None:
-    worker.post("/pause_generation", json={"mode": "abort"})
+    worker.post("/pause_generation", json={"mode": "retract"})
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
     waiting = pool.submit(lambda: worker.post("/generate", json=body).json())
     time.sleep(0.3)
@@ -51,15 +38,14 @@ def test_contract_new_requests_wait_while_paused(
     assert len(waiting.result(400)["output_ids"]) == 2
 
 
-@pytest.mark.parametrize(("mode", "flushes"), [("retract", True), ("in_place", False)])
 def test_contract_an_update_in_a_pause_shows_in_the_spans(
-    worker: httpx.Client, pool: ThreadPoolExecutor, model_dir: Path, mode: str, flushes: bool
+    worker: httpx.Client, pool: ThreadPoolExecutor, model_dir: Path
 ) -> None:
     before = version(worker)
-    running = paused_request(worker, pool, f"update-{mode}", mode)
+    running = paused_request(worker, pool, "update")
     path = worker.get("/model_info").json()["model_path"]
     after = str(int(before) + 1) if before.isdigit() else "1"
-    update = {"model_path": path, "weight_version": after, "flush_cache": flushes}
+    update = {"model_path": path, "weight_version": after}
     response = worker.post("/update_weights_from_disk", json=update)
     assert response.status_code == 200, response.text
     assert response.json()["success"] is True
@@ -68,27 +54,8 @@ def test_contract_an_update_in_a_pause_shows_in_the_spans(
     assert [span["version"] for span in meta["weight_versions"]] == [before, after]
     first, second = meta["weight_versions"]
     assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 240
-    assert meta["num_retractions"] == (1 if mode == "retract" else 0)
+    assert meta["num_retractions"] == 1
     assert meta["weight_version"] == after == version(worker)
-
-
-def test_contract_an_abort_is_answered_through_the_router_too(
-    reached: tuple[str, str], pool: ThreadPoolExecutor
-) -> None:
-    """The router neither hides the partial output nor asks for it again."""
-    worker_url, url = reached
-    with (
-        httpx.Client(base_url=worker_url, timeout=120, trust_env=False) as worker,
-        httpx.Client(base_url=url, timeout=120, trust_env=False) as asked,
-    ):
-        running = paused_request(worker, pool, "through-pause", "abort", asked)
-        answer = running.result(400)
-        worker.post("/continue_generation", json={})
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(answer["output_ids"]) < 240
-    assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer[
-        "output_ids"
-    ]
 
 
 def test_contract_an_update_waits_for_running_requests(
@@ -118,13 +85,6 @@ def test_contract_a_bad_path_is_400_and_changes_nothing(
     assert response.json()["success"] is False
     assert response.json()["message"]
     assert version(worker) == before
-
-
-def test_contract_the_version_can_be_renamed(worker: httpx.Client) -> None:
-    response = worker.post("/update_weight_version", json={"new_version": "92"})
-    assert response.json()["success"] is True
-    assert response.json()["new_version"] == "92"
-    assert version(worker) == "92"
 
 
 def test_contract_health_is_a_status_whatever_the_body(worker: httpx.Client) -> None:

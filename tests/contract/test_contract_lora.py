@@ -227,12 +227,11 @@ async def test_contract_loading_is_repeatable_and_another_runs_adapters_go(
 
 
 @pytest.fixture
-def relabelled(engine: httpx.Client) -> Iterator[None]:
-    """Renames the version of the engine's own weights, as if new weights had been loaded."""
+def relabelled(engine: httpx.Client, model_dir: Path) -> Iterator[None]:
+    """Loads the engine's own weights again, under another version."""
     for label in ("5", "default"):
-        engine.post(
-            "/update_weight_version", json={"new_version": label, "abort_all_requests": False}
-        )
+        body = {"model_path": str(model_dir), "weight_version": label}
+        assert engine.post("/update_weights_from_disk", json=body).status_code == 200
         if label == "5":
             yield
 

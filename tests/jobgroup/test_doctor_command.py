@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jobgroup.doctor import availability, machine, memory, software
+from jobgroup.doctor import availability, memory, software
 from jobgroup.doctor.__main__ import main
-from jobgroup.doctor.plan import ROOT, make
-from jobgroup.doctor.report import Check, Result, perform
+from jobgroup.doctor.plan import ROOT, Gpu, make
+from jobgroup.doctor.report import Result
 from tests.support.doctor_groups import LARGE, QWEN_7B, plan_of, serving, write_group, write_model
 from tests.support.ports import free_port
 
@@ -23,12 +23,11 @@ SECRET = "hf_ThisIsNeverShown123"  # noqa: S105
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A hub with one model, one open and one gated data set, and an empty cache."""
+    """A hub with one model and one data set, and an empty cache."""
     answers = {
         "/": {},
         "/org/model/resolve/main/config.json": QWEN_7B,
-        "/api/datasets/org/open": {"gated": False},
-        "/api/datasets/org/gated": {"gated": "auto"},
+        "/api/datasets/org/open/auth-check": {},
     }
     for name in [
         name for name in os.environ if name.startswith(("HF_", "RLHF_", "SKYPILOT_", "HUGGING"))
@@ -54,9 +53,8 @@ def test_a_machine_that_is_ready_ends_with_0_and_json_says_the_same(
     group = _group(tmp_path)
     assert main([group]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "this machine for a local run of small: data-server"
+    assert lines[0] == "small: data-server"
     assert lines[-1].endswith(" 0 fail")
-    assert "ok    clock of 127.0.0.1: " in "\n".join(lines)
     assert main([group, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
@@ -92,9 +90,10 @@ def test_a_wrong_yaml_is_a_failed_line_too(
         ["nowhere.yaml"],
         ["--task", "no-task"],
         ["--gpus", "8"],
-        ["--gpus", "0", "--gpu-memory-gb", "80"],
+        ["--gpus", "0", "--plan", "x"],
+        ["--gpu-memory-gb", "80"],
         ["--env", "A-B=1"],
-        ["--gpu-memory-gb", "-1"],
+        ["--gpu-memory-gb", "-1", "--plan", "x"],
         ["--plan", "nowhere"],
         ["--plan", str(ROOT / "pyproject.toml")],
         ["--what"],
@@ -120,8 +119,7 @@ def test_the_plan_of_a_model_says_what_fits_and_what_to_change(
     assert main(plan_of_7b(tmp_path, "--gpus", "8")) == 0
     out = capsys.readouterr().out
     assert (
-        "ok    held: 15.2 GB on each of 8 GPUs between updates: weights 3.8 GB, gradients 3.8 GB, optimizer 7.6 GB"
-        in out
+        "ok    trainer: 134.3 GB on each of 8 GPUs in an update, 15.2 GB between updates: " in out
     )
     assert "FAIL  trainer on 80 GB: does not fit: " in out
     assert "ok    trainer on 180 GB: " in out
@@ -131,24 +129,18 @@ def test_the_plan_of_a_model_says_what_fits_and_what_to_change(
     )
 
 
-def test_every_change_that_the_plan_names_makes_it_fit(
+def test_the_change_that_the_plan_names_makes_it_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(plan_of_7b(tmp_path, "--gpus", "8", "--gpu-memory-gb", "24", "--json")) == 1
+    words = plan_of_7b(tmp_path, "--gpus", "8", "--gpu-memory-gb", "24", "--json")
+    assert main(words) == 1
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    changes = checks["trainer on 24 GB"]["fix"].split("; or ")
-    assert len(changes) == 3
-    assert "LORA__RANK=16" in changes[1]
-    assert changes[2].startswith("--gpus 32 ")
-    for change in changes:
-        words = change.rpartition(" (")[0].split()
-        words = words if "--gpus" in words else ["--gpus", "8", *words]
-        main([*plan_of_7b(tmp_path, "--gpu-memory-gb", "24", "--json"), *words])
-        checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-        assert checks["trainer on 24 GB"]["state"] != "fail", change
+    change = checks["trainer on 24 GB"]["fix"].rpartition(" (")[0]
+    assert "OFFLOAD_OPTIMIZER" in change
+    assert main([*words, *change.split()]) == 0
 
 
-def test_the_plan_accepts_a_file_settings_and_an_unknown_architecture(
+def test_the_plan_accepts_settings_and_an_unknown_architecture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = plan_of_7b(
@@ -160,7 +152,6 @@ def test_the_plan_accepts_a_file_settings_and_an_unknown_architecture(
         "--env",
         f"RUN_CONFIG={ROOT}/jobgroup/configs/qwen-7b.yaml",
     )
-    words[1] += "/config.json"
     assert main(words) == 0
     assert "ok    trainer on 80 GB: 33.3 GB" in capsys.readouterr().out
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
@@ -198,93 +189,85 @@ def test_without_a_yaml_the_demo_is_checked() -> None:
         "replay-buffer",
         "ppo-trainer",
     ]
-    assert {job.config.model.name for job in plan.jobs} == {".cache/tiny-base"}
+    assert {job.config.model.name for job in plan.here} == {".cache/tiny-base"}
 
 
 @pytest.mark.parametrize(
-    ("source", "token", "state", "words"),
-    [
-        ("org/open", "", "ok", "on http://127.0.0.1"),
-        ("org/gated", "", "fail", "gated"),
-        ("org/gated", SECRET, "ok", "on http://127.0.0.1"),
-        ("org/missing", "", "fail", "404: no such name"),
-        ("prompts.jsonl", "", "fail", "there is no"),
-    ],
+    ("source", "state", "words"),
+    [("tiny", "ok", "generated"), ("prompts.jsonl", "fail", "there is no")],
 )
-def test_data_sets_are_checked(
-    tmp_path: Path, endpoint: str, source: str, token: str, state: str, words: str
-) -> None:
-    env = {
-        "RLHF_DATA__SOURCE": source,
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(tmp_path),
-        "HF_TOKEN": token,
-    }
-    (result,) = availability.check_dataset(plan_of(tmp_path, DATA, env=env))
+def test_data_sets_are_checked(tmp_path: Path, source: str, state: str, words: str) -> None:
+    plan = plan_of(tmp_path, DATA, env={"RLHF_DATA__SOURCE": source})
+    (result,) = availability.check_dataset(plan)
     assert (result.state, words in result.found) == (state, True)
 
 
-def test_an_unreachable_hub_fails_unless_the_cache_has_the_data(tmp_path: Path) -> None:
-    env = {
-        "RLHF_DATA__SOURCE": "org/open",
-        "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
-        "HF_HOME": str(tmp_path),
-    }
-
-    def state(**more: str) -> str:
-        (result,) = availability.check_dataset(plan_of(tmp_path, DATA, env={**env, **more}))
-        return result.state
-
-    assert (state(), state(HF_HUB_OFFLINE="1")) == ("fail", "fail")
-    snapshot = tmp_path / "hub" / "datasets--org--open" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "data.json").touch()
-    assert (state(), state(HF_HUB_OFFLINE="1")) == ("warn", "ok")
+def test_a_model_is_found_in_a_folder_and_its_shape_is_read(tmp_path: Path) -> None:
+    large = str(write_model(tmp_path / "large", LARGE))
+    plan = plan_of(tmp_path, {"ppo-trainer": ""}, env={"MODEL_NAME": large})
+    (result,) = availability.check_model(plan, large, plan.here[0])
+    assert (result.state, plan.shapes) == ("ok", {large: LARGE})
+    (result,) = availability.check_model(plan, str(tmp_path / "nowhere"), plan.here[0])
+    assert result.state == "fail"
 
 
-def test_a_model_is_found_on_the_hub_or_in_a_folder_and_its_shape_is_read(
-    tmp_path: Path, endpoint: str
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("env", "states"),
+    [
+        ({"MODEL_NAME": "org/model", "RLHF_DATA__SOURCE": "org/open"}, ("ok", "ok")),
+        ({"MODEL_NAME": "org/none", "RLHF_DATA__SOURCE": "org/missing"}, ("fail", "fail")),
+        ({"MODEL_NAME": "org/model", "HF_HUB_OFFLINE": "1"}, ("fail", "fail")),
+    ],
+    ids=["there", "missing", "offline"],
+)
+def test_models_and_data_sets_are_looked_for_on_the_hub(
+    tmp_path: Path, endpoint: str, env: dict[str, str], states: tuple[str, str]
 ) -> None:
-    shapes: dict[str, dict[str, object]] = {}
-    large = write_model(tmp_path / "large", LARGE)
-    for name, state in (
-        ("org/model", "ok"),
-        (str(large), "ok"),
-        ("org/none", "fail"),
-        (str(tmp_path / "nowhere"), "fail"),
-    ):
-        env = {"MODEL_NAME": name, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
-        plan = plan_of(tmp_path, {"ppo-trainer": ""}, env=env)
-        (result,) = availability.check_model(plan, name, plan.here[0])
-        shapes |= plan.shapes
-        assert result.state == state, name
-    assert shapes == {"org/model": QWEN_7B, str(large): LARGE}
+    """In a process of its own: the hub's library reads the environment once."""
+    group = write_group(tmp_path, {**DATA, "environment-server": ""}, env)
+    words = ["--json", *(f"--env={name}={value}" for name, value in env.items())]
+    done = subprocess.run(
+        [sys.executable, "-m", "jobgroup.doctor", str(group), *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
+    assert (
+        found[f"model {env['MODEL_NAME']}"]["state"],
+        found[f"data set {env.get('RLHF_DATA__SOURCE', 'gsm8k')}"]["state"],
+    ) == states, done.stdout
+
+
+GPU = Gpu("0", "H100", "GPU-aa", total=80 * 10**9, used=0, driver="580.1")
 
 
 def _fit(
     folder: Path,
     model: dict[str, object],
     tasks: dict[str, str],
-    assumed: tuple[float, int | None] | None,
+    gpus: int,
     **env: object,
 ) -> dict[str, Result]:
     plan = plan_of(folder, tasks, env={"MODEL_NAME": "org/model", **env})
     plan.shapes["org/model"] = model
-    plan.assumed_gb, plan.assumed_gpus = assumed or (None, None)
+    plan.gpus = [GPU] * gpus
     return {result.name: result for result in memory.check_fit(plan)}
 
 
 def test_a_model_that_cannot_fit_in_this_machine_fails_with_the_numbers(tmp_path: Path) -> None:
-    result = _fit(tmp_path, LARGE, {"ppo-trainer": ""}, None)["memory for the model"]
+    result = _fit(tmp_path, LARGE, {"ppo-trainer": ""}, 0)["memory for the model"]
     assert result.state == "fail"
     assert "weights 282.2 GB, gradients 282.2 GB, optimizer 564.4 GB" in result.found
     assert "micro_batch_tokens" in result.fix
 
 
-def test_a_clusters_gpus_can_be_assumed(tmp_path: Path) -> None:
+def test_a_model_is_judged_for_the_gpus_of_this_machine(tmp_path: Path) -> None:
     tasks = {"rollout-server": "", "ppo-trainer": "resources: {accelerators: 'H100:8'}\n"}
     env = {"RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "true"}
-    fitting = _fit(tmp_path, QWEN_7B, tasks, (80, None), **env)
+    fitting = _fit(tmp_path, QWEN_7B, tasks, 8, **env)
     assert fitting["model"].found.startswith("7,615,616,512 parameters")
     assert fitting["memory of ppo-trainer"].state == "ok"
     assert (
@@ -292,38 +275,17 @@ def test_a_clusters_gpus_can_be_assumed(tmp_path: Path) -> None:
         in fitting["memory of ppo-trainer"].found
     )
     assert fitting["memory of an engine"].state == "ok"
-    alone = _fit(tmp_path, QWEN_7B, tasks, (80, 1), **env)["memory of ppo-trainer"]
+    alone = _fit(tmp_path, QWEN_7B, tasks, 1, **env)["memory of ppo-trainer"]
     assert (alone.state, "on each of 1 GPUs" in alone.found) == ("fail", True)
-    assert _fit(tmp_path, QWEN_7B, tasks, (16, None), **env)["memory of an engine"].state == "fail"
-    with_remedy = _fit(tmp_path, QWEN_7B, tasks, (80, 6), RLHF_TRAINER__SHARD_SIZE=4)[
+    with_remedy = _fit(tmp_path, QWEN_7B, tasks, 6, RLHF_TRAINER__SHARD_SIZE=4)[
         "memory of ppo-trainer"
     ]
     assert (with_remedy.state, "trainer.shard_size" in with_remedy.found) == ("fail", True)
 
 
 def test_an_unknown_architecture_is_reported(tmp_path: Path) -> None:
-    result = _fit(tmp_path, {"model_type": "mamba"}, {"ppo-trainer": ""}, None)[
-        "memory for the model"
-    ]
+    result = _fit(tmp_path, {"model_type": "mamba"}, {"ppo-trainer": ""}, 0)["memory for the model"]
     assert (result.state, "mamba" in result.found) == ("warn", True)
-
-
-@pytest.mark.parametrize(
-    ("token", "inside", "state"),
-    [
-        ("", False, "ok"),
-        ("", True, "warn"),
-        ("short", False, "fail"),
-        ("with space 0123456789", True, "fail"),
-        ("a" * 32, True, "ok"),
-    ],
-)
-def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) -> None:
-    around = {"SKYPILOT_JOBGROUP_NAME": "small"} if inside else {}
-    plan = plan_of(tmp_path, DATA, {**around, "API_TOKEN": token}, "data-server")
-    result = list(perform([Check("API_TOKEN", lambda: software.check_secrets(plan))]))[-1]
-    assert result.state == state
-    assert not token or token not in result.text()
 
 
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
@@ -351,7 +313,7 @@ def test_a_package_on_top_of_an_image_counts_and_not_the_one_below(
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / "constraints.txt").write_text("thing==1.0\n")
     (result,) = software.check_packages(plan_of(tmp_path, DATA), tmp_path)
-    assert (result.state, result.found) == ("ok", "1 in the pinned versions")
+    assert (result.state, result.found) == ("ok", "in the pinned versions")
 
 
 def test_a_pod_of_an_environment_server_is_checked_for_what_it_uses(tmp_path: Path) -> None:
@@ -361,15 +323,6 @@ def test_a_pod_of_an_environment_server_is_checked_for_what_it_uses(tmp_path: Pa
     packages = list(software.check_packages(plan, tmp_path))[-1]
     assert packages.fix.endswith("[services]' transformers")
     assert list(availability.models(plan)) == ["org/model"]
-
-
-@pytest.mark.integration
-def test_the_sandbox_of_the_tool_python_is_checked(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, {"environment-server": ""}, env={"RLHF_ENVIRONMENT__NAME": "python"})
-    sandbox = list(
-        perform([Check("sandbox", lambda: machine.check_sandbox(plan))])
-    )  # fails where there is no bubblewrap
-    assert [result.name for result in sandbox] == ["sandbox"]
 
 
 @pytest.mark.integration
@@ -391,3 +344,19 @@ def test_it_works_where_torch_cannot_be_imported(tmp_path: Path, endpoint: str) 
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["ok"] is True
+
+
+def test_ground_truths_that_cannot_be_graded_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(20)]
+    rows.append({"question": "long?", "answer": "x" * 4000})
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    status = main(["--data", "--env", f"RLHF_DATA__SOURCE={path}"])
+
+    output = capsys.readouterr().out
+    assert status == 0
+    assert "warn  row train-eval-20: 'xxx" in output
+    assert "20 of 21 can be graded" in output

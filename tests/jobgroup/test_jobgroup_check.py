@@ -14,7 +14,7 @@ from common.models.memory import engine_memory, trainer_host_bytes, trainer_memo
 from common.process.topology import CRITIC
 from common.settings.config import load
 from jobgroup import spec
-from jobgroup.check import shell_faults
+from jobgroup.check import shell_fault
 from jobgroup.local.placement import share_gpus
 from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 from tests.support.paths import ROOT
@@ -144,22 +144,10 @@ FAULTS = {
     ),
     "no-name": Fault(REWARD, f"name: {REWARD}", "", "task 3: it has no name"),
     "shell-of-run": Fault(
-        DATA, RUN_DATA, "run: if true; then echo", f"{DATA}.run: bash cannot read it: line 1: "
+        DATA, RUN_DATA, "run: if true; then echo", f"{DATA}.run: bash cannot read it: bash: line "
     ),
     "shell-of-setup": Fault(
         REWARD, SETUP_REWARD, "setup: 'echo \"services'", f"{REWARD}.setup: bash cannot read it"
-    ),
-    "variable": Fault(
-        DATA, RUN_DATA, "run: echo ${MODEL_NAMES}", f"{DATA}.run: ${{MODEL_NAMES}} is not defined"
-    ),
-    "skypilot-variable": Fault(
-        DATA, RUN_DATA, "run: echo $SKYPILOT_NODE_RNK", f"{DATA}.run: ${{SKYPILOT_NODE_RNK}} is not"
-    ),
-    "variable-of-setup": Fault(
-        DATA,
-        f"{SETUP}\n{RUN_DATA}",
-        "setup: A=1; echo $A\nrun: echo $A",
-        f"{DATA}.run: ${{A}} is not",
     ),
     "no-restarts": Fault(
         REPLAY, RESTARTS, "", f"{REPLAY}: SkyPilot does not restart it after an error"
@@ -199,7 +187,10 @@ FAULTS = {
         f"{TRAINER}: there is no setting trainer.lerning_rate",
     ),
     "renamed": Fault(
-        REWARD, f"name: {REWARD}", "name: rewards", "rewards: it runs services.reward, which"
+        REWARD,
+        f"name: {REWARD}",
+        "name: rewards",
+        f"{TRAINER}: it needs the task {REWARD}, but the tasks are",
     ),
     "tasks-disagree": setting(
         REWARD,
@@ -273,7 +264,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_fault_is_named_with_file_and_task(name: str, told: str) -> None:
     of_file = re.findall(rf"(?m)^  PROBLEM \S+/{re.escape(name)}\.yaml( \(.*?\))?: (.*)$", told)
     problems = [
-        (variant, told) for variant, told in of_file if "rename it" not in told or "rename" in name
+        (variant, told)
+        for variant, told in of_file
+        if "it needs the task" not in told or name == "renamed"
     ]
     assert all(FAULTS[name].told in problem for _, problem in problems), problems
     without = [] if FAULTS[name].volume else [" (without volumes)"]
@@ -288,24 +281,11 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     assert status == 0, output
     assert "PROBLEM" not in output
     assert "WARNING" not in output
-    for path, tasks in (
-        (MAIN, 5),
-        (CPU, 5),
-        (PPO, 6),
-        (ONEBOX, 5),
-        (ONEGPU, 5),
-        (LARGE, 5),
-        (SPOT, 5),
-        (TOOLS, 6),
-    ):
+    for path in (MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS):
         label = re.escape(f"jobgroup/{path.name}")
-        assert re.search(rf"(?m)^{label}\n(  .*\n){{{tasks}}}  VALID$", output), output
+        assert re.search(rf"(?m)^{label}\n  VALID$", output), output
         for variant in ["with the image", *([] if path == CPU else ["without volumes"])]:
             assert re.search(rf"(?m)^{label} \({variant}\)\n  VALID$", output), output
-    gpus = "A100-80GB:1 or B200:1 or H100:1 or H200:1"
-    assert re.search(
-        rf"ppo-trainer +2 × Kubernetes\(.*image_id=docker:pytorch\S+\) {gpus}, primary", output
-    )
 
 
 @pytest.mark.integration
@@ -373,37 +353,9 @@ def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("script", "missing"),
-    [
-        ("echo $A ${B} ${C%.txt} ${D:2}", "A B C D"),
-        ("echo ${A:-x} ${B-} ${C:=1} ${D:?give it} ${E:+set}", ""),
-        ("echo \\$A '$B ${C}' # $D", ""),
-        ('echo "it\'s $A" \'$B\' "\\$C"', "A"),
-        (
-            "for a in 1 2; do b=$a; export C=$b; echo $C; done; while read -r d e; do echo $d $e; done",
-            "",
-        ),
-        ("mapfile -t lines < file; printf -v text x; echo $lines ${text}", ""),
-        ("a=1; (b=2; echo $b); f() { local c=$1; echo $c $2 $# $? $@; }; echo $a", ""),
-        ("cat <<'END' > f\n$A\nEND\necho $B\ncat <<END\n$C\nEND", "B C"),
-        ("echo ${#A} $HOME $GIVEN ${GIVEN/a/b} a#$B", "A B"),
-        ("if [ $A == 1 ]; then echo ==$C; fi", "A C"),
-    ],
-)
-def test_undefined_variables_of_a_script_are_named(script: str, missing: str) -> None:
-    told = tuple(
-        f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}"
-        for name in missing.split()
-    )
-    assert shell_faults(script, frozenset({"GIVEN"})) == told
-
-
-@pytest.mark.integration
 @pytest.mark.parametrize("script", ["if true; then echo", 'echo "services', "echo $(", "f() {"])
 def test_a_script_that_bash_cannot_read_is_reported(script: str) -> None:
-    (fault,) = shell_faults(f"true\n{script}", frozenset())
-    assert fault.startswith("bash cannot read it: line 2: ")
+    assert "bash: line " in shell_fault(f"true\n{script}")
 
 
 def test_the_cpu_job_group_is_the_main_one_on_a_small_scale(

@@ -39,7 +39,6 @@ def _load(folder: Path, text: str) -> spec.JobGroup:
         ("[main]", "[mian]", "primary_tasks", "the tasks are main"),
         ("run: echo", "rum: echo", "main.rum", "the known fields are"),
         ("run: echo ran > ran\n", "setup: x\n", "main.run", "required"),
-        ("name: main\n", "name: main\nname: main\n", "line 6", "twice"),
         ("name: main\n", "name: main\nnum_nodes: 0\n", "main.num_nodes", "at least 1"),
         ("name: main\n", "name: main\nnum_nodes: many\n", "main.num_nodes", "whole number"),
         ("name: main\n", "name: main\nworkdir: nowhere\n", "main.workdir", "does not exist"),
@@ -55,8 +54,8 @@ def _load(folder: Path, text: str) -> spec.JobGroup:
         (
             "name: main\n",
             "name: main\nresources: {job_recovery: {max_restarts_on_errors: -1}}\n",
-            "main.job_recovery",
-            "whole",
+            "main.job_recovery.max_restarts_on_errors",
+            "at least 0",
         ),
         ("---\nname: main", "---\nname: main\nrun: x\n---\nname: main", "name", "same name"),
         ("---\n", "---\n- list\n---\n", "YAML", "mapping"),

@@ -73,20 +73,21 @@ def test_a_local_run_needs_no_volume_and_no_image(
     )
     assert (status, err) == (0, "")
     assert local.log("main-0").strip() == "x|unset|runs/mine|"
-    assert "volumes of main are only for a cluster and not mounted here" in out
+    assert "volumes and file_mounts of main are only for a cluster and not mounted here" in out
     assert "STATE_DIR of the YAML name folders on volumes" in out
 
 
 def test_the_doctor_takes_a_volume_into_account_only_where_it_is_mounted(tmp_path: Path) -> None:
     path = write_group(tmp_path, {"data-server": f"{VOLUMES}{IMAGE}"}, {"STATE_DIR": "/data/state"})
-    assert make(path, {}, {}).jobs[0].config.state_dir == Config().state_dir
-    assert make(path, {}, {}, cluster=True).jobs[0].config.state_dir == Path("/data/state")
+
+    def state_dir(env: dict[str, str]) -> Path:
+        return make(path, {}, env, task="data-server").here[0].config.state_dir
+
+    assert state_dir({}) == Config().state_dir
     pod = {"SKYPILOT_JOBGROUP_NAME": "small"}
-    assert make(path, {}, pod).jobs[0].config.state_dir == Path("/data/state")
+    assert state_dir(pod) == Path("/data/state")
     local = pod | {"JOBGROUP_HOSTS": "data-server-0.small=127.0.0.1:0"}
-    assert make(path, {}, local, task="data-server").jobs[0].config.state_dir == Path(
-        "runs/small/state"
-    )
+    assert state_dir(local) == Path("runs/small/state")
 
 
 @pytest.mark.parametrize("kind", ["", "-7b", "-ppo", "-spot", "-tools"])
@@ -95,17 +96,15 @@ def test_the_volumes_have_room_for_what_the_doctor_expects(
 ) -> None:
     monkeypatch.chdir(ROOT)
     path = ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
-    plan = make(path, {}, {}, cluster=True)
-    plan.shapes = dict.fromkeys(
-        {job.config.model.name for job in plan.jobs}, QWEN_7B if kind == "-7b" else QWEN_05B
-    )
     rooms = {}
     for file in (ROOT / "jobgroup" / "volumes").glob("*.yaml"):
         volume = yaml.safe_load(file.read_text())
         rooms[volume["name"]] = int(volume.get("size", "0Gi").removesuffix("Gi")) << 30
     expected = Counter[str]()
     for document in list(yaml.safe_load_all(path.read_text()))[1:]:
-        plan.here = [job for job in plan.jobs if job.name == document["name"]]
+        pod = {"SKYPILOT_JOBGROUP_NAME": document["name"]}
+        plan = make(path, {}, pod, task=document["name"])
+        plan.shapes[plan.here[0].config.model.name] = QWEN_7B if kind == "-7b" else QWEN_05B
         ((mount, name),) = document["volumes"].items()
         for need in needs(plan):
             if need.folder.is_relative_to(mount):

@@ -1,5 +1,6 @@
 """The local runner decides as SkyPilot would: environments, results, restarts, delays, output."""
 
+import resource
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -247,6 +248,16 @@ def test_follow_relays_bytes_as_they_are(local: "LocalRun") -> None:
     assert out == "10%\r20%\rpipe\n"
     assert "not on the screen" in local.log("noisy-0")
     assert "SUCCEEDED" in err
+
+
+def test_a_low_limit_of_open_files_is_raised(local: "LocalRun") -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        local.run(f"{HEADER}---\nname: main\nrun: ulimit -n\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert local.log("main-0").strip() == str(8192 if hard < 0 else min(8192, hard))
 
 
 def test_setup_is_not_run(local: "LocalRun") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.settings.config import from_mapping
-from jobgroup.doctor import machine, software
+from jobgroup.doctor import gpus, software
 from jobgroup.doctor.plan import Plan
 from services.rollout.engine_client import engine_env, toolkit_env
 from tests.support.doctor_groups import plan_of
@@ -170,7 +170,7 @@ def _plan(
         monkeypatch.delenv(name, raising=False)
     engine = {"RLHF_ROLLOUT__ENGINE_PYTHON": str(folder / "venv/bin/python")}
     plan = plan_of(folder, {"rollout-server": "", "ppo-trainer": ""}, env={**engine, **env})
-    plan.gpus, _ = machine.visible({})
+    plan.gpus, _ = gpus.visible({})
     return plan
 
 
@@ -188,8 +188,8 @@ def _verdicts(plan: Plan) -> dict[str, tuple[str, str]]:
         ("575.57.08", "fail"),
         ("550.163.01", "fail"),
         ("535.54", "fail"),
-        ("[N/A]", "warn"),
-        ("", "warn"),
+        ("[N/A]", "fail"),
+        ("", "fail"),
     ],
 )
 def test_the_driver_is_judged(
@@ -250,7 +250,5 @@ def test_only_sglang_on_a_gpu_needs_a_toolkit(
         "NVIDIA driver"
     ]
     plan = _plan(tmp_path, monkeypatch)
-    plan.assumed_gb = 80.0
-    assert _verdicts(plan) == {}
-    plan.assumed_gb, plan.gpus = None, ()
+    plan.gpus = ()
     assert _verdicts(plan) == {}

@@ -23,7 +23,15 @@ def store() -> dist.TCPStore:
 
 def test_a_rank_that_is_alone_has_not_joined(store: dist.TCPStore) -> None:
     with pytest.raises(RuntimeError):
-        join("127.0.0.1", store.port, 0, 2, "alone", "gloo", 0.5)
+        join(
+            "127.0.0.1",
+            store.port,
+            rank=0,
+            world_size=2,
+            name="alone",
+            backend="gloo",
+            timeout_s=0.5,
+        )
 
 
 def test_nccl_connects_when_it_joins(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +47,15 @@ def test_nccl_connects_when_it_joins(store: dist.TCPStore, monkeypatch: pytest.M
     monkeypatch.setattr(weight_group, "_world", type("World", (), {"pg_group_ranks": {}}))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for backend in ("nccl", "gloo"):
-        join("127.0.0.1", store.port, 0, 1, "all", backend, 5.0)
+        join(
+            "127.0.0.1",
+            store.port,
+            rank=0,
+            world_size=1,
+            name="all",
+            backend=backend,
+            timeout_s=5.0,
+        )
     assert [options["device_id"] for options in asked] == [torch.device("cuda", 3), None]
 
 
@@ -59,10 +75,10 @@ async def test_an_engine_that_leaves_a_forming_group_keeps_the_next_one_of_that_
     body = distributed.InitBody.model_validate(place | {"backend": "gloo"})
     first = asyncio.create_task(updates.init(body))
     await asyncio.sleep(0)
-    await updates.destroy(body.group_name)
+    await updates.destroy(body)
     second = asyncio.create_task(updates.init(body))
     with pytest.raises(RequestRefused, match="destroyed meanwhile"):
         await first
-    await updates.destroy(body.group_name)
+    await updates.destroy(body)
     with pytest.raises(RequestRefused, match="destroyed meanwhile"):
         await second

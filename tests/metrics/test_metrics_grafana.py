@@ -17,6 +17,7 @@ from tests.support.metrics_pages import Family, parse
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 from tests.support.recording_engines import recorders
+from trainer.observe.metrics import METRICS
 
 _METRIC = re.compile(r"\b(?:rlhf|process|smg)_[a-z0-9_]+|\bsglang:[a-z0-9_]+|\bup\b")
 _OWN = ("rlhf_", "process_")
@@ -57,6 +58,11 @@ def test_every_metric_of_the_project_is_on_a_real_page_with_its_labels(
             for name, selector in re.findall(r"(rlhf_[a-z0-9_]+)\{([^}]*)\}", text):
                 used = re.findall(r"(\w+)[=!]", selector)
                 assert set(used) <= {*there[name].labels, "job", "node"}, f"{title}: {text}"
+
+
+def test_every_number_of_a_step_that_is_a_gauge_is_shown(dashboard: dict[str, Any]) -> None:
+    gauges = {f"rlhf_trainer_{metric.gauge}" for metric in METRICS if metric.gauge}
+    assert gauges <= asked(dashboard, _OWN)
 
 
 @pytest.mark.integration

@@ -9,7 +9,15 @@ import pytest
 from prometheus_client import generate_latest
 
 from common.process.metrics import Metrics
-from tests.support.metrics_pages import DOCUMENT, Family, documented, framed, table
+from tests.support.metrics_pages import (
+    DOCUMENT,
+    Family,
+    documented,
+    framed,
+    step_table,
+    step_table_documented,
+    table,
+)
 from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import StepRecord
@@ -28,6 +36,12 @@ def test_the_document_lists_every_metric_of_every_service(
 ) -> None:
     made = framed(table(found))
     assert documented() == made, (
+        f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
+    )
+
+
+def test_the_document_lists_every_number_of_a_step() -> None:
+    assert step_table_documented() == step_table(), (
         f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
     )
 

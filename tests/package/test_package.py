@@ -84,7 +84,7 @@ def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model
     )
     assert done.returncode == 0, done.stdout + done.stderr
     root = installed.site_packages / "rlhf_math" / "checkout"
-    assert f"running {root / 'jobgroup' / 'rlhf-math-jobgroup.yaml'}" in done.stdout + done.stderr
+    assert f"this is {root / 'jobgroup' / 'rlhf-math-jobgroup.yaml'}" in done.stdout + done.stderr
     assert len((installed.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 

@@ -18,7 +18,8 @@ from common.errors import ConfigError, InvalidInput, ServiceError
 from common.process.security import check_certificate, tls
 from common.process.topology import Topology
 from common.settings.config import Config, load
-from common.settings.sections import RewardSection, RolloutSection
+from common.settings.rewards import JudgeReward
+from common.settings.sections import RolloutSection
 from common.wire.codec import unpack
 from learning.liveness import _MAX_UNAUTHENTICATED, Liveness
 from learning.loading import SafetensorsReader
@@ -122,9 +123,9 @@ def test_an_index_of_weights_names_files_of_its_own_directory(tmp_path: Path) ->
 @pytest.mark.parametrize("url", ["https://me:secret@host/v1", "http://token@host"])
 def test_settings_have_no_credentials(url: str) -> None:
     with pytest.raises(ValueError, match="JUDGE_API_KEY") as caught:
-        RewardSection(functions=["judge"], judge_url=url, judge_model="m")
-    assert "judge_url contains credentials" in str(caught.value)
-    words = ["--reward.functions", "judge", "--reward.judge_url", url, "--reward.judge_model", "m"]
+        JudgeReward(url=url, model="m")
+    assert "url contains credentials" in str(caught.value)
+    words = ["--reward.functions", f'{{"name": "judge", "url": "{url}", "model": "m"}}']
     with pytest.raises(ConfigError, match="JUDGE_API_KEY") as told:
         load(words, {})
     assert url not in str(told.value)

@@ -18,6 +18,7 @@ ALLOWED = {
         "pickle",
     ): "written by the test's process, read by the program's, in the sandbox",
     ("services/sandbox/remote.py", "exec"): "the data set's test of a program, in the sandbox",
+    ("services/sandbox/remote.py", "eval"): "the name of the tested function, in the sandbox",
     ("services/sandbox/remote.py", "pickle"): "only writes: values of the test, in the sandbox",
     (
         "services/sandbox/remote.py",
@@ -29,16 +30,18 @@ ALLOWED = {
         "import_module",
     ): "modules of this project, which run the operator's functions",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",
-    ("trainer/server.py", "import_module"): "this project's own dashboard, by its name",
     (
         "trainer/policy/checkpoint.py",
         "all_gather_object",
     ): "between the ranks of a run, as DCP does itself",
     (
+        "learning/ranks.py",
+        "broadcast_object_list",
+    ): "between the ranks of a run, as DCP does itself",
+    (
         "learning/saving.py",
         "dcp",
     ): "its metadata is a pickle: read from the operator's own run directory alone",
-    ("jobgroup/spec.py", "yaml.load_all"): "with a loader that is a SafeLoader",
     ("services/rollout/keyed.py", "run_module"): "the module that the agent's command names",
 }
 """(file, what) → why."""

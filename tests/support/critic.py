@@ -55,7 +55,6 @@ def make_batch(count: int, seed: int = 0) -> Batch:
             weight=each.weight,
             current=True,
             counts=True,
-            corrected=True,
         )
         for i, each in enumerate(targets)
     ]

@@ -28,28 +28,16 @@ def long_request(
     raise AssertionError("the request does not start")
 
 
-def paused_request(
-    worker: httpx.Client,
-    pool: ThreadPoolExecutor,
-    rid: str,
-    mode: str | None,
-    asked: httpx.Client | None = None,
-) -> "Future[Any]":
-    """Starts a request of 240 tokens as `long_request` does and pauses the engine before it ends.
-
-    `mode` None sends no mode, which aborts.
-    """
+def paused_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str) -> "Future[Any]":
+    """Starts a request of 240 tokens as `long_request` does and pauses the engine before it ends."""
     limit = time.monotonic() + LIMIT_S
     while time.monotonic() < limit:
-        future = long_request(worker, pool, rid, asked)
-        response = worker.post("/pause_generation", json={"mode": mode} if mode else {})
+        future = long_request(worker, pool, rid)
+        response = worker.post("/pause_generation", json={"mode": "retract"})
         assert response.status_code == 200, response.text
-        if mode in ("retract", "in_place"):
-            while not future.done():
-                if _load(worker, "num_running_reqs", "num_waiting_reqs"):
-                    return future
-        elif future.result(LIMIT_S)["meta_info"]["finish_reason"]["type"] != "length":
-            return future
+        while not future.done():
+            if _load(worker, "num_running_reqs", "num_waiting_reqs"):
+                return future
         _check(future.result())  # on a busy machine, the request may end before the pause
         worker.post("/continue_generation", json={})
     raise AssertionError("the request always ends before the pause")

@@ -1,7 +1,7 @@
-"""The real `/metrics` pages of every app, and the table in docs/reference/metrics.md that is
-generated from them.
+"""The real `/metrics` pages of every app, and the tables in docs/reference/metrics.md: the one
+generated from them, and that of the numbers of a step.
 
-`python -m tests.support.metrics_pages` writes the table into the document.
+`python -m tests.support.metrics_pages` writes the tables into the document.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import httpx
 
 from tests.support.apps import SERVICES, make, tiny
 from tests.support.paths import ROOT
+from trainer.observe.metrics import METRICS
 
 DOCUMENT = ROOT / "docs" / "reference" / "metrics.md"
 TITLES = {
@@ -27,6 +28,7 @@ TITLES = {
     "engine": "rollout-engine (the embedded one)",
     "trainer": "ppo-trainer (rank 0)",
 }
+_STEP_TABLE = re.compile(r"(<!-- step -->\n)(.*)(<!-- end of step -->)", re.DOTALL)
 _TABLE = re.compile(r"(<!-- table -->\n).*(<!-- end of table -->)", re.DOTALL)
 
 
@@ -103,6 +105,23 @@ def _cell(text: str) -> str:
     return text.rstrip(".").replace("|", "\\|")
 
 
+def step_table() -> str:
+    """Formats the numbers of a step in Markdown, by section of the dashboard."""
+    lines = ["| number | unit | what it says | chart | gauge |", "|---|---|---|---|---|"]
+    for metric in METRICS:
+        gauge = f"`rlhf_trainer_{metric.gauge}`" if metric.gauge else ""
+        cells = [f"`{metric.name}`", metric.unit, _cell(metric.text), _cell(metric.chart), gauge]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def step_table_documented() -> str:
+    """Returns that table in the document."""
+    match = _STEP_TABLE.search(DOCUMENT.read_text(encoding="utf-8"))
+    assert match, f"{DOCUMENT} has no table of the numbers of a step"
+    return match[2]
+
+
 def documented() -> str:
     """Returns the table in the document."""
     match = _TABLE.search(DOCUMENT.read_text(encoding="utf-8"))
@@ -118,9 +137,9 @@ def main() -> None:
     """Writes the table into the document."""
     with TemporaryDirectory() as directory:
         made = table(asyncio.run(pages(ROOT / ".cache" / "tiny-base", Path(directory))))
-    DOCUMENT.write_text(
-        _TABLE.sub(lambda _: framed(made), DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    text = _TABLE.sub(lambda _: framed(made), DOCUMENT.read_text(encoding="utf-8"))
+    text = _STEP_TABLE.sub(lambda match: match[1] + step_table() + match[3], text)
+    DOCUMENT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,7 @@ class PaperUpdate:
 
     Args:
         model, reference: the policy before the update, and the reference model.
-        weights: the importance weight of each group; `reused` tells whether it was trained on
-            before.
+        weights: the importance weight of each group.
         values: the critic's values [L] for every completion.
         kl_coef: the KL coefficient, as adapted so far.
         step: the weight version of the policy.
@@ -70,7 +69,6 @@ class PaperUpdate:
         config: Config,
         groups: Sequence[Group],
         weights: Sequence[float],
-        reused: Sequence[bool],
         values: Sequence[Tensor],
         kl_coef: float,
         step: int,
@@ -79,17 +77,16 @@ class PaperUpdate:
         self.algorithm = config.algorithm
         reference = copy.deepcopy(reference).double()
         self.rows: list[Row] = []
-        for group, weight, old in zip(groups, weights, reused, strict=True):
+        for group, weight in zip(groups, weights, strict=True):
             for completion in group.completions:
                 prompt = torch.from_numpy(group.prompt_token_ids).long()
                 tokens = torch.from_numpy(completion.token_ids).long()
                 start = self.score(self.model, prompt, tokens)[0].detach()
-                own = old and not config.replay.corrected
                 self.rows.append(
                     Row(
                         prompt,
                         tokens,
-                        start if own else torch.from_numpy(completion.logprobs).double(),
+                        torch.from_numpy(completion.logprobs).double(),
                         start,
                         self.score(reference, prompt, tokens)[0].detach()
                         if self.algorithm.kl_coef

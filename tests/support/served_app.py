@@ -14,8 +14,8 @@ from tests.support.apps import make, tiny
 SMALL = (
     "--algorithm.name",
     "ppo",
-    "--reward.math_timeout_s",
-    "0.5",
+    "--reward.functions",
+    '{"name": "math", "timeout_s": 0.5}',
     "--max_body_mb",
     "1",
     "--data.curriculum",

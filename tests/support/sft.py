@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from common.process.run_lock import RunLock
@@ -20,8 +19,6 @@ from trainer.sft.run import TASK, SftRun
 def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
     """Trains in this process; returns the last checkpoint. Raises ConfigError or another
     ServiceError on failure."""
-    if config.trainer.num_threads:
-        torch.set_num_threads(config.trainer.num_threads)
     assert config.trainer.run_dir is not None
     with RunLock.of_new_run(config.trainer.run_dir, TASK) as lock, ExitStack() as stack:
         return SftRun(config, Ranks.alone(config.trainer), lock, examples, console, stack).train()

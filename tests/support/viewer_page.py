@@ -13,9 +13,8 @@ from trainer.server import BackgroundServer
 @contextmanager
 def served(*directories: Path) -> Iterator[str]:
     """Serves the page for these run directories; yields its address."""
-    with BackgroundServer(
-        create_dashboard_app([RunReader(directory) for directory in directories]), "127.0.0.1", 0
-    ) as server:
+    runs = [RunReader(directory) for directory in directories]
+    with BackgroundServer(create_dashboard_app(lambda: runs), "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.port}/dashboard/"
 
 

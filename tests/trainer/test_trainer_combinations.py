@@ -21,8 +21,6 @@ SECTIONS = ("algorithm", "lora", "sampling", "evaluation", "reward", "replay", "
 ELSEWHERE = frozenset(
     # they need programs to grade, a teacher, or a compiler
     (
-        "reward.code_sandbox",
-        "reward.code_partial_credit",
         "algorithm.name opd",
         "algorithm.advantage none",
         "trainer.compile",
@@ -61,16 +59,17 @@ VALUES = {
     "replay.max_times_sampled": (1, 3),
     "replay.priority": ("advantage", "reward"),
     "replay.reuse_ratio": (0.25, 0.5),
-    "reward.functions": (["math", "length"], ["repetition"]),
-    "reward.length_hard_chars": (5000,),
-    "reward.weights": ({"math": 0.4}, {"math": 2, "length": 0.1}),
-    "sampling.completion_timeout_s": (0.05,),
+    "reward.functions": (
+        ["math", "length"],
+        ["repetition"],
+        [{"name": "math", "weight": 0.4}],
+        [{"name": "math", "weight": 2}, {"name": "length", "weight": 0.1, "hard_chars": 5000}],
+    ),
     "sampling.group_size": (1, 2, 5),
     "sampling.max_new_tokens": (6, 24),
     "sampling.min_new_tokens": (2, 6),
     "sampling.min_p": (0.05,),
     "sampling.prefill": ("<think>",),
-    "sampling.max_thinking_tokens": (3,),
     "sampling.stop": (["+"], ["1"]),
     "sampling.stop_token_ids": ([5],),
     "sampling.system_prompt": ("Be brief.",),

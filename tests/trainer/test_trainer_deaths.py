@@ -123,11 +123,11 @@ def test_an_engine_that_dies_of_new_weights_ends_the_run(
     batch."""
     load, loads = Scheduler.update_weights, list[str | None]()
 
-    def third(self: Scheduler, source: Any, version: str | None, flush_cache: bool) -> int:
+    def third(self: Scheduler, source: Any, version: str | None) -> None:
         loads.append(version)
         if len(loads) == 3:
             raise MemoryError("no memory for the new weights")
-        return load(self, source, version, flush_cache)
+        load(self, source, version)
 
     monkeypatch.setattr(Scheduler, "update_weights", third)
     config = settings("--trainer.max_staleness", staleness, "--trainer.max_steps", "6")

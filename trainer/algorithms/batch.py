@@ -55,9 +55,6 @@ class Row:
     """Whether the policy about to be updated sampled the whole completion."""
     counts: bool
     """Whether it counts in the loss and its normalisers."""
-    corrected: bool
-    """False for a reused row that counts as sampled by the policy about to be updated
-    (`replay.corrected` false)."""
     turns: Sequence[tuple[int, float]] = ()
     """Number of trained tokens and reward of each answer of an episode."""
     sampled: Sampled | None = None
@@ -175,15 +172,6 @@ class Batch:
             for row, values, returns in zip(self.rows, self.values, self.returns, strict=True)
         ]
 
-    def rollout_logprobs(self, row: int) -> Float32:
-        """Returns [L] under the policy that sampled the row, or is treated as if it did
-        (`Row.corrected`).
-        """
-        if self.rows[row].corrected:
-            return self.rows[row].rollout_logprobs
-        assert self.old_logprobs is not None
-        return self.old_logprobs[row]
-
     def start_logprobs(self) -> Column:
         """Returns [L] for each row under the policy before the update: the trainer's if computed,
         else the engine's.
@@ -241,7 +229,6 @@ def _row(
         weight=item.weight,
         current=completion.weight_version == step,
         counts=not (config.algorithm.mask_truncated and truncated),
-        corrected=config.replay.corrected or not item.reused,
         turns=turns,
         sampled=Sampled.of(item.group, completion),
     )
@@ -318,7 +305,7 @@ class MicroBatch:
         micro = cls(
             tokens=lay_out(layout, rows),
             targets=concatenated([row.targets for row in rows]).long(),
-            rollout_logprobs=concatenated([batch.rollout_logprobs(i) for i in numbers]),
+            rollout_logprobs=concatenated([batch.rows[i].rollout_logprobs for i in numbers]),
             old_logprobs=selected(batch.old_logprobs),
             ref_logprobs=selected(batch.ref_logprobs),
             advantages=advantages,

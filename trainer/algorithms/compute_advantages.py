@@ -237,7 +237,8 @@ def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Te
         for name, score in own.items():
             scores.setdefault(name, [math.nan] * len(completions))[i] = score
 
-    weights = [config.reward.weights.get(name, 1.0) for name in scores]
+    weight_by_name = config.reward.weights
+    weights = [weight_by_name.get(name, 1.0) for name in scores]
     weights += [1.0] * len(shaping)
     components = [torch.tensor(list(scores.values())), *(penalty[None] for penalty in shaping)]
     return torch.cat(components), torch.tensor(weights)

@@ -49,7 +49,8 @@ def choose_engine(engine: str | Sequence[str], config: TrainerConfig) -> str | l
                 value=url,
                 remedy="name every server only once",
             )
-    if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":
+    rank = config.settings.get("lora.rank") or 0
+    if int(rank) and config.settings.get("lora.publish") != "merged":  # a number or its text
         raise ConfigError(
             "a server that this trainer did not start may not accept adapters",
             field="engine",

@@ -170,7 +170,7 @@ class ModelEvaluator:
             )
         names = [function.name for function in rewards]
         weight_by_name = dict(zip(names, weights, strict=True))
-        section = RewardSection().model_copy(update={"weights": weight_by_name})
+        section = RewardSection().for_objects(weight_by_name)
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
             return loop.call(self._evaluate(prompts, rewards, k, section))
 
@@ -259,10 +259,8 @@ def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
     itself.
     """
     for name in settings:
-        unsent = (
-            name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
-            or (name == "model.chat_template" and config.model.chat_template != OWN)
-            or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False)
+        unsent = (name == "model.chat_template" and config.model.chat_template != OWN) or (
+            name == "sampling.prefill" and PromptStyle.of(config).chat is not False
         )
         if unsent:
             raise ConfigError(

@@ -203,9 +203,7 @@ class OnlineRLTrainer:
             rounds=rounds,
             engine=self._engine,
         )
-        settings.reward = settings.reward.model_copy(
-            update={"weights": self._weights, "functions": list(self._weights)}
-        )
+        settings.reward = settings.reward.for_objects(self._weights)
         self._callbacks.begin(count)
         try:
             with self._own_names():

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, get_args
 
-import yaml
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError, ServiceError
 from common.prompts.templates import check_prompts
 from common.settings.config import from_mapping, names
 from common.settings.sections import DataSection
-from common.settings.sources import is_list
+from common.settings.sources import read_text
 from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
 
@@ -71,19 +70,13 @@ def setting(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME=VALUE: write it like algorithm.entropy_coef=0.001"
         )
-    try:
-        read = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise argparse.ArgumentTypeError(
-            f"the value of {text!r} is not valid YAML: put it in quotes"
-        ) from None
     known = names().get(name)
-    if known is not None and known.annotation is str:
+    if known is None:
         return name, value
-    with_commas = known is not None and is_list(known) and not isinstance(read, list)
-    if with_commas:
-        return name, [part.strip() for part in value.split(",")]
-    return name, read
+    try:
+        return name, read_text(known, value, name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{error.message}: {error.remedy}") from None
 
 
 def problems(

@@ -4,6 +4,7 @@ import html
 import math
 import re
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from common.errors import ServiceError
 from common.process.cli import CommandParser, run
 from common.process.storage import storing
 from trainer.dashboard.app import STATIC
-from trainer.dashboard.columns import notes
-from trainer.dashboard.jsonl import JsonlReader
+from trainer.dashboard.jsonl import JsonlReader, parsed
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import read_group, recorded_steps
@@ -24,7 +24,7 @@ examples:
   python -m trainer.report runs/my-run                    # writes runs/my-run/report.html
   python -m trainer.report runs/my-run --output mine.html
 """
-_MODULES = ("dom", "address", "data", "charts", "overview", "runs", "settings", "report")
+_MODULES = ("dom", "address", "data", "charts", "runs", "overview", "settings", "report")
 """JavaScript modules of the page, each after those it imports."""
 _POINTS = 300
 """Points of a chart, which keep a report below 1 MB whatever the length of the run."""
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     arguments = parser().parse_args(argv)
     path: Path = arguments.output or arguments.run_dir / "report.html"
-    text = report(RunList([arguments.run_dir])[0])
+    text = report(RunList([arguments.run_dir])()[0])
     with storing(path.name, path, "--output", "name another file"):
         path.write_text(text, encoding="utf-8")
     print(f"report: {path}")
@@ -95,14 +95,11 @@ def report(shown: RunReader) -> str:
         del series["low"], series["high"]
     newest = series["newest"]
     steps = "no step" if newest is None else f"{newest:,} steps"
-    all_notes = []
-    for line in shown.steps():
-        all_notes += [{"step": line["step"], **note} for note in notes(line)]
     content = {
         "run": summary.model_dump(),
         "facts": shown.facts(),
         "series": series,
-        "notes": all_notes[-_SHOWN_NOTES:],
+        "notes": shown.notes()[-_SHOWN_NOTES:],
         "answers": _answers(shown.directory / "evaluations.jsonl"),
         "samples": _samples(shown.directory),
         "problems": shown.problems,
@@ -186,12 +183,11 @@ def _answers(path: Path) -> list[dict[str, Any]]:
     """Returns answers of the first and the last evaluation to the same problems, those with a
     changed verdict first.
     """
-    lines = JsonlReader(path)
-    offsets = [offset for offset, _ in lines.read()]
-    if len(offsets) < 2:
-        return []
-    before = _answers_by_prompt(lines.at(offsets[0]))
-    after = _answers_by_prompt(lines.at(offsets[-1]))
+    lines = JsonlReader(path, parsed).read()
+    first = next(lines, {})
+    newest = deque(lines, maxlen=1)
+    before = _answers_by_prompt(first)
+    after = _answers_by_prompt(newest[0] if newest else {})
     changed: list[dict[str, Any]] = []
     same: list[dict[str, Any]] = []
     for prompt_id, old in before.items():
@@ -210,10 +206,10 @@ def _answers(path: Path) -> list[dict[str, Any]]:
     return [*changed, *same][:_SHOWN_ANSWERS]
 
 
-def _answers_by_prompt(evaluation: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+def _answers_by_prompt(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the complete answers of an evaluation by the id of the prompt."""
     fields = {"prompt_id", "prompt", "ground_truth", "response", "correct"}
-    answers = evaluation.get("answers") if evaluation else None
+    answers = evaluation.get("answers")
     found = {}
     for answer in answers if isinstance(answers, list) else []:
         if isinstance(answer, dict) and fields <= answer.keys():

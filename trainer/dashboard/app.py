@@ -2,7 +2,6 @@
 
 import logging
 import mimetypes
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from trainer.dashboard.groups import add_groups
 from trainer.dashboard.health import Health, ServiceHealth
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.run_facts import MAX_NOTE_CHARS, write_note
+from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader, RunSummary
 
 STATIC = Path(__file__).parent / "static"
@@ -54,7 +54,7 @@ class Note(BaseModel):
     text: str = Field(max_length=MAX_NOTE_CHARS)
 
 
-def create_dashboard_app(runs: Sequence[RunReader]) -> FastAPI:
+def create_dashboard_app(runs: Runs) -> FastAPI:
     """Returns the app that shows run directories, including new steps of runs that other processes
     train.
     """
@@ -66,7 +66,7 @@ def create_dashboard_app(runs: Sequence[RunReader]) -> FastAPI:
 
 def add_dashboard(
     app: FastAPI,
-    runs: Sequence[RunReader],
+    runs: Runs,
     health: Health | None = None,
     replay: Replay | None = None,
 ) -> None:
@@ -77,11 +77,7 @@ def add_dashboard(
     add_groups(app, runs, replay)
 
     async def run_of(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
-        if run >= len(runs):
-            raise NotFound(
-                "there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}"
-            )
-        return runs[run]
+        return run_at(runs, run)
 
     AskedRun = Annotated[RunReader, Depends(run_of)]
     answers = described(answer=OBJECT, fails=(404,))
@@ -89,7 +85,7 @@ def add_dashboard(
     @app.get("/dashboard/api/runs")
     def all_runs() -> list[RunSummary]:
         """Lists the run directories."""
-        return [run.summary(i) for i, run in enumerate(runs)]
+        return [run.summary(i) for i, run in enumerate(runs())]
 
     @app.get("/dashboard/api/facts", **answers)
     def facts(run: AskedRun) -> Response:
@@ -99,18 +95,15 @@ def add_dashboard(
     @app.get("/dashboard/api/series", **answers)
     def series(
         run: AskedRun,
-        after: _Step = 0,
-        generation: Annotated[int, Query(ge=-1, lt=2**31)] = -1,
-        evaluations: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+        known: Annotated[int, Query(ge=-1, lt=2**53)] = -1,
         points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 600,
         first: _Step = 0,
         last: _Step = 2**53 - 1,
     ) -> Response:
-        """Returns all numbers of the steps after `after`, or of all steps, merged to at most
-        `points` points.
+        """Returns all numbers of the steps, merged to at most `points` points, unless the caller
+        has the `known` generation.
         """
-        found = run.series(after, generation, evaluations, points=points, first=first, last=last)
-        return _json(found)
+        return _json(run.series(known, points, first=first, last=last))
 
     @app.get("/dashboard/api/steps/{step}", **answers)
     def one_step(run: AskedRun, step: Annotated[int, PathParameter(ge=0, lt=2**53)]) -> Response:

@@ -8,7 +8,20 @@ from common.errors import NotFound, ServiceError
 from common.wire.codec import group_json
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.tokens import TokenTexts
-from trainer.observe.group_files import read_group, recorded_steps
+from trainer.observe.group_files import read_group
+
+_GROUP = ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "metadata")
+_COMPLETION = (
+    "text",
+    "token_ids",
+    "reward",
+    "finish_reason",
+    "weight_versions",
+    "extracted_answer",
+    "mask",
+    "episode",
+)
+"""What is passed on as it is."""
 
 
 def group_detail(
@@ -36,18 +49,8 @@ def group_detail(
     if isinstance(texts, ServiceError):
         missing.append(f"the texts of tokens: {texts.message}")
     return {
-        "id": content["id"],
-        "prompt_id": content["prompt_id"],
-        "prompt": content["prompt"],
-        "ground_truth": content["ground_truth"],
-        "epoch": content["epoch"],
-        "position": content["position"],
-        "metadata": content["metadata"],
-        "step": row["step"],
-        "reused": row["reused"],
-        "reason": row["reason"],
-        "detail": row["detail"],
-        "marks": row["marks"],
+        **{name: content[name] for name in _GROUP},
+        **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
         "source": source,
         "missing": missing,
         "created_at": content["created_at"] or None,
@@ -66,11 +69,7 @@ def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any
     if texts is not None and item.get("prompt_ids") is not None:
         prompt_tokens = texts.texts(item["prompt_ids"])
     return {
-        "text": item["text"],
-        "token_ids": item["token_ids"],
-        "reward": item["reward"],
-        "finish_reason": item["finish_reason"],
-        "weight_versions": item["weight_versions"],
+        **{name: item.get(name) for name in _COMPLETION},
         "logprobs": _shown(item["logprobs"], mask),
         "tokens": None if texts is None else texts.texts(item["token_ids"]),
         "special": [] if texts is None else texts.special(item["token_ids"]),
@@ -80,10 +79,7 @@ def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any
         "correct": item["correct"] if graded and item.get("verified", True) else None,
         "status": item["status"] if graded or item["status"] != "ok" else None,
         "components": item.get("components", {}),
-        "extracted_answer": item["extracted_answer"],
-        "mask": mask,
         "turns": [[turn["start"], turn["end"]] for turn in item.get("turns") or []],
-        "episode": item.get("episode"),
         "prompt_tokens": prompt_tokens,
     }
 
@@ -116,7 +112,10 @@ def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None
     except ServiceError as error:
         return None, f"{error.message} ({error.value})"
     if content is None:
-        return None, _why_not_here(run_dir, row["step"])
+        return None, (
+            f"groups/ has no file of step {row['step']}: it was removed to make room "
+            "(trainer.keep_groups_mb), is not written yet, or never was"
+        )
     if content["id"] != row["id"]:
         return None, f"the file of step {row['step']} belongs to another attempt"
     return content, ""
@@ -141,21 +140,3 @@ def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[s
         remedy="raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups "
         "while the run is going on",
     )
-
-
-def _why_not_here(run_dir: Path, step: int) -> str:
-    steps = recorded_steps(run_dir)
-    if not steps:
-        return (
-            "the run directory has no complete groups (trainer.keep_groups_mb is 0, or an older "
-            "version wrote the run)"
-        )
-    oldest = min(steps)
-    if step < oldest:
-        return (
-            f"the groups of step {step} were removed (trainer.keep_groups_mb); the oldest left are "
-            f"of step {oldest}"
-        )
-    if step > max(steps):
-        return f"the groups of step {step} are not written yet, or the run ended before they were"
-    return f"the file of step {step} is missing"

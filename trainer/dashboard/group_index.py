@@ -6,31 +6,29 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import orjson
+from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import ServiceError
 from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.texts import Place
-from trainer.observe.group_files import LINES
+from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.run_dir import ATTEMPTS, run_ids
 
 _REPLAY_EVERY_S = 2.0
-_ROWS_AT_ONCE = 1000
 _EXCERPT_CHARS = 200
-_NEWEST_BYTES = 256 << 10
-"""Bytes at the end of a long file that are read first: a page starts with the newest groups."""
 _SCHEMA = """
 CREATE TABLE groups (
     step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER,
-    oldest INTEGER, newest INTEGER, reward REAL, rewards TEXT, correct INTEGER,
-    completions INTEGER, tokens INTEGER, lengths TEXT, advantage REAL, delta REAL,
-    marks TEXT NOT NULL, reused INTEGER, reason TEXT, detail TEXT
+    reward REAL, tokens INTEGER, advantage REAL, delta REAL, reason TEXT,
+    marks TEXT NOT NULL, shown TEXT NOT NULL
 );
 CREATE INDEX by_id ON groups (id, step);
 CREATE INDEX by_prompt ON groups (prompt_id, step);
@@ -39,29 +37,13 @@ CREATE TABLE prompts (
     prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL
 ) WITHOUT ROWID;
 """
-_COLUMNS = (
-    "step",
-    "place",
-    "id",
-    "prompt_id",
-    "position",
-    "oldest",
-    "newest",
-    "reward",
-    "rewards",
-    "correct",
-    "completions",
-    "tokens",
-    "lengths",
-    "advantage",
-    "delta",
-    "marks",
-    "reused",
-    "reason",
-    "detail",
+_INSERT = """
+INSERT INTO groups VALUES (
+    :step, :place, :id, :prompt_id, :position, :reward,
+    :tokens, :advantage, :delta, :reason, :marks, :shown
 )
-_INSERT = f"INSERT INTO groups VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
-_SHOWN = ", ".join(_COLUMNS).replace("prompt_id", "prompt_id, excerpt AS prompt")
+"""
+_SHOWN = "shown, excerpt"
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = (
     "unparsable",
@@ -88,7 +70,7 @@ _MARKS = (
 replay-buffer."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 _Row = dict[str, Any]
-"""A row of the table `groups`, by `_COLUMNS`."""
+"""What the page gets of a group."""
 
 
 class Query(BaseModel):
@@ -121,16 +103,11 @@ class GroupIndex:
         self._replay = replay
         self._lock = threading.Lock()
         self._run_dir = run_dir
-        self._lines = JsonlReader(run_dir / LINES)
+        self._lines = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._db.row_factory = sqlite3.Row
         self._db.executescript(_SCHEMA)
-        self._prompts: set[str] = set()
-        """Ids of the prompts whose text is stored."""
         self._left: dict[str, int] | None = None
         self._asked_at = -_REPLAY_EVERY_S
-        self._waiting: list[_Row] = []
-        """A row for each group that waits in the replay-buffer."""
         self._replay_problem = ""
 
     def search(
@@ -220,73 +197,54 @@ class GroupIndex:
         end = time.monotonic() + patience_s
         with self._db:
             self._db.execute("BEGIN")
-            replaced = self._lines.replaced()
-            if replaced:
+            if self._lines.replaced():
                 self._db.execute("DELETE FROM groups")
-            rows: list[_Row] = []
-            prompts: dict[str, str] = {}
             self._left = None
-            for _, line in self._lines.read(_NEWEST_BYTES):
-                for row, prompt in _line_rows(line):
-                    rows.append(row)
-                    prompts |= prompt
-                if len(rows) >= _ROWS_AT_ONCE:
-                    self._insert(rows, prompts)
-                    rows = []
-                    prompts = {}
-                    if time.monotonic() > end:
-                        self._left = {
-                            "done": self._lines.done,
-                            "of": self._lines.path.stat().st_size,
-                        }
-                        break
-            self._insert(rows, prompts)
-            if self._read_replay() or replaced:
-                self._db.execute("DELETE FROM groups WHERE step IS NULL")
-                for row in self._waiting:
-                    known = self._db.execute("SELECT 1 FROM groups WHERE id = :id", row)
-                    if not known.fetchone():
-                        self._db.execute(_INSERT, row)
+            for line in self._lines.read():
+                self._insert(line)
+                size = self._lines.path.stat().st_size
+                if time.monotonic() > end and self._lines.done < size:
+                    self._left = {"done": self._lines.done, "of": size}
+                    break
+            if self._replay is not None and time.monotonic() - self._asked_at >= _REPLAY_EVERY_S:
+                self._read_replay(self._replay)
+            # A group waits until a step has it.
+            self._db.execute(
+                "DELETE FROM groups WHERE step IS NULL AND id IN "
+                "(SELECT id FROM groups WHERE step IS NOT NULL)"
+            )
 
-    def _insert(self, rows: list["_Row"], prompts: dict[str, str]) -> None:
-        if self._waiting:
-            self._db.executemany("DELETE FROM groups WHERE id = :id AND step IS NULL", rows)
-        self._db.executemany(_INSERT, rows)
-        new = [
-            (key, text[:_EXCERPT_CHARS], text.casefold())
-            for key, text in prompts.items()
-            if key not in self._prompts
+    def _insert(self, line: StepGroups) -> None:
+        groups = [*line.groups, *line.dropped]
+        rows = [_row(line.step, place, group) for place, group in enumerate(groups)]
+        self._db.executemany(_INSERT, map(_stored, rows))
+        prompts = [
+            (group.prompt_id, group.prompt[:_EXCERPT_CHARS], group.prompt.casefold())
+            for group in groups
+            if group.prompt_id is not None and group.prompt is not None
         ]
-        self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", new)
-        self._prompts.update(prompts)
+        self._db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?)", prompts)
 
-    def _read_replay(self) -> bool:
-        """Queries the replay-buffer at most every few seconds; returns whether it did."""
-        if self._replay is None or time.monotonic() - self._asked_at < _REPLAY_EVERY_S:
-            return False
-        problem = ""
+    def _read_replay(self, replay: Replay) -> None:
+        """Replaces the rows of the groups that wait."""
+        self._asked_at = time.monotonic()
+        self._replay_problem = ""
         listing: list[dict[str, Any]] = []
+        # A shared store has the groups of other runs too.
         prefixes: tuple[str, ...] = ()
         try:
-            listing = self._replay.listing()
-            if listing:
-                prefixes = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir))
-            if listing and not prefixes:
-                problem = (
-                    f"{ATTEMPTS} is missing, so it is not known which of them belong to this run"
-                )
-        except ServiceError as error:
-            listing = []
-            problem = error.message
-        except OSError as error:
-            listing = []
-            problem = str(error)
-        self._replay_problem = f"waiting groups are not shown: {problem}" if problem else ""
-        self._asked_at = time.monotonic()
-        # A shared store has the groups of other runs too.
-        own = [row for row in listing if row["id"].startswith(prefixes)]
-        self._waiting = list(map(_waiting_row, own))
-        return True
+            listing = replay.listing()
+            prefixes = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir))
+        except (ServiceError, OSError) as error:
+            self._replay_problem = f"waiting groups are not shown: {error}"
+        if listing and not prefixes:
+            self._replay_problem = (
+                f"waiting groups are not shown: {ATTEMPTS} is missing, so it is not known which "
+                "belong to this run"
+            )
+        self._db.execute("DELETE FROM groups WHERE step IS NULL")
+        own = [_waiting(row) for row in listing if row["id"].startswith(prefixes)]
+        self._db.executemany(_INSERT, map(_stored, own))
 
 
 def _where(query: Query) -> tuple[str, list[Any]]:
@@ -321,106 +279,59 @@ def _where(query: Query) -> tuple[str, list[Any]]:
     return " AND ".join(terms), values
 
 
-def _line_rows(line: dict[str, Any]) -> Iterator[tuple[_Row, dict[str, str]]]:
-    """Yields the rows of a line, each with its prompt by id; skips malformed entries."""
-    step = _whole(line.get("step"))
-    if step is None:
-        return
-    entries = [*_items(line.get("groups")), *_items(line.get("dropped"))]
-    for place, entry in enumerate(entries):
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
-            prompt_id = _text(entry.get("prompt_id"))
-            prompt = _text(entry.get("prompt"))
-            prompts = {} if prompt_id is None or prompt is None else {prompt_id: prompt}
-            yield _line_row(step, place, entry), prompts
-
-
-def _line_row(step: int, place: int, entry: dict[str, Any]) -> _Row:
-    versions = _items(entry.get("versions"))
-    lengths = list(map(_whole, _items(entry.get("tokens"))))
-    known_lengths = [length for length in lengths if length is not None]
-    rewards = list(map(_number, _items(entry.get("rewards"))))
-    cause = _text(entry.get("reason"))
-    reused = bool(entry.get("reused"))
-
-    marks = list(filter(None, map(_text, _items(entry.get("marks")))))
-    if reused:
+def _row(step: int | None, place: int | None, group: GroupSummary) -> _Row:
+    oldest, newest = group.versions or (None, None)
+    marks = [*group.marks]
+    if group.reused:
         marks.append("reused")
-    if cause:
-        marks += ["dropped", cause]
+    if group.reason:
+        marks += ["dropped", group.reason]
+    completion = None
+    if group.first is not None:
+        completion = {"number": 1, "reward": group.rewards[0], **asdict(group.first)}
     return {
         "step": step,
         "place": place,
-        "id": entry["id"],
-        "prompt_id": _text(entry.get("prompt_id")),
-        "position": _whole(entry.get("position")),
-        "oldest": _whole(versions[0]) if versions else None,
-        "newest": _whole(versions[-1]) if versions else None,
-        "reward": _number(entry.get("reward")),
-        "rewards": _packed(rewards),
-        "correct": _whole(entry.get("correct")),
-        "completions": len(lengths) if "tokens" in entry else None,
-        "tokens": max(known_lengths, default=None),
-        "lengths": _packed(known_lengths),
-        "advantage": _number(entry.get("advantage")),
-        "delta": _number(entry.get("delta")),
-        "marks": _marked(marks),
-        "reused": reused,
-        "reason": cause or None,
-        "detail": _text(entry.get("detail")) or None,
+        "id": group.id,
+        "prompt_id": group.prompt_id,
+        "position": group.position,
+        "oldest": oldest,
+        "newest": newest,
+        "reward": group.reward,
+        "rewards": group.rewards,
+        "correct": group.correct,
+        "completions": None if group.tokens is None else len(group.tokens),
+        "tokens": max(group.tokens or (), default=None),
+        "lengths": group.tokens or [],
+        "advantage": group.advantage,
+        "delta": group.delta,
+        "marks": marks,
+        "reused": group.reused,
+        "reason": group.reason or None,
+        "detail": group.detail or None,
+        "completion": completion,
     }
 
 
-def _waiting_row(group: dict[str, Any]) -> _Row:
+def _waiting(group: dict[str, Any]) -> _Row:
     """Returns the row of a group in the replay-buffer's listing."""
-    row: _Row = dict.fromkeys(_COLUMNS)
-    row["id"] = group["id"]
-    row["prompt_id"] = group["prompt_id"]
-    row["position"] = group["position"]
-    row["oldest"] = group["version"]
-    row["reward"] = group["mean_reward"]
-    row["rewards"] = "[]"
-    row["correct"] = group["correct"]
-    row["completions"] = group["completions"]
-    row["lengths"] = "[]"
-    row["marks"] = _marked(["waiting"])
-    row["reused"] = False
-    return row
+    summary = GroupSummary(
+        id=group["id"],
+        prompt_id=group["prompt_id"],
+        position=group["position"],
+        versions=(group["version"], group["version"]),
+        reward=group["mean_reward"],
+        correct=group["correct"],
+        marks=["waiting"],
+    )
+    return {**_row(None, None, summary), "completions": group["completions"]}
 
 
-def _shown(row: sqlite3.Row) -> dict[str, Any]:
-    """Converts a row to the response's format: lists and booleans instead of text and numbers."""
-    shown = dict(row)
-    for name in ("rewards", "lengths"):
-        shown[name] = orjson.loads(shown[name])
-    shown["marks"] = [mark for mark in shown["marks"].split("|") if mark]
-    shown["reused"] = bool(shown["reused"])
-    return shown
+def _stored(row: _Row) -> dict[str, Any]:
+    marks = "".join(f"{mark}|" for mark in row["marks"])
+    return {**row, "marks": f"|{marks}", "shown": orjson.dumps(row)}
 
 
-def _packed(numbers: list[Any]) -> str:
-    return orjson.dumps(numbers).decode()
-
-
-def _marked(marks: Iterable[str]) -> str:
-    return "|" + "".join(f"{mark}|" for mark in marks)
-
-
-def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _number(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if abs(value) < 1e300 else None
-
-
-def _whole(value: object) -> int | None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return value if abs(value) < 2**53 else None
+def _shown(row: tuple[bytes, str | None]) -> _Row:
+    content: _Row = orjson.loads(row[0])
+    return {**content, "prompt": row[1]}

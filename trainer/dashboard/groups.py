@@ -2,7 +2,6 @@
 
 import math
 import threading
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -15,13 +14,13 @@ from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
 from trainer.dashboard.replay import Replay
+from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.texts import Place, Texts
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
-"""Time that one call spends reading new groups; the next call continues. The first call returns
-early."""
+"""Time that one call spends reading new groups; the next call continues."""
 
 
 class RunGroups:
@@ -34,7 +33,6 @@ class RunGroups:
         self._texts = Texts(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
-        self._asked = False
 
     def search(self, asked: "SearchParameters") -> dict[str, Any]:
         """Returns a page of groups, each with an excerpt of its first completion, or of one with
@@ -45,15 +43,13 @@ class RunGroups:
         if asked.text:
             hits, searching = self._texts.search(asked.text)
         around = None
-        patience_s = _AT_ONCE_S if self._asked else 0.0
+        patience_s = _AT_ONCE_S
         if asked.around is not None:
             around = (asked.around, asked.around_step)
             patience_s = math.inf
-        self._asked = True
         total, offset, rows = self.index.search(
             asked, asked.limit, asked.offset, hits=hits, around=around, patience_s=patience_s
         )
-        self._texts.add_excerpts(rows)
         for row in rows:
             hit = hits.get((row["step"], row["place"]))
             if hit is not None and hit["id"] == row["id"]:
@@ -99,19 +95,16 @@ class SearchParameters(Query):
     around_step: Whole | None = None
 
 
-def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = None) -> None:
+def add_groups(app: FastAPI, runs: Runs, live: Replay | None = None) -> None:
     """Adds the calls to an app; `live` is the first run's replay-buffer while it trains."""
-    known: dict[int, RunGroups] = {}
+    known: dict[RunReader, RunGroups] = {}
     lock = threading.Lock()
 
-    def groups_of(run: int) -> RunGroups:
-        if run >= len(runs):
-            raise NotFound(
-                "there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}"
-            )
+    def groups_of(index: int) -> RunGroups:
+        run = run_at(runs, index)
         with lock:
             if run not in known:
-                known[run] = RunGroups(runs[run], live if run == 0 else None)
+                known[run] = RunGroups(run, live if index == 0 else None)
             return known[run]
 
     answers = described(answer=OBJECT, fails=(404,))

@@ -66,6 +66,7 @@ class _Target:
     client: Client
     check: Check
     engine: Client | None = None
+    """The engine of a rollout node, whose agent the client calls."""
     state: str = ""
     since: float = 0.0
 
@@ -87,73 +88,66 @@ class Health:
         self._topology = topology
         self._nodes = nodes
         self._version = version
-        self._rollout: list[_Target] = []
-        self._others: list[_Target] = []
-        self._environments = 0
-        """Number of known nodes of the environment-server."""
+        self._targets: dict[str, _Target] = {}
+        """All nodes by name: one that was seen is checked forever."""
+        self._environments = 1
         self._lock = asyncio.Lock()
         self._answer: tuple[float, list[ServiceHealth]] = (-_FRESH_S, [])
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Creates the targets for the block; closes their connections at the end."""
-        config = self._config
-        self._others = [
-            self._target("router", ROLLOUT, config.rollout.router_port, check=_check_router),
-            self._target(DATA, DATA, config.data.port, check=_check_data),
-            self._target(REWARD, REWARD, config.reward.port, check=_check_reward),
-            self._target(REPLAY, REPLAY, config.replay.port, check=_check_replay),
-        ]
-        if config.algorithm.needs_critic and config.critic.location == "server":
-            critic = self._target(CRITIC, CRITIC, config.critic.port, check=_check_critic)
-            self._others.append(critic)
-        self._environments = 0
-        if config.environment.name:
-            self._add_environments(1)
+        """Closes the connections at the end of the block."""
         try:
             yield
         finally:
-            for target in (*self._rollout, *self._others):
+            for target in self._targets.values():
                 for client in (target.client, target.engine):
                     if client is not None:
                         await client.close()
-            self._rollout = []
-            self._others = []
+            self._targets = {}
 
     async def ask(self) -> list[ServiceHealth]:
         """Returns the health of the trainer, the rollout nodes and the services, in this order."""
         async with self._lock:
             if time.monotonic() - self._answer[0] >= _FRESH_S:
-                # A node once seen is checked forever.
-                for node in range(len(self._rollout), self._nodes()):
-                    self._rollout.append(self._node(node))
-                found = await asyncio.gather(*map(_check, (*self._rollout, *self._others)))
+                self._find()
+                # Rollout nodes first, whenever they appeared.
+                targets = sorted(self._targets.values(), key=lambda target: target.engine is None)
+                found = await asyncio.gather(*map(_check, targets))
                 self._answer = (time.monotonic(), [self._trainer(), *found])
             return self._answer[1]
 
-    def _target(self, name: str, task: str, port: int, check: Check) -> _Target:
-        return _Target(name, Client(name, self._topology.url(task, port)), check)
-
-    def _node(self, node: int) -> _Target:
-        name = f"{ROLLOUT}-{node}"
-        rollout = self._config.rollout
-        agent = Client(name, self._topology.url(ROLLOUT, rollout.agent_port, node))
-        engine = Client(name, self._topology.url(ROLLOUT, rollout.engine_port, node))
-        return _Target(name, agent, check=_check_rollout_node, engine=engine)
-
-    def _add_environments(self, count: int) -> None:
-        """Adds the first `count` nodes of the environment-server; the first node reports how many
-        there are.
-        """
-        port = self._config.environment.port
-        for node in range(self._environments, count):
+    def _find(self) -> None:
+        """Adds the nodes that are known by now."""
+        config = self._config
+        rollout = config.rollout
+        for node in range(self._nodes()):
+            self._add(ROLLOUT, rollout.agent_port, _check_rollout_node, node=node)
+        self._add(ROLLOUT, rollout.router_port, _check_router, name="router")
+        self._add(DATA, config.data.port, _check_data, name=DATA)
+        self._add(REWARD, config.reward.port, _check_reward, name=REWARD)
+        self._add(REPLAY, config.replay.port, _check_replay, name=REPLAY)
+        if config.algorithm.needs_critic and config.critic.location == "server":
+            self._add(CRITIC, config.critic.port, _check_critic, name=CRITIC)
+        if config.environment.name:
             check = _service("/stats", self._environment)
-            client = Client(ENVIRONMENT, self._topology.url(ENVIRONMENT, port, node))
-            self._others.append(_Target(f"{ENVIRONMENT}-{node}", client, check))
-        self._environments = max(self._environments, count)
+            for node in range(self._environments):
+                self._add(ENVIRONMENT, config.environment.port, check, node=node)
+
+    def _add(self, task: str, port: int, check: Check, *, node: int = 0, name: str = "") -> None:
+        name = name or f"{task}-{node}"
+        if name in self._targets:
+            return
+        engine = None
+        if check is _check_rollout_node:
+            url = self._topology.url(ROLLOUT, self._config.rollout.engine_port, node)
+            engine = Client(name, url)
+        client = Client(name, self._topology.url(task, port, node))
+        self._targets[name] = _Target(name, client, check, engine=engine)
 
     def _environment(self, stats: Any) -> dict[str, Any]:
-        self._add_environments(int(stats["nodes"]))
+        # The first node reports how many there are.
+        self._environments = max(self._environments, int(stats["nodes"]))
         episodes = stats["episodes"]
         text = f"{episodes['ok']:,} episodes"
         for status, count in episodes.items():
@@ -206,15 +200,15 @@ async def _get(client: Client, path: str) -> Any:
     return response.json()
 
 
-def _service(path: str, describe: Callable[[Any], dict[str, Any]]) -> Check:
-    """Returns the check of a service: `/health`, then the fields of `ServiceHealth` that `describe`
-    finds in `path`.
+def _service(path: str, fields_of: Callable[[Any], dict[str, Any]]) -> Check:
+    """Returns the check of a service: `/health`, then the fields of `ServiceHealth` that
+    `fields_of` finds in the answer of `path`.
     """
 
     async def check(target: _Target) -> ServiceHealth:
         response = await target.client.http.get("/health", timeout=PATIENCE_S)
         if response.is_success:
-            fields = {"state": "healthy"} | describe(await _get(target.client, path))
+            fields = {"state": "healthy"} | fields_of(await _get(target.client, path))
             return ServiceHealth(name=target.name, **fields)
         if response.status_code == 401:
             raise ServiceError("it rejects the API_TOKEN of the trainer")

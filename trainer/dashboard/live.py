@@ -1,7 +1,4 @@
-"""The dashboard of the run that this process trains, mounted in the trainer's own app.
-
-`trainer.server` finds this module by name and knows no more of it than its `Dashboard`.
-"""
+"""The dashboard of the run that this process trains, mounted in the trainer's own app."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +12,7 @@ from common.process.topology import Topology
 from common.settings.config import Config
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
-from trainer.dashboard.replay import LiveReplay, Replay
+from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
 
 
@@ -38,8 +35,8 @@ class LiveDashboard:
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the page and its calls to an app whose open paths include `open_paths`."""
-        runs = [RunReader(self._run_dir, live=True)]
-        add_dashboard(app, runs, self._health, self._replay)
+        run = RunReader(self._run_dir, live=True)
+        add_dashboard(app, lambda: [run], self._health, self._replay)
 
 
 def dashboard_of_job_group(
@@ -64,4 +61,4 @@ def dashboard_of_job_group(
         loop: runs the client's calls.
     """
     health = Health(config, topology, nodes, version)
-    return LiveDashboard(run_dir, health, LiveReplay(replay, loop))
+    return LiveDashboard(run_dir, health, Replay(replay, loop))

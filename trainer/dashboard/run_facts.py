@@ -7,6 +7,8 @@ from typing import Any
 
 from common.process.storage import storing
 from common.settings.config import Config
+from trainer.rollouts.ground_truths import GROUND_TRUTHS, summary
+from trainer.trackers.base import flatten
 
 NOTE = "notes.md"
 MAX_NOTE_CHARS = 20_000
@@ -14,33 +16,31 @@ _PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
 """Settings that are specific to each run and do not affect training."""
 
 
-def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings by their full name: `{"trainer": {"port": 1}}` becomes `trainer.port`."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            for part, item in value.items():
-                found[f"{name}.{part}"] = item
-        else:
-            found[name] = value
-    return found
-
-
 @cache
 def _defaults() -> dict[str, Any]:
-    return flat(json.loads(Config().model_dump_json()))
+    return flatten(Config().model_dump(mode="json"))
 
 
-def changed_settings(config: dict[str, Any] | None) -> dict[str, Any]:
+def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that differ from this version's defaults, in the order of the file."""
-    if config is None:
-        return {}
     defaults = _defaults()
     changed = {}
-    for name, value in flat(config).items():
+    for name, value in flatten(config).items():
         if name not in _PLACES and defaults.get(name, value) != value:
             changed[name] = value
     return changed
+
+
+def unsolvable(directory: Path) -> list[str]:
+    """Returns a sentence about the problems that no answer solves; nothing without any."""
+    try:
+        found = json.loads((directory / GROUND_TRUTHS).read_bytes())
+        problems = dict(found["unsolvable"])
+        return [summary(int(found["checked"]), problems)] if problems else []
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return [f"{GROUND_TRUTHS} cannot be read: {error}"]
 
 
 def read_note(directory: Path) -> str:

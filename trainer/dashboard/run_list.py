@@ -3,11 +3,10 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
 
-from common.errors import ConfigError
+from common.errors import ConfigError, NotFound
 from trainer.dashboard.runs import RunReader
 
 _LOOK_EVERY_S = 3.0
@@ -16,25 +15,33 @@ _DEPTH = 3
 _FILES = ("config.json", "metrics.jsonl")
 
 
-def is_run(directory: Path) -> bool:
-    """Returns whether a run has written this directory."""
-    return any((directory / name).is_file() for name in _FILES)
+Runs = Callable[[], list[RunReader]]
+"""Returns the runs of a page by index."""
 
 
-class RunList(Sequence[RunReader]):
-    """Runs by index, which never changes; runs that start later are appended. Thread-safe.
+def run_at(runs: Runs, index: int) -> RunReader:
+    """Returns one of the runs. Raises NotFound."""
+    found = runs()
+    if index >= len(found):
+        raise NotFound(
+            "there is no such run", field="run", value=index, remedy=f"use 0 to {len(found) - 1}"
+        )
+    return found[index]
+
+
+class RunList:
+    """The runs in these directories, or below them. Thread-safe.
 
     Raises ConfigError for a directory that neither is nor contains a run.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._lock = threading.Lock()
-        self._looked_at = time.monotonic()
+        self._directories = directories
+        self._looked_at = 0.0
         self._runs: list[RunReader] = []
-        self._roots = [directory for directory in directories if not is_run(directory)]
         for directory in directories:
-            found = [(directory, "")] if is_run(directory) else list(_below(directory))
-            if not found:
+            if not any(_runs_in(directory)):
                 message = "there is no such run directory"
                 if directory.is_dir():
                     message = "this is not a run directory, and contains none"
@@ -45,54 +52,40 @@ class RunList(Sequence[RunReader]):
                     remedy="name the directory of a run, such as runs/NAME (it has a config.json), "
                     "or one above several",
                 )
-            for path, name in found:
-                self._add(path, name)
 
-    def _add(self, directory: Path, name: str) -> None:
-        if any(run.directory.resolve() == directory.resolve() for run in self._runs):
+    def __call__(self) -> list[RunReader]:
+        """Returns the runs; their order never changes, and runs that start later are appended."""
+        with self._lock:
+            if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+                for root in self._directories:
+                    for path in _runs_in(root):
+                        self._add(root, path)
+                self._looked_at = time.monotonic()
+            return self._runs
+
+    def _add(self, root: Path, path: Path) -> None:
+        if any(run.directory.resolve() == path.resolve() for run in self._runs):
             return
+        name = path.resolve().name if path == root else str(path.relative_to(root))
         taken = {run.name for run in self._runs}
-        name = name or directory.resolve().name
         if name in taken:
-            name = "/".join(directory.resolve().parts[-2:])
+            name = "/".join(path.resolve().parts[-2:])
         unique = name
         number = 1
         while unique in taken:
             number += 1
             unique = f"{name} ({number})"
-        self._runs.append(RunReader(directory, name=unique))
-
-    def _look(self) -> None:
-        with self._lock:
-            if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
-                return
-            for root in self._roots:
-                for directory, name in _below(root):
-                    self._add(directory, name)
-            self._looked_at = time.monotonic()
-
-    def __len__(self) -> int:
-        self._look()
-        return len(self._runs)
-
-    @overload
-    def __getitem__(self, index: int) -> RunReader: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RunReader]: ...
-    def __getitem__(self, index: int | slice) -> RunReader | list[RunReader]:
-        return self._runs[index]
+        self._runs.append(RunReader(path, name=unique))
 
 
-def _below(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories below `root`, each with its relative path; does not search inside
-    a run.
-    """
+def _runs_in(root: Path) -> Iterator[Path]:
+    """Yields the run directories at and below `root`; does not search inside a run."""
     for place, directories, files in os.walk(root):
         path = Path(place)
         depth = len(path.relative_to(root).parts)
-        if depth and any(name in files for name in _FILES) and is_run(path):
+        if any(name in files for name in _FILES):
+            yield path
             directories.clear()
-            yield path, str(path.relative_to(root))
         elif depth >= _DEPTH:
             directories.clear()
         else:

@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from common.errors import ConfigError, NotFound
-from trainer.dashboard.columns import TOKENS, Columns, notes, numbers
-from trainer.dashboard.jsonl import JsonlReader
-from trainer.dashboard.run_facts import changed_settings, read_note
+from trainer.dashboard.columns import Columns
+from trainer.dashboard.jsonl import JsonlReader, parsed
+from trainer.dashboard.run_facts import changed_settings, read_note, unsolvable
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import limits
+from trainer.observe.metrics import SECTIONS
+from trainer.observe.run_dir import ATTEMPTS
 from trainer.timing import STAGES, WAITING
+from trainer.trackers.base import flatten, numbers
 
 _RECENT = 10
 """Number of newest steps whose mean the list of runs shows."""
@@ -47,10 +49,8 @@ class RunSummary(BaseModel):
     """`algorithm.name`; `sft` for a run on worked answers."""
     reward: float | None
     """Mean of the newest steps."""
-    loss: float | None
-    accuracy: float | None
-    """Accuracy of the newest evaluation."""
-    standard_error: float | None
+    held_out: dict[str, Any] | None
+    """The numbers of the newest evaluation."""
     hours: float
     """Wall time of all steps."""
     gpu_hours: float | None
@@ -81,35 +81,37 @@ class RunReader:
         self._lock = threading.Lock()
         self._start_over()
         self._generation = 0
-        """Increases when lines that were already read are gone."""
-        self._config: tuple[float, dict[str, Any] | None, str] = (-1.0, None, "")
-        """Modification time, content, and what is wrong with the content."""
+        """Increases with every change."""
 
     def _start_over(self) -> None:
-        self._metrics = JsonlReader(self.directory / "metrics.jsonl")
-        self._evaluations = JsonlReader(self.directory / "evaluations.jsonl")
+        self._metrics = JsonlReader(self.directory / "metrics.jsonl", parsed)
+        self._evaluations = JsonlReader(self.directory / "evaluations.jsonl", parsed)
+        self._attempts = JsonlReader(self.directory / ATTEMPTS, parsed)
+        self._data: str | None = None
+        """Where the prompts come from; runs of earlier versions do not say."""
         self._columns = Columns()
-        self._offsets = array("q")
-        """Byte offset of each row's line in `metrics.jsonl`."""
         self._evaluated: list[dict[str, Any]] = []
         """The numbers of each evaluation."""
 
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """The resolved configuration; None when it is missing or damaged."""
-        return self._read_config()[0]
-
-    def setting(self, section: str, name: str, default: Any = None) -> Any:
-        """Returns one setting, or `default` when the configuration lacks it."""
-        part = (self.config or {}).get(section)
-        return part.get(name, default) if isinstance(part, dict) else default
+    def _config(self) -> tuple[dict[str, Any], str]:
+        """Returns the resolved settings by name, and what is wrong with their file."""
+        try:
+            content = json.loads((self.directory / "config.json").read_bytes())
+        except FileNotFoundError:
+            return {}, "config.json is missing: the settings of this run are not known"
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, f"config.json cannot be read: {error}"
+        if not isinstance(content, dict):
+            return {}, "config.json is not an object"
+        return flatten(content), ""
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each missing or damaged part."""
+        """A sentence for each missing or damaged part, and for problems that no answer solves."""
         self._refresh()
-        _, problem = self._read_config()
+        _, problem = self._config()
         found = [problem] if problem else []
+        found += unsolvable(self.directory)
         with self._lock:
             if not self._columns.steps and not self._metrics.unreadable:
                 if self._metrics.path.exists():
@@ -120,6 +122,7 @@ class RunReader:
 
     def summary(self, run: int = 0) -> RunSummary:
         problems = self.problems
+        config, _ = self._config()
         with self._lock:
             columns = self._columns
             newest = int(columns.steps[-1]) if columns.steps else None
@@ -127,10 +130,10 @@ class RunReader:
             newest_time = columns.last("time")
             is_sft = columns.last("examples") is not None
             reward = columns.last("reward", _RECENT)
-            loss = columns.last("update.loss", _RECENT)
             seconds = columns.column("seconds")
             gpus = columns.column("gpus")
-            evaluation = self._evaluated[-1] if self._evaluated else {}
+            evaluation = self._evaluated[-1] if self._evaluated else None
+            data = self._data or _text(config, "data.source")
         recent_s = seconds[-20:]
         seconds_per_step = float(np.nanmean(recent_s)) if np.isfinite(recent_s).any() else 0.0
         return RunSummary(
@@ -143,48 +146,46 @@ class RunReader:
             time=newest_time,
             total_steps=None if total_steps is None else int(total_steps),
             state=_state(newest, total_steps, newest_time, seconds_per_step=seconds_per_step),
-            model=_text(self.setting("model", "name")),
-            data=_text(self.setting("data", "source")),
-            recipe="sft" if is_sft else _text(self.setting("algorithm", "name")),
+            model=_text(config, "model.name"),
+            data=data,
+            recipe="sft" if is_sft else _text(config, "algorithm.name"),
             reward=reward,
-            loss=loss,
-            accuracy=evaluation.get("accuracy"),
-            standard_error=evaluation.get("standard_error"),
+            held_out=evaluation,
             hours=float(np.nansum(seconds)) / 3600,
             gpu_hours=_gpu_hours(seconds, gpus),
-            changed=changed_settings(self.config),
+            changed=changed_settings(config),
             note=read_note(self.directory),
         )
 
     def facts(self) -> dict[str, Any]:
-        """Returns the settings (`config`), those that differ from their defaults (`changed`),
-        `limits` and `stages`.
-
-        `limits` are those of the alarms, by column; `stages` those of a step, in display order.
+        """Returns the settings (`config`), those that differ from their defaults (`changed`), the
+        `sections` of charts, the `limits` of alarms by column, and the `stages` of a step in
+        display order.
         """
-        max_staleness = self.setting("trainer", "max_staleness", 0)
-        reuse_ratio = self.setting("replay", "reuse_ratio", 0)
+        config, _ = self._config()
+        is_old = config.get("trainer.max_staleness") or config.get("replay.reuse_ratio")
         shown_limits = {}
-        for name, limit in limits(bool(max_staleness or reuse_ratio)).items():
+        for name, limit in limits(bool(is_old)).items():
             shown_limits[f"update.{limit.metric}"] = {
                 "alarm": name,
                 "value": limit.value,
                 "above": limit.above,
             }
         return {
-            "config": self.config,
-            "changed": changed_settings(self.config),
+            "config": config or None,
+            "changed": changed_settings(config),
+            "sections": SECTIONS,
             "limits": shown_limits,
             # Waiting first, then the trainer's own work.
             "stages": [WAITING, *STAGES[3:], *STAGES[:3]],
         }
 
-    def steps(self) -> list[dict[str, Any]]:
-        """Returns the lines of `metrics.jsonl`."""
+    def notes(self) -> list[dict[str, Any]]:
+        """Returns the alarms and hints of all steps, each with `step`, `kind` and `text`."""
         self._refresh()
         with self._lock:
-            lines = [self._metrics.at(offset) for offset in self._offsets]
-        return [line for line in lines if line is not None]
+            steps = self._columns.notes.items()
+            return [{"step": step, **note} for step, notes in steps for note in notes]
 
     def step(self, step: int) -> dict[str, Any]:
         """Returns `step`, `time`, `numbers` by name and `notes` (alarms and hints in words) of a
@@ -192,58 +193,42 @@ class RunReader:
         """
         self._refresh()
         with self._lock:
-            rows = self._columns.rows(step, step)
-            line = self._metrics.at(self._offsets[rows.start]) if rows.start < rows.stop else None
-        if line is None:
+            row = self._columns.row(step)
+            notes = self._columns.notes.get(step, [])
+        if not row:
             raise NotFound(
                 "there is no such step",
                 field="step",
                 value=step,
                 remedy="see /dashboard/api/series",
             )
-        return {
-            "step": step,
-            "time": line.get("time"),
-            "numbers": numbers(line),
-            "notes": notes(line),
-        }
+        return {"step": step, "time": row.get("time"), "numbers": row, "notes": notes}
 
     def series(
-        self,
-        after: int = 0,
-        generation: int = -1,
-        evaluations: int = 0,
-        points: int = 600,
-        first: int = 0,
-        last: int = 2**62,
+        self, known: int = -1, points: int = 600, first: int = 0, last: int = 2**62
     ) -> dict[str, Any]:
-        """Returns the data of the charts, at most `points` rows: all steps from `first` to `last`,
-        or only new ones.
+        """Returns the data of the charts for the steps from `first` to `last`, at most `points`
+        rows.
 
-        The caller has the steps up to `after` and this many `evaluations` of a `generation`; if the
-        generation has changed, it gets everything. Returns the result of `Columns.thinned`, `whole`
-        (false: append it to the caller's data), `generation`, `evaluations`, `newest` (step) and
-        `verdict`.
+        The result of `Columns.thinned`, with `evaluations`, `newest` (step), `verdict` and
+        `generation`, a number that changes with the data: only this if the caller already has the
+        `known` generation.
         """
         self._refresh()
         with self._lock:
-            known = generation == self._generation
-            rows = self._columns.rows(max(first, after + 1), last)
-            whole = not known or after <= 0 or rows.stop - rows.start > points
-            if whole:
-                rows = self._columns.rows(first, last)
-            reward = self._columns.column("reward")
-            accuracy = self._columns.column("accuracy")
+            if known == self._generation:
+                return {"generation": known}
+            columns = self._columns
+            reward = columns.column("reward")
             judged: dict[str, Any] = {"level": "none", "text": ""}
             # A run on worked answers has steps without rewards.
             if len(reward) == 0 or not np.isnan(reward).all():
-                judged = verdict(reward, accuracy)
+                judged = verdict(reward, columns.column("accuracy"))
             return {
                 "generation": self._generation,
-                "whole": whole,
-                "newest": int(self._columns.steps[-1]) if self._columns.steps else None,
-                **self._columns.thinned(rows, points),
-                "evaluations": self._evaluated[evaluations if known else 0 :],
+                "newest": int(columns.steps[-1]) if columns.steps else None,
+                **columns.thinned(columns.rows(first, last), points),
+                "evaluations": self._evaluated,
                 "verdict": judged,
             }
 
@@ -255,40 +240,17 @@ class RunReader:
             if metrics_replaced or evaluations_replaced:
                 self._start_over()
                 self._generation += 1
-            for offset, line in self._metrics.read():
+            for line in self._metrics.read():
                 step = line.get("step")
                 if not isinstance(step, int) or abs(step) > 2**53:
                     continue
-                row = numbers(line)
-                tokens_before = self._columns.before(step, TOKENS) or 0.0
-                row[TOKENS] = tokens_before + row.get("update.trained_tokens", 0.0)
-                if self._columns.append(step, row):
-                    self._generation += 1
-                    del self._offsets[len(self._columns) - 1 :]
-                self._offsets.append(offset)
-            for _, line in self._evaluations.read():
-                single = {
-                    name: value
-                    for name, value in line.items()
-                    if isinstance(value, int | float | None)
-                }
-                self._evaluated.append(single)
-
-    def _read_config(self) -> tuple[dict[str, Any] | None, str]:
-        """Returns the configuration, and what is wrong with it or an empty text."""
-        path = self.directory / "config.json"
-        try:
-            changed = path.stat().st_mtime
-            if changed == self._config[0]:
-                return self._config[1:]
-            content = json.loads(path.read_bytes())
-            problem = "" if isinstance(content, dict) else "config.json is not an object"
-        except FileNotFoundError:
-            return None, "config.json is missing: the settings of this run are not known"
-        except (OSError, ValueError, RecursionError) as error:
-            return None, f"config.json cannot be read: {error}"
-        self._config = (changed, content if not problem else None, problem)
-        return self._config[1:]
+                self._generation += 1
+                self._columns.append(step, line)
+            for line in self._evaluations.read():
+                self._generation += 1
+                self._evaluated.append(numbers(line))
+            for line in self._attempts.read():
+                self._data = line.get("data")
 
     def csv(self) -> str:
         """Returns all numbers of all steps as CSV."""
@@ -318,5 +280,5 @@ def _gpu_hours(seconds: NDArray[np.float64], gpus: NDArray[np.float64]) -> float
     return float(held.sum()) / 3600 if len(held) and np.isfinite(held).all() else None
 
 
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
+def _text(config: dict[str, Any], name: str) -> str | None:
+    return str(config.get(name) or "") or None

@@ -83,7 +83,6 @@ class TokenGenerator:
                 stop_token_ids=self._prompter.stop_token_ids,
                 sampling_seed=sampling_seed(settings.seed, SEED_OFFSET + index),
                 parameters=parameters,
-                request_limits=self._prompter.request_limits(settings.sampling),
                 deadline_s=settings.timeout_s,
                 logprobs=False,
             )

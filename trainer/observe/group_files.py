@@ -1,17 +1,16 @@
 """Records the groups of every step, trained on or dropped: summaries in `groups.jsonl`, full
 content in `groups/`.
 
-A line has `step`, `groups` (trained on, in batch order) and, if there were any, `dropped`.
-`groups/step_000012.zip` holds one msgpack document per group in the same order, `00000.msgpack`
-first, so that one can be read without the others: the group in wire format (`common.wire.codec`,
-arrays as raw little-endian bytes, a missing reward as null), with `reused`, `weight`, `reason`,
-`detail`, and for every completion `advantages` and `trainer_logprobs` (float32 per token, or null).
-Reading needs no torch.
+A line is a `StepGroups`. `groups/step_000012.zip` holds one msgpack document per group in the same
+order, `00000.msgpack` first, so that one can be read without the others: the group in wire format
+(`common.wire.codec`, arrays as raw little-endian bytes, a missing reward as null), with `reused`,
+`weight`, `reason`, `detail`, and for every completion `advantages` and `trainer_logprobs` (float32
+per token, or null). Reading needs no torch.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,9 +34,8 @@ _UNSHOWN = ("kept_tokens", "kept_counts")
 """Sampling details of a completion: large, and of no use to a reader."""
 _SEARCHED_CHARS = 1000
 """Maximum characters of a prompt in `groups.jsonl`."""
-_MAX_GROUP_BYTES = 512 << 20
-"""Maximum size of an unpacked group, far above what a run writes: a small damaged file could unpack
-to more."""
+EXCERPT_CHARS = 240
+"""Characters of a completion that a list shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,48 @@ class RecordedGroup:
     reason: str = ""
     """Reason of the drop; empty when it was trained on."""
     detail: str = ""
+
+
+class Beginning(msgspec.Struct):
+    """What a list shows of a group's first completion."""
+
+    text: str
+    correct: bool | None
+
+
+class GroupSummary(msgspec.Struct, kw_only=True):
+    """A group in its line of `groups.jsonl`; those of earlier versions lack fields."""
+
+    id: str
+    prompt_id: str | None = None
+    position: int | None = None
+    prompt: str | None = None
+    versions: tuple[int, int] | None = None
+    """Oldest and newest weights that sampled a token."""
+    reward: float | None = None
+    """Mean over the completions; None when one of them was not graded."""
+    rewards: list[float | None] = []
+    correct: int | None = None
+    tokens: list[int] | None = None
+    """Length of every completion."""
+    marks: list[str] = []
+    advantage: float | None = None
+    """Mean |advantage|."""
+    delta: float | None = None
+    """Mean |Δ logprob| of trainer and engine."""
+    reused: bool = False
+    reason: str = ""
+    detail: str = ""
+    first: Beginning | None = None
+
+
+class StepGroups(msgspec.Struct):
+    """A line of `groups.jsonl`."""
+
+    step: int
+    groups: list[GroupSummary] = []
+    """Trained on, in batch order."""
+    dropped: list[GroupSummary] = []
 
 
 class GroupRecorder:
@@ -87,10 +127,8 @@ class GroupRecorder:
 
         Raises StorageFailed when the disk is full for this line or the previous file.
         """
-        line: dict[str, Any] = {"step": step, "groups": [_entry(item) for item in trained]}
-        if dropped:
-            line["dropped"] = [_entry(item) for item in dropped]
-        append_line(self._run_dir / LINES, line)
+        line = StepGroups(step, list(map(_summary, trained)), list(map(_summary, dropped)))
+        append_line(self._run_dir / LINES, msgspec.to_builtins(line))
         self.flush()
         if self._keep_bytes:
             self._writing = self._thread.submit(self._write, step, [*trained, *dropped])
@@ -153,7 +191,7 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     path = _path(run_dir, step)
     try:
         with ZipFile(path) as file:
-            return _plain(codec.unpack(_member(file, place)))
+            return _plain(codec.unpack(file.read(_name(place))))
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file fails in many ways
@@ -185,35 +223,16 @@ class GroupTexts(msgspec.Struct):
 _TEXTS = msgspec.msgpack.Decoder(GroupTexts)
 
 
-def read_texts(
-    run_dir: Path, step: int, places: Iterable[int] | None = None
-) -> dict[int, GroupTexts]:
-    """Returns the texts of a step's groups, all or those at `places`, by place; omits missing or
-    damaged ones.
-    """
-    found = {}
-    try:
-        with ZipFile(_path(run_dir, step)) as file:
-            if places is None:
-                places = range(len(file.namelist()))
-            for place in places:
-                # A damaged file fails in many ways; opening the group reports how.
-                with suppress(Exception):
-                    found[place] = _TEXTS.decode(_member(file, place))
-    except (OSError, BadZipFile):
-        pass
+def read_texts(run_dir: Path, step: int) -> list[GroupTexts]:
+    """Returns the texts of a step's groups in order; a damaged one is empty."""
+    found = []
+    with suppress(OSError, BadZipFile), ZipFile(_path(run_dir, step)) as file:
+        for name in sorted(file.namelist()):
+            try:
+                found.append(_TEXTS.decode(file.read(name)))
+            except Exception:  # a damaged file fails in many ways; opening the group reports how
+                found.append(GroupTexts())
     return found
-
-
-def _member(file: ZipFile, place: int) -> bytes:
-    member = file.getinfo(_name(place))
-    if member.file_size > _MAX_GROUP_BYTES:
-        raise ValueError(
-            f"{member.filename} has {member.file_size} bytes, but a group has at most "
-            f"{_MAX_GROUP_BYTES}"
-        )
-    with file.open(member) as packed:
-        return packed.read(member.file_size)  # no more, however much is packed
 
 
 def _path(run_dir: Path, step: int) -> Path:
@@ -224,8 +243,7 @@ def _name(place: int) -> str:
     return f"{place:05d}.msgpack"
 
 
-def _entry(item: RecordedGroup) -> dict[str, Any]:
-    """Returns the summary of a group for `groups.jsonl`."""
+def _summary(item: RecordedGroup) -> GroupSummary:
     group = item.group
     completions = group.completions
     rewards = [_reward(completion) for completion in completions]
@@ -238,25 +256,38 @@ def _entry(item: RecordedGroup) -> dict[str, Any]:
         versions += [version for version, _, _ in completion.weight_versions]
         marks.update(_marks(completion))
 
-    entry: dict[str, Any] = {
-        "id": group.id,
-        "prompt_id": group.prompt_id,
-        "position": group.position,
-        "prompt": group.prompt[:_SEARCHED_CHARS],
-        "versions": [min(versions), max(versions)] if versions else None,
-        "reward": round(sum(known) / len(known), 4) if all_known else None,
-        "rewards": [None if reward is None else round(reward, 4) for reward in rewards],
-        "correct": sum(completion.correct for completion in completions) if verified else None,
-        "tokens": [len(completion.token_ids) for completion in completions],
-        "marks": sorted(marks),
-        "advantage": _mean([np.abs(advantages) for advantages in item.advantages]),
-        "delta": _mean(_differences(item)),
-        "reused": item.reused,
-    }
-    if item.reason:
-        entry["reason"] = item.reason
-        entry["detail"] = item.detail
-    return entry
+    return GroupSummary(
+        id=group.id,
+        prompt_id=group.prompt_id,
+        position=group.position,
+        prompt=group.prompt[:_SEARCHED_CHARS],
+        versions=(min(versions), max(versions)) if versions else None,
+        reward=round(sum(known) / len(known), 4) if all_known else None,
+        rewards=[None if reward is None else round(reward, 4) for reward in rewards],
+        correct=sum(completion.correct for completion in completions) if verified else None,
+        tokens=[len(completion.token_ids) for completion in completions],
+        marks=sorted(marks),
+        advantage=_mean([np.abs(advantages) for advantages in item.advantages]),
+        delta=_mean(_differences(item)),
+        reused=item.reused,
+        reason=item.reason,
+        detail=item.detail,
+        first=_beginning(completions[0]) if completions else None,
+    )
+
+
+def _beginning(completion: Completion) -> Beginning:
+    has_verdict = completion.verified and _reward(completion) is not None
+    words = _valid(completion.text[: 2 * EXCERPT_CHARS]).split()
+    return Beginning(
+        text=" ".join(words)[:EXCERPT_CHARS],
+        correct=completion.correct if has_verdict else None,
+    )
+
+
+def _valid(text: str) -> str:
+    """Replaces lone surrogates, which the text of a dropped group may have: it was not checked."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _marks(completion: Completion) -> list[str]:
@@ -292,8 +323,7 @@ def _document(item: RecordedGroup) -> dict[str, Any]:
             del document[name]
         completion = item.group.completions[index]
         logprobs = item.logprobs[index] if item.logprobs else None
-        # A dropped group was not checked: its text may have lone surrogates.
-        document["text"] = document["text"].encode("utf-8", "replace").decode()
+        document["text"] = _valid(completion.text)
         document["reward"] = _reward(completion)
         document["advantages"] = (
             completion.spread(item.advantages[index]) if item.advantages else None

@@ -8,6 +8,8 @@ from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
 from common.settings.config import Config
+from trainer.timing import STAGES, WAITING
+from trainer.trackers.base import numbers
 
 WINDOW = 10
 """Number of latest steps that hints consider."""
@@ -45,7 +47,7 @@ _DROPS = {
     ),
     "reward": (
         "answers cannot be graded: look at the log of reward-server for what times out or fails, "
-        "and give it time (reward.math_timeout_s, reward.code_timeout_s, reward.judge_timeout_s, "
+        "and give it time (timeout_s of the function in reward.functions, "
         "reward.function_timeout_s) or more processes (reward.workers)"
     ),
     "teacher": (
@@ -70,8 +72,8 @@ _SLOW = {
         "reward",
         MAX_REWARD,
         "the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes "
-        "(reward.workers, reward.code_slots, reward.judge_concurrency) and cores for them, or "
-        "shorter limits (reward.math_timeout_s, reward.code_timeout_s, reward.function_timeout_s)",
+        "(reward.workers; slots of code and concurrency of judge in reward.functions) and cores "
+        "for them, or shorter limits (timeout_s in reward.functions, reward.function_timeout_s)",
     ),
     "replay_bound": (
         "replay",
@@ -85,7 +87,7 @@ _SLOW = {
         MAX_WAITING,
         "in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts "
         "come too slowly, or this process has too little processor time. Look at the log of "
-        "data-server, and at trainer.num_threads against the cores",
+        "data-server, and at OMP_NUM_THREADS against the cores",
     ),
 }
 """Stage, limit on its share of the wall time, and text, by hint name."""
@@ -127,24 +129,25 @@ class _Steps:
     """Statistics of the last steps."""
 
     def __init__(self, history: Sequence[Line], config: Config) -> None:
+        rows = list(map(numbers, history))
         self.config = config
-        self.first = history[:FIRST]
-        self.last = history[-WINDOW:]
-        self._before: Line = history[-WINDOW - 1] if len(history) > WINDOW else {}
+        self.first = rows[:FIRST]
+        self.last = rows[-WINDOW:]
+        self._before = rows[-WINDOW - 1] if len(rows) > WINDOW else {}
         self.groups = len(self.last) * config.trainer.batch_size
 
-    def mean(self, name: str, lines: Sequence[Line] | None = None) -> float:
-        """Returns the mean of a number, which may be in a section (`update.kl_reference`)."""
-        section, _, key = name.rpartition(".")
-        lines = self.last if lines is None else lines
-        sections = [line[section] if section else line for line in lines]
-        return sum(float(each.get(key, 0.0)) for each in sections) / max(1, len(lines))
+    def sum(self, name: str) -> float:
+        return sum(row.get(name, 0.0) for row in self.last)
+
+    def mean(self, name: str, rows: Sequence[Mapping[str, float]] | None = None) -> float:
+        """Returns the mean of a number, such as `update.kl_reference`."""
+        rows = self.last if rows is None else rows
+        return sum(row.get(name, 0.0) for row in rows) / max(1, len(rows))
 
     def accuracy(self) -> float | None:
         """Returns the mean accuracy; None when the rewards are not verdicts."""
-        if any(line["accuracy"] is None for line in self.last):
-            return None
-        return self.mean("accuracy")
+        known = all("accuracy" in row for row in self.last)
+        return self.mean("accuracy") if known else None
 
     def rose(self, name: str) -> bool:
         """Returns whether the mean rose from the first to the second half of the steps."""
@@ -153,14 +156,13 @@ class _Steps:
 
     def share(self, stage: str) -> float:
         """Returns a stage's share of the wall time, without evaluations."""
-        seconds: list[dict[str, float]] = [line["seconds"] for line in self.last]
-        whole = sum(sum(each.values()) - each.get("evaluation", 0.0) for each in seconds)
-        return sum(each.get(stage, 0.0) for each in seconds) / max(1e-9, whole)
+        whole = sum(self.sum(f"seconds.{name}") for name in (*STAGES, WAITING))
+        return self.sum(f"seconds.{stage}") / max(1e-9, whole - self.sum("seconds.evaluation"))
 
     def dropped(self, reason: str) -> int:
         """Returns the groups dropped in these steps. The counts restart at 0 with the process."""
-        now = int(self.last[-1]["dropped"].get(reason, 0))
-        before = int(self._before.get("dropped", {}).get(reason, 0))
+        now = int(self.last[-1].get(f"dropped.{reason}", 0))
+        before = int(self._before.get(f"dropped.{reason}", 0))
         return now - before if now >= before else now
 
 
@@ -168,14 +170,14 @@ def _zero_variance_groups(steps: _Steps) -> str:
     if steps.config.algorithm.advantage == "none":
         return ""
     replaced = steps.dropped("zero_variance")
-    equal = sum(line["zero_variance_groups"] for line in steps.last) + replaced
+    equal = steps.sum("zero_variance_groups") + replaced
     share = equal / (steps.groups + replaced)
     if share < MAX_EQUAL:
         return ""
     config = steps.config
     accuracy = steps.accuracy()
-    solved = sum(line.get("solved_groups") or 0 for line in steps.last)
-    failed = sum(line.get("failed_groups") or 0 for line in steps.last)
+    solved = steps.sum("solved_groups")
+    failed = steps.sum("failed_groups")
     # Without solved or failed groups, all equal ones were replaced.
     mostly_right = accuracy is not None and accuracy >= 0.5
     easy = solved > failed if solved + failed else mostly_right
@@ -216,7 +218,7 @@ def _format(steps: _Steps) -> str:
     return (
         f"in {share:.0%} of the completions the grader finds no answer, and the reward does not "
         f"rise (mean {steps.mean('reward'):.3f}): the model does not keep to the format. Say it in "
-        "sampling.system_prompt, reward it (reward.functions with format, reward.format_required), "
+        "sampling.system_prompt, reward it (format in reward.functions), "
         "start from a model that follows instructions (model.name), or leave room to get there "
         f"(sampling.max_new_tokens {steps.config.sampling.max_new_tokens}); see samples.jsonl"
     )
@@ -281,7 +283,7 @@ def _policy_moves(steps: _Steps) -> str:
 
 
 def _not_finite(steps: _Steps) -> str:
-    skipped = sum(int(line["update"].get("skipped", 0)) for line in steps.last)
+    skipped = int(steps.sum("update.skipped"))
     if skipped < 2:
         return ""
     return (

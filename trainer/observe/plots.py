@@ -1,16 +1,33 @@
 """Plots a run as one PNG."""
 
 import io
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
+from trainer.observe.metrics import METRICS, Metric
 from trainer.timing import STAGES, WAITING
+from trainer.trackers.base import numbers
 
 mpl.use("Agg")  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt
+
+Lines = Sequence[Mapping[str, Any]]
+_DRAWN = (
+    "accuracy",
+    "reward",
+    "update.loss",
+    "completion_tokens",
+    "update.entropy",
+    "update.delta_logprob_current",
+    "update.grad_norm",
+)
+"""The numbers that have a plot, if the run has them."""
+_ROWS = 2
 
 
 class Picture:
@@ -25,48 +42,34 @@ class Picture:
         return file.getvalue()
 
 
-def _column(lines: list[dict[str, Any]], name: str, section: str = "") -> list[Any]:
-    """Returns a number of every line, which may be in a section (`update`)."""
-    return [(line[section] if section else line)[name] for line in lines]
-
-
-def plot_curves(
-    metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path
-) -> None:
+def plot_curves(metrics: Lines, evaluations: Lines, path: Path) -> None:
     """Draws the `curves` of a run and writes them to `path`."""
     curves(metrics, evaluations).figure.savefig(path, dpi=110)
 
 
-def curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> Picture:
-    """Draws learning curves, lengths and entropy, agreement with the rollout engine, and seconds by
-    stage.
-    """
-    steps = _column(metrics, "step")
-    figure, ((learning, length), (agreement, seconds)) = plt.subplots(
-        2, 2, figsize=(11, 7), layout="constrained"
+def curves(metrics: Lines, evaluations: Lines) -> Picture:
+    """Draws the numbers of `_DRAWN` with those of the evaluations, and the seconds by stage."""
+    rows = [numbers(line) for line in metrics]
+    held_out = [numbers(line) for line in evaluations]
+    drawn = [
+        metric
+        for metric in METRICS
+        if metric.name in _DRAWN and any(metric.name in row for row in rows)
+    ]
+    columns = math.ceil((len(drawn) + 1) / _ROWS)
+    figure, grid = plt.subplots(
+        _ROWS, columns, figsize=(4 * columns, 7), layout="constrained", squeeze=False
     )
-    _draw_learning(learning, metrics, evaluations)
+    places = grid.flatten()
+    for metric, axes in zip(drawn, places, strict=False):
+        _draw(axes, metric, rows, held_out)
+    for axes in places[len(drawn) + 1 :]:
+        axes.remove()
 
-    length.plot(steps, _column(metrics, "completion_tokens"), color="tab:green")
-    length.set(title="Completion length and entropy", xlabel="step")
-    length.set_ylabel("tokens", color="tab:green")
-    entropy = length.twinx()
-    entropy.plot(steps, _column(metrics, "entropy", "update"), color="tab:purple")
-    entropy.set_ylabel("nats per token", color="tab:purple")
-
-    agreement.plot(
-        steps,
-        _column(metrics, "delta_logprob", "update"),
-        label="mean |Δ logprob| to the rollout engine",
-    )
-    agreement.plot(steps, _column(metrics, "clip_fraction", "update"), label="clip fraction")
-    agreement.set(title="Agreement with the rollout engine", xlabel="step")
-    agreement.set_yscale("symlog", linthresh=1e-6)
-    agreement.legend()
-
+    seconds = places[len(drawn)]
     stages = [*STAGES, WAITING]
-    layers = [[line["seconds"].get(stage, 0.0) for line in metrics] for stage in stages]
-    seconds.stackplot(steps, layers, labels=stages)
+    layers = [[row.get(f"seconds.{stage}", 0.0) for row in rows] for stage in stages]
+    seconds.stackplot([row["step"] for row in rows], layers, labels=stages)
     seconds.set(title="Seconds of a step", xlabel="step")
     seconds.legend(loc="upper right", fontsize="small", ncols=2)
 
@@ -74,61 +77,25 @@ def curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
     return Picture(figure)
 
 
-def _draw_learning(
-    axes: Any, metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+def _draw(
+    axes: Any,
+    metric: Metric,
+    rows: Sequence[Mapping[str, float]],
+    held_out: Sequence[Mapping[str, float]],
 ) -> None:
-    """Draws accuracy or, when the rewards are not verdicts, the reward."""
-    rated = all(line["accuracy"] is not None for line in (*metrics, *evaluations))
-    axes.plot(
-        _column(metrics, "step"),
-        _column(metrics, "accuracy" if rated else "reward"),
-        color="tab:blue",
-        alpha=0.6,
-        label="training batch (sampled)",
-    )
-    if evaluations:
-        sampling = "sampled" if evaluations[-1].get("temperature") else "greedy"
+    """Draws a number over the steps, and that of the evaluations."""
+    steps = [row["step"] for row in rows]
+    axes.plot(steps, [row.get(metric.name, math.nan) for row in rows], label="training batch")
+    evaluated = [row for row in held_out if metric.held_out in row]
+    if evaluated:
+        errors = [row.get("standard_error", 0.0) for row in evaluated]
         axes.errorbar(
-            _column(evaluations, "step"),
-            _column(evaluations, "accuracy" if rated else "mean_reward"),
-            yerr=_column(evaluations, "standard_error") if rated else None,
+            [row["step"] for row in evaluated],
+            [row[metric.held_out] for row in evaluated],
+            yerr=errors if metric.name == "accuracy" else None,
             marker="o",
             capsize=3,
-            color="tab:orange",
-            label=f"held-out ({sampling}, ± standard error)" if rated else f"held-out ({sampling})",
-        )
-    axes.set(
-        title="Accuracy" if rated else "Reward", xlabel="step", ylim=(0, 1.02) if rated else None
-    )
-    axes.legend(loc="lower right")
-
-
-def plot_losses(
-    metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path
-) -> None:
-    """Writes losses, gradient norm and learning rate of a run on worked answers to `path`."""
-    steps = _column(metrics, "step")
-    figure, (losses, norms) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    losses.plot(
-        steps,
-        _column(metrics, "loss", "update"),
-        color="tab:blue",
-        alpha=0.6,
-        label="training batch",
-    )
-    if evaluations:
-        losses.plot(
-            _column(evaluations, "step"),
-            _column(evaluations, "loss"),
-            marker="o",
-            color="tab:orange",
             label="held-out",
         )
-    losses.set(title="Loss (nats per token)", xlabel="step")
-    losses.legend()
-    norms.plot(steps, _column(metrics, "grad_norm", "update"), color="tab:green")
-    norms.set(title="Gradient norm and learning rate", xlabel="step")
-    rates = norms.twinx()
-    rates.plot(steps, _column(metrics, "learning_rate", "update"), color="tab:purple")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        axes.legend()
+    axes.set(title=metric.chart, xlabel="step", ylabel=metric.unit)

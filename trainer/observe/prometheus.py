@@ -2,49 +2,14 @@
 
 import math
 from collections import Counter
-
-from prometheus_client import Gauge
+from dataclasses import asdict
 
 from common.process.metrics import Metrics, critic_gauges
 from trainer.evaluation.evaluation import Evaluation
+from trainer.observe.metrics import METRICS
 from trainer.observe.run_dir import StepRecord
+from trainer.trackers.base import numbers
 
-_STEP = {
-    "reward": ("reward", "mean reward"),
-    "accuracy": ("accuracy_ratio", "share of correct completions"),
-    "zero_variance_groups": (
-        "zero_variance_groups",
-        "groups whose completions all got the same reward",
-    ),
-    "staleness": ("staleness_versions", "mean age of the fresh completions in weight versions"),
-    "completion_tokens": ("completion_tokens", "mean length of a completion"),
-    "in_flight": ("completions_in_flight", "mean number of completions that were being generated"),
-    "coordinator": (
-        "coordinator_ratio",
-        "processor time of the thread that collects, as a share of the wall time",
-    ),
-    "truncated": ("truncated_ratio", "share of completions cut at sampling.max_new_tokens"),
-}
-_UPDATE = {
-    "loss": ("loss", "mean loss of its updates"),
-    "grad_norm": ("gradient_norm", "mean gradient norm before clipping"),
-    "learning_rate": ("learning_rate", "learning rate"),
-    "clip_fraction": ("clip_ratio", "share of tokens that were clipped"),
-    "ratio": ("probability_ratio", "mean probability ratio of new to old policy"),
-    "delta_logprob": ("delta_logprob", "mean |logprob of trainer - of rollout engine|"),
-    "delta_logprob_current": (
-        "delta_logprob_same_weights",
-        "the same over tokens sampled by these very weights",
-    ),
-    "kl_rollout": ("kl_rollout_nats", "KL(rollout policy || trainer) per token"),
-    "kl_reference": ("kl_reference_nats", "KL to the reference model per token"),
-    "kl_coef": ("kl_coefficient", "weight of the KL divergence in the loss"),
-    "entropy": ("entropy_nats", "entropy per token"),
-    "effective_sample_size": (
-        "effective_sample_ratio",
-        "effective sample size as a share of the tokens",
-    ),
-}
 _EVALUATION = {
     "step": ("step", "its step"),
     "accuracy": ("accuracy_ratio", "accuracy"),
@@ -58,20 +23,18 @@ class TrainerMetrics:
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        def newest(names: dict[str, tuple[str, str]]) -> dict[str, Gauge]:
-            return {
-                field: metrics.newest(f"trainer_{name}", f"Newest step: {text}")
-                for field, (name, text) in names.items()
-            }
-
         self._step = metrics.newest("trainer_step", "Optimiser steps done; also the weight version")
         self._total_steps = metrics.newest("trainer_total_steps", "Steps of the whole run")
         self._time = metrics.newest(
             "trainer_last_step_timestamp_seconds", "When the newest step was done, in Unix time"
         )
-        self._record = newest(_STEP)
-        self._update = newest(_UPDATE)
-        self._critic = critic_gauges(metrics, "trainer_critic")
+        self._newest = {
+            metric.name: metrics.newest(f"trainer_{metric.gauge}", f"Newest step: {metric.text}")
+            for metric in METRICS
+            if metric.gauge
+        }
+        for name, gauge in critic_gauges(metrics, "trainer_critic").items():
+            self._newest[f"critic.{name}"] = gauge
         self._seconds = metrics.gauge(
             "trainer_step_stage_seconds", "Newest step: wall time by stage", ["stage"]
         )
@@ -126,11 +89,9 @@ class TrainerMetrics:
     def record(self, record: StepRecord, fresh_groups: int) -> None:
         self._step.set(record.step)
         self._time.set_to_current_time()
-        for field, gauge in self._record.items():
-            gauge.set(_known(getattr(record, field)))
-        for gauges, values in ((self._update, record.update), (self._critic, record.critic or {})):
-            for field in gauges.keys() & values.keys():
-                gauges[field].set(_known(values[field]))
+        known = numbers(asdict(record))
+        for name, gauge in self._newest.items():
+            gauge.set(known.get(name, math.nan))
         for stage, seconds in record.seconds.items():
             self._seconds.labels(stage).set(seconds)
             self._all_seconds.labels(stage).inc(seconds)
@@ -149,8 +110,9 @@ class TrainerMetrics:
             self._alarm.labels(name).set(name in record.alarms)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        for field, gauge in self._evaluation.items():
-            gauge.set(_known(getattr(evaluation, field)))
+        known = numbers(evaluation.summary())
+        for name, gauge in self._evaluation.items():
+            gauge.set(known.get(name, math.nan))
         if evaluation.pass_at_k is not None:
             self._pass_at_k.labels(evaluation.k).set(evaluation.pass_at_k)
 
@@ -160,7 +122,3 @@ class TrainerMetrics:
     def published(self, size: int, seconds: float) -> None:
         self._published_bytes.set(size)
         self._publish.observe(seconds)
-
-
-def _known(number: float | None) -> float:
-    return math.nan if number is None else number

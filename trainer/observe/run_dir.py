@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,13 +38,12 @@ from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.observe.hints import hints, remember
 from trainer.timing import STAGES, WAITING
+from trainer.trackers.base import numbers
 from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 Line = dict[str, Any]
-Compared = Callable[[Line, Line], list[tuple[str, str, int]]]
-"""Returns what to compare in two evaluations: title, key, and digits after the point."""
 ATTEMPTS = "attempts.jsonl"
 _AGAIN_AFTER = 20
 """Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
@@ -52,59 +51,39 @@ _AGAIN_AFTER = 20
 
 @dataclass
 class StepRecord:
-    """One line of `metrics.jsonl`."""
+    """One line of `metrics.jsonl`; `trainer.observe.metrics` says what each number is."""
 
     step: int
     reward: float
-    """Mean reward of the completions."""
     accuracy: float | None
-    """Share of correct completions; None, like the next two counts, when the rewards are not
-    verdicts (`verified`)."""
+    """None, like the next two counts, when the rewards are not verdicts (`verified`)."""
     zero_variance_groups: int
-    """Groups whose completions all got the same reward: they carry no gradient."""
     solved_groups: int | None
-    """Zero-variance groups whose answers are all right."""
     failed_groups: int | None
-    """Zero-variance groups whose answers are all wrong."""
     reused_groups: int
     staleness: float
-    """Mean age of the fresh groups' completions in weight versions: 0 when the current policy
-    sampled them."""
     completion_tokens: float
-    """Mean length of a completion."""
     truncated: float
-    """Share of completions cut at `sampling.max_new_tokens`."""
     unparsable: float
-    """Share of completions in which the grader found no answer."""
     dropped: dict[str, int]
-    """Groups dropped since the run began, by reason."""
     seconds: dict[str, float]
-    """Seconds of this step and the checkpoint before it, by stage; their sum is the wall time."""
     generating: float
-    """Share of the wall time with generation in progress, also during the update."""
     in_flight: float
-    """Mean number of completions that were being generated."""
     coordinator: float
-    """CPU time of the collecting thread, as a share of the wall time: at 1 it slows the engines
-    down."""
     cpu_seconds: float
-    """CPU time of this process in the step, without evaluations."""
     update: dict[str, float]
     critic: dict[str, float | None] | None
-    """Measurements of the critic's update; None without a critic."""
+    """None without a critic."""
     alarms: dict[str, str]
     """Alarms by name, with the likely cause (`trainer.observe.alarms`)."""
     hints: dict[str, str] = field(default_factory=dict)
     """Hints by name (`trainer.observe.hints`); the recorder adds them."""
     gpus: int | None = None
-    """GPUs that trainer and engines hold; None when external servers generate."""
+    """None when external servers generate."""
     verified: bool = True
     """Whether the rewards are verdicts on correctness."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Mean score of every reward function, before weights, over the completions that it applies
-    to."""
     logged: dict[str, float] = field(default_factory=dict)
-    """Means of the values that reward functions logged (`log_metric`)."""
 
 
 class Recorder:
@@ -112,7 +91,8 @@ class Recorder:
 
     The run continues after `step`: lines of later steps are removed, and a warning names earlier
     steps without a line. `tracked` counts records for trackers; `run_id` names this attempt;
-    `files` are those with a line per step.
+    `data` says where the prompts come from if not from `data.source`; `files` are those with a line
+    per step.
     """
 
     def __init__(
@@ -123,6 +103,7 @@ class Recorder:
         step: int = 0,
         tracked: Counter | None = None,
         run_id: str = "",
+        data: str = "",
         files: Sequence[str] = ("metrics", "groups", "samples"),
     ) -> None:
         self.directory = directory
@@ -138,7 +119,8 @@ class Recorder:
         }
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # drops a last line that a crash cut
-        append_line(directory / ATTEMPTS, {"time": time.time(), "run_id": run_id, "step": step})
+        attempt = {"time": time.time(), "run_id": run_id, "step": step}
+        append_line(directory / ATTEMPTS, {**attempt, "data": data or config.data.source})
         self._progress: Progress | None = None
         self._total = 0
         self._warned: dict[str, int] = {}
@@ -244,28 +226,20 @@ class Recorder:
 
     def report(self, checkpoint: Path) -> None:
         """Writes the curves, and prints seconds by stage, evaluations before and after, sample
-        problems and paths.
+        problems if there are any, and paths.
         """
         from trainer.observe.plots import plot_curves  # heavy: matplotlib
 
-        self.reported(checkpoint, plot_curves, "problems", _compared)
-
-    def reported(
-        self, checkpoint: Path, plot: Callable[..., None], unit: str, compared: Compared
-    ) -> None:
-        """Writes the curves with `plot`, and prints seconds, the rows of `compared`, samples if
-        there are any, and paths.
-        """
         metrics = read_lines(self.directory / "metrics.jsonl")
         evaluations = read_lines(self.directory / "evaluations.jsonl")
         curves = self.directory / "curves.png"
         with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
-            plot(metrics, evaluations, curves)
+            plot_curves(metrics, evaluations, curves)
         self.show(seconds_table(metrics))
         if len(evaluations) >= 2:
             before = evaluations[0]
             after = evaluations[-1]
-            self.show(_comparison_table(before, after, unit, compared(before, after)))
+            self.show(_comparison_table(before, after))
             for old, new in _interesting(before.get("answers", []), after.get("answers", [])):
                 self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
                 self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
@@ -401,25 +375,31 @@ def seconds_table(metrics: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _comparison_table(
-    before: Line, after: Line, unit: str, rows: list[tuple[str, str, int]]
-) -> Table:
-    table = Table(title=f"held-out split, {after['num_samples']} {unit}")
+def _comparison_table(before: Line, after: Line) -> Table:
+    table = Table(title=f"held-out split, {after['num_samples']} problems")
     table.add_column("", justify="right")
     table.add_column(f"before (step {before['step']})", justify="right")
     table.add_column(f"after (step {after['step']})", justify="right")
-    for title, key, digits in rows:
-        table.add_row(title, f"{before[key]:.{digits}f}", f"{after[key]:.{digits}f}")
+    measured_before = _measured(before)
+    for title, value in _measured(after).items():
+        if title in measured_before:
+            table.add_row(title, f"{measured_before[title]:.3f}", f"{value:.3f}")
     return table
 
 
-def _compared(before: Line, after: Line) -> list[tuple[str, str, int]]:
-    rated = before["accuracy"] is not None and after["accuracy"] is not None
-    name = "accuracy" if after.get("temperature") else "greedy accuracy"
-    rows = [(name, "accuracy", 3) if rated else ("mean reward", "mean_reward", 3)]
-    if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
-        rows.append((f"pass@{after['k']}", "pass_at_k", 3))
-    return rows
+def _measured(evaluation: Line) -> dict[str, float]:
+    """Returns what an evaluation measured; the mean reward only without an accuracy."""
+    found = numbers(evaluation)
+    accuracy = "accuracy" if found.get("temperature") else "greedy accuracy"
+    titles = {
+        "loss": "loss (nats per token)",
+        "accuracy": accuracy,
+        "mean_reward": "mean reward",
+        "pass_at_k": f"pass@{evaluation.get('k')}",
+    }
+    if "accuracy" in found:
+        del titles["mean_reward"]
+    return {title: found[key] for key, title in titles.items() if key in found}
 
 
 def _interesting(

@@ -16,10 +16,10 @@ import json
 import logging
 import re
 import shutil
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import ConfigError, ServiceError
+from common.process.daemon_threads import in_daemon_thread
 from learning.ranks import Ranks
 from learning.saving import Files, Snapshot, checksums, damaged
 
@@ -82,22 +83,19 @@ class Checkpoints:
     def __init__(
         self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple
     ) -> None:
-        shared = ranks.broadcast_path(directory)
-        assert shared is not None
-        self.directory = shared
+        self.directory = ranks.broadcast(directory)
         self._ranks = ranks
         self._keep = keep
         self._static = static
-        self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
+        self.alone = ranks.world_size > 1 and not _shared(self.directory, ranks)
         """Whether rank 0 writes everything."""
         if self.alone and ranks.is_rank_zero:
             log.info(
                 "the other ranks cannot see %s: rank 0 gathers and writes the whole checkpoint",
-                shared,
+                self.directory,
             )
         self._group = None if self.alone else ranks.group()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: Future[None] | None = None
 
     @staticmethod
     def name(step: int) -> str:
@@ -114,23 +112,26 @@ class Checkpoints:
         self.wait()
         target = self.directory / self.name(state.step)
         if not self.alone or self._ranks.is_rank_zero:
-            self._thread = threading.Thread(
-                target=self._run, args=(target, state, snapshots), name="checkpoint", daemon=True
-            )
-            self._thread.start()
+            write = partial(self._write, target, state, snapshots)
+            self._writing = in_daemon_thread(write, "checkpoint")
         return target
 
     def newest(self) -> Path | None:
         """Returns the newest complete checkpoint, as rank 0 sees it. A collective."""
-        return self._ranks.broadcast_path(
-            newest(self.directory) if self._ranks.is_rank_zero else None
-        )
+        return self._ranks.broadcast(newest(self.directory) if self._ranks.is_rank_zero else None)
 
     def check(self) -> None:
         """Raises CheckpointFailed when the last one could not be written."""
-        if self._error is not None:
-            error = self._error
-            self._error = None
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until everything is written. Raises CheckpointFailed."""
+        if self._writing is None:
+            return
+        error = self._writing.exception()
+        self._writing = None
+        if error is not None:
             reason = f"{type(error).__name__} {error}".splitlines()[0]
             raise CheckpointFailed(
                 f"a checkpoint could not be written: {reason}",
@@ -140,13 +141,6 @@ class Checkpoints:
                 "the run continues from its newest complete checkpoint",
             )
 
-    def wait(self) -> None:
-        """Waits until everything is written. Raises CheckpointFailed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
-
     def __enter__(self) -> "Checkpoints":
         return self
 
@@ -154,25 +148,22 @@ class Checkpoints:
         """Waits up to half a minute for a checkpoint that is being written, whatever ended the
         run.
         """
-        if self._thread is not None:
-            self._thread.join(_LAST_WRITE_S)
-
-    def _run(self, target: Path, state: RunState, snapshots: Mapping[str, Snapshot]) -> None:
-        try:
-            self._write(target, state, snapshots)
-        except BaseException as error:  # raised at the training loop's next check
-            self._error = error
-            if self._ranks.is_rank_zero:  # it would keep a full disk full
-                shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)
+        if self._writing is not None:
+            wait([self._writing], _LAST_WRITE_S)
 
     def _write(self, target: Path, state: RunState, snapshots: Mapping[str, Snapshot]) -> None:
         rank_zero = self._ranks.is_rank_zero
         written = target.with_suffix(".partial")
-        self._together(lambda: self._begin(written) if rank_zero else None)
-        for folder, snapshot in snapshots.items():
-            self._together(partial(snapshot.write_files, written / folder))
-            self._together(partial(snapshot.write_state, written / folder, self._group))
-        self._together(lambda: self._complete(written, target, state) if rank_zero else None)
+        try:
+            self._together(lambda: self._begin(written) if rank_zero else None)
+            for folder, snapshot in snapshots.items():
+                self._together(partial(snapshot.write_files, written / folder))
+                self._together(partial(snapshot.write_state, written / folder, self._group))
+            self._together(lambda: self._complete(written, target, state) if rank_zero else None)
+        except BaseException:
+            if rank_zero:  # it would keep a full disk full
+                shutil.rmtree(written, ignore_errors=True)
+            raise
 
     def _begin(self, written: Path) -> None:
         for left_over in self.directory.glob("*.partial"):

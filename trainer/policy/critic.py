@@ -7,18 +7,14 @@ same results.
 
 import json
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from common.clients.critic import CriticClient
 from common.errors import ConfigError, Conflict, ServiceError
 from common.process.loop_thread import LoopThread
 from common.settings.config import Config
 from common.wire.schemas import CriticMetrics, Float32
-from learning.batching import split
 from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Snapshot
@@ -153,14 +149,12 @@ class RemoteCritic(ValueFunction):
         self._step = self._call(self._server.restore(self._run_id, step, saved_by))().step
 
     def values(self, batch: Batch) -> list[Float32]:
-        body = b""
-        sequences = batch.sequences()
+        values: list[Float32] = []
         if self._ranks.is_rank_zero:
-            values = self._call(self._server.values(sequences, self._run_id, self._step))()
-            body = np.concatenate(values).tobytes()
-        shared = bytearray(self._ranks.broadcast(body))  # unlike bytes, it can be written to
-        flat = np.frombuffer(shared, np.float32)
-        return split(flat, [len(sequence.completion_ids) for sequence in sequences])
+            call = self._server.values(batch.sequences(), self._run_id, self._step)
+            # Copied: those from the wire are read-only, which torch warns of.
+            values = [row.copy() for row in self._call(call)()]
+        return self._ranks.broadcast(values)
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """See `ValueFunction`. The critic-server computes in the background."""
@@ -170,11 +164,13 @@ class RemoteCritic(ValueFunction):
             )
 
         def finish() -> CriticMetrics:
-            body = b""
+            metrics: CriticMetrics | None = None
             if self._ranks.is_rank_zero:
-                body = json.dumps(asdict(wait())).encode()
+                metrics = wait()
                 self._step += 1
-            return CriticMetrics(**json.loads(self._ranks.broadcast(body)))
+            metrics = self._ranks.broadcast(metrics)
+            assert metrics is not None, "rank 0 has them"
+            return metrics
 
         return finish
 

@@ -35,7 +35,7 @@ def _capped(logits, cap):  # type: ignore[no-untyped-def]  # triton is not typed
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
-def _statistics(  # type: ignore[no-untyped-def]
+def _statistics(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Triton compiles it
     logits, targets, logprobs, entropies, normalisers, vocabulary, scale, cap, BLOCK: tl.constexpr
 ):
     """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none
@@ -72,7 +72,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
-def _gradient(  # type: ignore[no-untyped-def]
+def _gradient(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Triton compiles it
     logits,
     targets,
     normalisers,
@@ -132,16 +132,15 @@ def gradient(
     logits: "Tensor",
     targets: "Tensor",
     *,
-    normalisers: "Tensor",
-    entropies: "Tensor",
+    statistics: "Tensor",
     by_logprob: "Tensor",
     by_entropy: "Tensor | None",
     temperature: float,
     cap: float | None,
     result: "Tensor",
 ) -> None:
-    """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies,
-    into `result` [N, V].
+    """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies
+    and what `statistics` computed, into `result` [N, V].
     """
     count, vocabulary = logits.shape
     if count == 0:
@@ -150,8 +149,8 @@ def gradient(
     _gradient[(count, triton.cdiv(vocabulary, block))](
         logits,
         targets,
-        normalisers=normalisers,
-        entropies=entropies,
+        normalisers=statistics[2],
+        entropies=statistics[1],
         by_logprob=by_logprob.contiguous(),
         by_entropy=None if by_entropy is None else by_entropy.contiguous(),
         gradient=result,

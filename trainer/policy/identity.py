@@ -58,6 +58,8 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
         "trainer.batch_size": config.trainer.batch_size,
         "replay.reuse_ratio": config.replay.reuse_ratio,
         "lora.rank": config.lora.rank,
+        "lora.alpha": config.lora.alpha,
+        "lora.target_modules": sorted(config.lora.target_modules),
     }
     models: dict[str, str] = {}
     if algorithm.needs_critic:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from learning.final_logits import FinalLogits
 from learning.head import float32_logits, float32_product
@@ -28,13 +26,17 @@ _GPU_KEPT_BYTES = 5 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """How scores are computed from the output of a head."""
+class _Scoring:
+    """What is computed of the output of a head for C tokens."""
 
+    targets: Tensor
+    """[C] token ids."""
     temperature: float
     """Divides the logits; includes the scale of the model's final logits."""
     cap: float | None
     """c in c · tanh(z / c) of the head's output z; None without a cap."""
+    needs_gradient: bool
+    """Whether a backward pass follows."""
     entropy_gradient: bool
     """Whether the entropies get a gradient."""
     float32: bool
@@ -44,11 +46,12 @@ class _Options:
 
 
 def token_scores(
-    head: nn.Module,
+    head: nn.Linear,
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
     entropy_gradient: bool,
+    *,
     float32: bool = True,
     support: Support | None = None,
     final: FinalLogits = _PLAIN,
@@ -57,11 +60,10 @@ def token_scores(
     [C], in nats.
 
     log p(y) = z_y − log Σ_v exp z_v and H = −Σ_v p_v · log p_v, where z are the logits divided by
-    the temperature. Everything after the logits is float32. A plain linear head has a hand-written
-    gradient; other heads use autograd.
+    the temperature. Everything after the logits is float32. The gradient is written by hand.
 
     Args:
-        head: returns [C, V] from `hidden`.
+        head: a linear layer of weight [V, H].
         hidden: [C, H] the final hidden states that predict the targets.
         targets: [C] token ids.
         temperature: the sampling temperature.
@@ -71,75 +73,25 @@ def token_scores(
         final: what the model does to the output of its head.
     """
     # Logits are scale · c · tanh(z / c) with c = cap / scale: the scale is part of the temperature.
-    options = _Options(
+    scoring = _Scoring(
+        targets=targets,
         temperature=temperature / final.scale,
         cap=None if final.cap is None else final.cap / final.scale,
+        needs_gradient=torch.is_grad_enabled(),
         entropy_gradient=entropy_gradient,
         float32=float32,
         support=support,
     )
-    needs_gradient = torch.is_grad_enabled()
-    if type(head) is nn.Linear:
-        weight = head.weight
-        if torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        # `apply` takes no keywords.
-        logprobs, entropy = _LinearScores.apply(
-            hidden, weight, head.bias, targets, options, needs_gradient
-        )
-        return logprobs, entropy
-
-    vocabulary = max(parameter.shape[0] for parameter in head.parameters() if parameter.ndim > 1)
-    size = _chunk_size(hidden, vocabulary)
-    recomputes = len(hidden) > size and needs_gradient
-    logprob_parts: list[Tensor] = []
-    entropy_parts: list[Tensor] = []
-    for start in range(0, max(1, len(hidden)), size):
-        chunk = slice(start, start + size)
-        if recomputes:
-            logprobs, entropy = checkpoint(
-                _chunk_scores,
-                head,
-                hidden[chunk],
-                targets[chunk],
-                start=start,
-                options=options,
-                use_reentrant=False,
-            )
-        else:
-            logprobs, entropy = _chunk_scores(
-                head, hidden[chunk], targets[chunk], start=start, options=options
-            )
-        logprob_parts.append(logprobs)
-        entropy_parts.append(entropy)
-    return torch.cat(logprob_parts), torch.cat(entropy_parts)
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    logprobs, entropies = _LinearScores.apply(hidden, head.weight, head.bias, scoring)
+    return logprobs, entropies
 
 
 def _chunk_size(hidden: Tensor, vocabulary: int) -> int:
     """Returns how many tokens' logits are in memory at once."""
     size = max(1, _CHUNK_BYTES // (4 * vocabulary))
     return size if hidden.is_cuda else min(size, _CPU_CHUNK)
-
-
-def _chunk_scores(
-    head: nn.Module, hidden: Tensor, targets: Tensor, *, start: int, options: _Options
-) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities [N] and entropies [N] of the N tokens from `start` on."""
-    if options.float32:
-        with torch.autocast(hidden.device.type, enabled=False):
-            weights = {name: parameter.float() for name, parameter in head.named_parameters()}
-            output = functional_call(head, weights, hidden.float())
-    else:
-        output = head(hidden).float()
-
-    logits = FinalLogits(cap=options.cap).of(output) / options.temperature
-    if options.support is not None:
-        logits = options.support.apply(logits.clone(), start)
-    normaliser = logits.logsumexp(dim=-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    with torch.set_grad_enabled(options.entropy_gradient and torch.is_grad_enabled()):
-        entropy = normaliser - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
-    return logprobs, entropy
 
 
 def _kernels(device_type: str) -> ModuleType | None:
@@ -164,25 +116,19 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        options: _Options,
-        needs_gradient: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scoring: _Scoring
     ) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities [C] and entropies [C] from hidden [C, H], weight [V, H], bias
-        [V] and targets [C].
+        """Returns log-probabilities [C] and entropies [C] from hidden [C, H], weight [V, H] and
+        bias [V].
         """
         kernels = _kernels(hidden.device.type)
         size = _chunk_size(hidden, len(weight))
         cast = weight.to(hidden.dtype)
 
         kept: Tensor | None = None  # [C, V] p − onehot(y), times the derivative of the cap
-        one_factor = not options.entropy_gradient  # the entropy has another gradient matrix
+        one_factor = not scoring.entropy_gradient  # the entropy has another gradient matrix
         exact = kernels is not None or hidden.dtype == torch.float32
-        if needs_gradient and one_factor and exact:
+        if scoring.needs_gradient and one_factor and exact:
             limit = _GPU_KEPT_BYTES if kernels else _KEPT_BYTES
             if hidden.element_size() * len(hidden) * len(weight) <= limit:
                 kept = hidden.new_empty(len(hidden), len(weight))
@@ -191,63 +137,31 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         statistics = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
-            target = targets[chunk]
-            slope = None if kept is None else kept[chunk]
-            logits = _logits(hidden[chunk], cast, bias, float32=options.float32)
-            bend = None
-            if kernels is None:  # the kernels cap by themselves
-                bend = _cap(logits, options.cap, with_derivative=slope is not None)
-            if options.support is not None:
-                options.support.apply(logits, start)
+            logits = _logits(hidden[chunk], cast, bias, float32=scoring.float32)
+            _score(
+                logits,
+                start,
+                scoring,
+                kernels=kernels,
+                statistics=statistics[:, chunk],
+                slope=None if kept is None else kept[chunk],
+            )
+            del logits  # before the next chunk's are computed
 
-            if kernels is not None:
-                kernels.statistics(
-                    logits,
-                    target,
-                    temperature=options.temperature,
-                    cap=options.cap,
-                    result=statistics[:, chunk],
-                )
-                if slope is not None:
-                    # -temperature leaves the factor to the backward pass.
-                    by_logprob = torch.full_like(statistics[0, chunk], -options.temperature)
-                    kernels.gradient(
-                        logits,
-                        target,
-                        normalisers=statistics[2, chunk],
-                        entropies=statistics[1, chunk],
-                        by_logprob=by_logprob,
-                        by_entropy=None,
-                        temperature=options.temperature,
-                        cap=options.cap,
-                        result=slope,
-                    )
-                del logits  # before the next chunk's are computed
-                continue
-
-            log_p = _log_probabilities(logits, options.temperature)
-            statistics[0, chunk] = log_p.gather(-1, target[:, None])[:, 0]
-            p = torch.exp(log_p, out=slope)
-            statistics[1, chunk] = -log_p.mul_(p).sum(-1)
-            if slope is not None:
-                _subtract_targets(p, target)
-                if bend is not None:
-                    p.mul_(bend)
-
-        logprobs, entropies, normalisers = (row.clone() for row in statistics)
-        ctx.options = options
+        logprobs, entropies, _ = (row.clone() for row in statistics)
+        ctx.scoring = scoring
         ctx.kernels = kernels
         ctx.chunk_size = size if kept is None else max(1, len(hidden))
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, normalisers, entropies)
-        if not options.entropy_gradient:
+        ctx.save_for_backward(hidden, weight, bias, kept, statistics)
+        if not scoring.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of `forward`'s arguments from those of its results, [C] each."""
-        options: _Options = ctx.options
-        hidden, weight, bias, targets, kept, normalisers, entropies = ctx.saved_tensors
+        scoring: _Scoring = ctx.scoring
+        hidden, weight, bias, kept, statistics = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if to_hidden else None
@@ -258,21 +172,18 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
 
         for start in range(0, len(hidden), ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
-            factor = (-by_logprob[chunk] / options.temperature)[:, None]
             if kept is not None:
                 slope = kept
+                factor = _factor(by_logprob[chunk], scoring)
             else:
                 slope, factor = _recomputed(
-                    _logits(hidden[chunk], cast, bias, float32=options.float32),
-                    targets[chunk],
-                    factor,
-                    start=start,
+                    _logits(hidden[chunk], cast, bias, float32=scoring.float32),
+                    start,
+                    scoring,
                     kernels=ctx.kernels,
-                    options=options,
-                    normalisers=normalisers[chunk],
-                    entropies=entropies[chunk],
+                    statistics=statistics[:, chunk],
                     by_logprob=by_logprob[chunk],
-                    by_entropy=by_entropy[chunk] if options.entropy_gradient else None,
+                    by_entropy=by_entropy[chunk] if scoring.entropy_gradient else None,
                     dtype=hidden.dtype,
                 )
 
@@ -295,65 +206,128 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
-            None,  # targets
-            None,  # options
-            None,  # needs_gradient
+            None,  # scoring
         )
+
+
+def _score(
+    logits: Tensor,
+    start: int,
+    scoring: _Scoring,
+    *,
+    kernels: ModuleType | None,
+    statistics: Tensor,
+    slope: Tensor | None,
+) -> None:
+    """Computes the `statistics` [3, N] of the N tokens from `start` on and, unless it is None,
+    p − onehot(y) as `slope` [N, V]; may overwrite `logits` [N, V].
+    """
+    targets = scoring.targets[start : start + len(logits)]
+    bend = _excluded_and_capped(
+        logits, start, scoring, kernels=kernels, with_derivative=slope is not None
+    )
+    if kernels is not None:
+        kernels.statistics(
+            logits,
+            targets,
+            temperature=scoring.temperature,
+            cap=scoring.cap,
+            result=statistics,
+        )
+        if slope is not None:
+            kernels.gradient(
+                logits,
+                targets,
+                statistics=statistics,
+                # -temperature leaves the factor to the backward pass.
+                by_logprob=torch.full_like(statistics[0], -scoring.temperature),
+                by_entropy=None,
+                temperature=scoring.temperature,
+                cap=scoring.cap,
+                result=slope,
+            )
+        return
+
+    log_p = _log_probabilities(logits, scoring.temperature)
+    statistics[0] = log_p.gather(-1, targets[:, None])[:, 0]
+    p = torch.exp(log_p, out=slope)
+    statistics[1] = -log_p.mul_(p).sum(-1)
+    if slope is not None:
+        _subtract_targets(p, targets)
+        if bend is not None:
+            p.mul_(bend)
 
 
 def _recomputed(
     logits: Tensor,
-    targets: Tensor,
-    factor: Tensor,
-    *,
     start: int,
+    scoring: _Scoring,
+    *,
     kernels: ModuleType | None,
-    options: _Options,
-    normalisers: Tensor,
-    entropies: Tensor,
+    statistics: Tensor,
     by_logprob: Tensor,
     by_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of N tokens' logits as slope [N, V] · factor [N, 1]; may overwrite
-    `logits` [N, V].
+    """Returns the gradient of the logits of the N tokens from `start` on as slope [N, V] · factor
+    [N, 1]; may overwrite `logits` [N, V].
 
-    `factor` is that of p − onehot(y), the gradient by the log-probabilities. With a gradient of the
-    entropies there is no common factor: the slope is their sum, and the factor is 1.
+    The factor is that of p − onehot(y), the gradient by the log-probabilities. With a gradient of
+    the entropies there is no common factor: the slope is their sum, and the factor is 1.
     """
-    bend = None
-    if kernels is None:
-        bend = _cap(logits, options.cap, with_derivative=True)
-    if options.support is not None:
-        options.support.apply(logits, start)
-
+    targets = scoring.targets[start : start + len(logits)]
+    factor = _factor(by_logprob, scoring)
+    bend = _excluded_and_capped(logits, start, scoring, kernels=kernels, with_derivative=True)
     if kernels is not None:
         slope = torch.empty_like(logits, dtype=dtype)
         kernels.gradient(
             logits,
             targets,
-            normalisers=normalisers,
-            entropies=entropies,
+            statistics=statistics,
             by_logprob=by_logprob,
             by_entropy=by_entropy,
-            temperature=options.temperature,
-            cap=options.cap,
+            temperature=scoring.temperature,
+            cap=scoring.cap,
             result=slope,
         )
         return slope, torch.ones_like(factor)
 
-    log_p = _log_probabilities(logits, options.temperature)
+    log_p = _log_probabilities(logits, scoring.temperature)
     p = log_p.exp()
     if by_entropy is None:
         exact = _subtract_targets(p, targets)
     else:
-        by_logits = -by_entropy[:, None] / options.temperature
-        exact = log_p.add_(entropies[:, None]).mul_(p).mul_(by_logits)
+        by_logits = -by_entropy[:, None] / scoring.temperature
+        exact = log_p.add_(statistics[1, :, None]).mul_(p).mul_(by_logits)
         exact.addcmul_(_subtract_targets(p, targets), factor)
         factor = torch.ones_like(factor)
     if bend is not None:
         exact.mul_(bend)
     return exact.to(dtype), factor
+
+
+def _factor(by_logprob: Tensor, scoring: _Scoring) -> Tensor:
+    """Returns [N, 1] the gradient by p − onehot(y) of that by the log-probabilities [N]."""
+    return (-by_logprob / scoring.temperature)[:, None]
+
+
+def _excluded_and_capped(
+    logits: Tensor,
+    start: int,
+    scoring: _Scoring,
+    *,
+    kernels: ModuleType | None,
+    with_derivative: bool,
+) -> Tensor | None:
+    """Caps the logits [N, V] of the tokens from `start` on in place, and excludes those that were
+    not sampled from; returns the derivative of the cap if it is asked for.
+    """
+    bend = None
+    if kernels is None:  # the kernels cap by themselves
+        bend = _cap(logits, scoring.cap, with_derivative=with_derivative)
+    if scoring.support is not None:
+        scoring.support.apply(logits, start)
+    return bend
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, float32: bool) -> Tensor:

@@ -8,7 +8,6 @@ saved tensors are made from that state one at a time.
 """
 
 import copy
-import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -33,7 +31,6 @@ from trainer.policy.scorer import (
     Scorer,
     TokenScores,
     computes_in_bfloat16,
-    is_adapter,
     load_scorer,
 )
 
@@ -89,18 +86,9 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     set.
 
     With an adapter the model itself is frozen, in bfloat16 if it computes in that precision. A
-    collective; only rank 0 needs to see the checkpoint. Raises ConfigError when a model cannot be
-    loaded or the checkpoint does not fit the run.
+    collective; only rank 0 needs to see the checkpoint, which belongs to this run
+    (`trainer.policy.identity`). Raises ConfigError when a model cannot be loaded.
     """
-    saved = b""
-    if directory is not None:
-        if ranks.is_rank_zero and is_adapter(directory):
-            saved = (directory / ADAPTER_CONFIG).read_bytes()
-        saved = ranks.broadcast(saved)
-        if bool(saved) != (config.lora.rank > 0):
-            kind = "an adapter" if saved else "a whole model"
-            raise _other_run(directory, f"the checkpoint is {kind}", "lora.rank", config=config)
-
     if config.lora.rank == 0:
         scorer = load_scorer(
             config.model, ranks, config.trainer, directory, max_tokens=config.rollout.context_bound
@@ -114,7 +102,6 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
     if directory is not None:
-        _check_adapter(json.loads(saved), scorer.model, directory, config)
         _load_adapter(scorer.model, directory, ranks)
     return scorer
 
@@ -130,7 +117,7 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
         problem = "tensors that are not quantised"
     elif ranks.is_rank_zero:
         problem = not_in_files(model, own, config.model.name) or ""
-    problem = ranks.broadcast(problem.encode()).decode()
+    problem = ranks.broadcast(problem)
     if problem:
         raise ConfigError(
             "the model's files do not match the tensors that the trainer would publish "
@@ -176,55 +163,13 @@ def _peft_config(config: Config, model: Any) -> Any:
     )
 
 
-def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: Config) -> None:
-    """Raises ConfigError when the settings of the checkpoint's adapter differ from this run's."""
-    own = model.peft_config["default"]
-    settings = {"r": "lora.rank", "lora_alpha": "lora.alpha"}
-    differing = [name for name in settings if saved[name] != getattr(own, name)]
-    if set(saved["target_modules"]) != set(own.target_modules):
-        settings["target_modules"] = "lora.target_modules"
-        differing.append("target_modules")
-    for name in differing:
-        message = f"the checkpoint's {name} is {saved[name]}"
-        raise _other_run(directory, message, settings[name], config=config)
-
-
 def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
-    """Loads the adapter's weights from a checkpoint, which rank 0 reads. Raises ConfigError when it
-    cannot be read.
-    """
+    """Loads the adapter's weights from a checkpoint, which rank 0 reads. A collective."""
     targets = dict(adapter_tensors(named_tensors(model).items()))
-    problem = b""
     reader = None
     if ranks.is_rank_zero:
-        try:
-            tensors = load_file(directory / ADAPTER_WEIGHTS)
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
-            if shapes != {name: target.shape for name, target in targets.items()}:
-                raise ValueError("its tensors do not match this run's adapter")
-            reader = MemoryReader(tensors)
-        except (OSError, ValueError, SafetensorError) as error:
-            problem = f"{type(error).__name__} {error}".encode()
-    problem = ranks.broadcast(problem)
-    if problem:
-        raise ConfigError(
-            f"the checkpoint's adapter cannot be loaded: {problem.decode()}".splitlines()[0],
-            field="trainer.run_dir",
-            value=str(directory / ADAPTER_WEIGHTS),
-            remedy="remove that checkpoint to continue from the one before it, "
-            "or start with --trainer.resume false",
-        )
+        reader = MemoryReader(load_file(directory / ADAPTER_WEIGHTS))
     fill(targets, reader, ranks, everywhere=ranks.world_size == 1)
-
-
-def _other_run(directory: Path, message: str, field: str, config: Config) -> ConfigError:
-    section, _, name = field.partition(".")
-    return ConfigError(
-        f"{message} ({directory})",
-        field=field,
-        value=str(getattr(getattr(config, section), name)),
-        remedy="keep the settings of the run that wrote it, or start with --trainer.resume false",
-    )
 
 
 def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

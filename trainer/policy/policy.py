@@ -88,7 +88,9 @@ class Policy:
         """Total steps of the run; a decaying learning rate schedule needs them."""
         self.kl_coef = config.algorithm.kl_coef
         """Adapted after every update when `algorithm.kl_target` is set."""
-        self._own_old = config.algorithm.own_old_logprobs(computes_in_bfloat16(config.model, ranks))
+        self._ratio_to_own_logprobs = config.algorithm.own_old_logprobs(
+            computes_in_bfloat16(config.model, ranks)
+        )
         """Whether the ratio refers to the trainer's own log-probabilities, not the engine's."""
 
         settings = config.trainer
@@ -124,7 +126,7 @@ class Policy:
         checkpoints = run_dir / "checkpoints"
         if ranks.is_rank_zero and not config.trainer.resume:
             checkpoint.set_aside(checkpoints)
-        path = ranks.broadcast_path(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
+        path = ranks.broadcast(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
         if path is None:
             return cls(config, ranks), None, None
 
@@ -134,18 +136,12 @@ class Policy:
             check_same(state.identity, identity(config, learns_from), path)
 
         changed = checkpoint.changed_file(path) if ranks.is_rank_zero else ""
-        changed = ranks.broadcast(changed.encode()).decode()
+        changed = ranks.broadcast(changed)
         if changed:
             raise checkpoint.has_changed(changed, path)
 
         policy = cls(config, ranks, path)
-        try:
-            load_optimizer(policy.optimizer, path, ranks)
-        except ConfigError:
-            raise
-        except Exception as error:  # damage can lead to any error
-            raise checkpoint.cannot_resume(error, path) from None
-
+        load_optimizer(policy.optimizer, path, ranks)
         policy.step = state.step
         if config.algorithm.kl_target is not None:  # it was adapted; otherwise the setting counts
             policy.kl_coef = state.kl_coef
@@ -208,12 +204,11 @@ class Policy:
         algorithm needs none.
         """
         algorithm = self.config.algorithm
-        for_ratio = self._own_old and algorithm.updates_per_batch > 1
+        for_ratio = self._ratio_to_own_logprobs and algorithm.updates_per_batch > 1
         for_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
         off_policy = not all(row.current for row in batch.rows)
         for_teacher = batch.teacher_logprobs is not None and off_policy
-        for_reuse = not all(row.corrected for row in batch.rows)
-        if not (for_ratio or for_reward or for_teacher or for_reuse):
+        if not (for_ratio or for_reward or for_teacher):
             return None
 
         self.model.eval()  # dropout is only for updates
@@ -230,7 +225,7 @@ class Policy:
         """
         algorithm = self.config.algorithm
         sums = Sums(self.ranks.device)
-        counting = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
+        counted_rows = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
         rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         norms: list[float] = []
         logprobs: list[Float32 | None] | None = None
@@ -238,8 +233,8 @@ class Policy:
 
         for epoch in range(algorithm.update_epochs):
             seed = self.seed * 1_000 + epoch
-            for part in mini_batches(len(counting), algorithm.mini_batches, seed):
-                mini, scored = self._accumulate(batch, counting[part], first=not norms)
+            for part in mini_batches(len(counted_rows), algorithm.mini_batches, seed):
+                mini, scored = self._accumulate(batch, counted_rows[part], first=not norms)
                 logprobs = logprobs or scored
                 sums.values += mini.values
                 stopped = (
@@ -279,9 +274,9 @@ class Policy:
             )
 
     def _accumulate(
-        self, batch: Batch, counting: Indices, first: bool
+        self, batch: Batch, counted_rows: Indices, first: bool
     ) -> tuple[Sums, list[Float32 | None] | None]:
-        """Computes the gradient of the loss over the rows `counting` of all ranks.
+        """Computes the gradient of the loss over the rows `counted_rows` of all ranks.
 
         Returns the sums over their tokens and, for the log, the log-probabilities before the
         `first` update. A row whose advantages are 0 has no policy gradient: without a KL term or an
@@ -297,12 +292,12 @@ class Policy:
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         trains_all_rows = kl_in_loss or algorithm.entropy_coef > 0
         assert batch.advantages is not None
-        trained = counting
+        trained = counted_rows
         if not trains_all_rows:
-            has_gradient = [bool(batch.advantages[i].any()) for i in counting.tolist()]
-            trained = counting[np.array(has_gradient, bool)]
+            has_gradient = [bool(batch.advantages[i].any()) for i in counted_rows.tolist()]
+            trained = counted_rows[np.array(has_gradient, bool)]
 
-        total_tokens = sum(len(batch.rows[i].targets) for i in counting.tolist())
+        total_tokens = sum(len(batch.rows[i].targets) for i in counted_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
         for indices, counts in passes(
             self.scorer,
@@ -317,7 +312,7 @@ class Policy:
                 logprobs = self._backward(
                     micro,
                     total_tokens=total_tokens,
-                    total_rows=len(counting),
+                    total_rows=len(counted_rows),
                     sums=sums,
                     first=first,
                 )
@@ -363,7 +358,7 @@ class Policy:
         # The ratio refers to the policy before this batch (old), the correction to the policy that
         # sampled (rollout). A second pass in bfloat16 would not give the first update a ratio of
         # exactly 1, so that there old is this very pass.
-        if not self._own_old:
+        if not self._ratio_to_own_logprobs:
             old_logprobs = micro.rollout_logprobs
         elif first or micro.old_logprobs is None:
             old_logprobs = scores.logprobs.detach()

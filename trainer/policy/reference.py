@@ -36,7 +36,7 @@ class Reference:
             return BaseScorer(policy.scorer)
 
         saved = directory / "reference" if directory else None
-        directory = self._ranks.broadcast_path(saved if saved and saved.exists() else None)
+        directory = self._ranks.broadcast(saved if saved and saved.exists() else None)
         scorer: Scorer = load_scorer(
             model.model_copy(update={"name": model.reference or model.name}),
             self._ranks,

@@ -82,6 +82,7 @@ def load_scorer(
     ranks: Ranks,
     settings: TrainerSection,
     path: str | Path | None = None,
+    *,
     trained: bool = True,
     added: AddedModules | None = None,
     max_tokens: int | None = None,
@@ -94,7 +95,7 @@ def load_scorer(
     model that does not compute a sequence as if alone.
     """
     quiet()
-    directory = ranks.broadcast_path(Path(path) if path else None)
+    directory = ranks.broadcast(Path(path) if path else None)
     pretrained = Pretrained(
         AutoModelForCausalLM,
         config.name,

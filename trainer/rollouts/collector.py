@@ -33,15 +33,13 @@ from typing import NamedTuple
 
 from common.errors import ServiceError
 from common.process import logs
-from common.prompts.prompter import Prompter
-from common.settings.config import Config
 from common.wire.schemas import Group, TakeRequest
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.group_maker import GroupMaker
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.request_batcher import RequestBatcher
-from trainer.rollouts.services import Services
-from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _MAX_DRAW = 256
@@ -66,24 +64,19 @@ class WaitingGroup(NamedTuple):
 class Collector:
     """Owns the groups of a run, from the draw of a prompt to the acknowledgement of its group.
 
-    All methods run in the event loop of the clients. Group ids begin with `run_id`.
+    All methods run in the event loop of the clients.
     """
 
     def __init__(
-        self,
-        config: Config,
-        services: Services,
-        prompter: Prompter,
-        clock: StageClock,
-        run_id: str,
-        cursor: PromptCursor,
+        self, context: RolloutContext, cursor: PromptCursor, ground_truths: GroundTruthCheck
     ) -> None:
-        self._config = config
-        self._services = services
-        self._prompter = prompter
-        self._clock = clock
-        self._run_id = run_id
+        self._config = context.config
+        self._services = context.services
+        self._prompter = context.prompter
+        self._clock = context.clock
+        self._run_id = context.run_id
         self._cursor = cursor
+        self._ground_truths = ground_truths
         self.drops = Drops()
         self.waiting: dict[int, WaitingGroup] = {}
         """Groups that are stored or being stored and that the trainer has not taken yet, by
@@ -96,7 +89,7 @@ class Collector:
         self._slots = asyncio.Semaphore(0)
         self._wanted = 0
         self._drawn = 0
-        self._maker = GroupMaker(config, services, prompter, clock)
+        self._maker = GroupMaker(context)
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
@@ -106,6 +99,7 @@ class Collector:
         self._wanted = groups
         self.free(slots)
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._ground_truths.run())
             while True:
                 count = await self._acquire_slots()
                 if self._drawn >= self._wanted:
@@ -274,8 +268,17 @@ class Collector:
                     remedy="stop the other client, or give it another data-server; then start "
                     "again",
                 )
-            drawn += self._cursor.draw(batch.prompts, batch.total_available)
+            new = self._cursor.draw(batch.prompts, batch.total_available)
+            drawn += [each for each in new if not self._skip_unsolvable(each)]
         return drawn
+
+    def _skip_unsolvable(self, drawn: Drawn) -> bool:
+        """Finishes a problem that no answer solves, and counts it; returns whether it is one."""
+        if drawn.prompt.id not in self._ground_truths.unsolvable:
+            return False
+        self._cursor.finish([drawn.position])
+        self.drops.counts["ground_truth"] += 1
+        return True
 
     async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
         """Collects one group, from prompt to replay buffer; when it fails, another group takes its

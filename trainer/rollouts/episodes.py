@@ -17,10 +17,14 @@ from common.wire.schemas import (
 from trainer.rollouts.requests import sampling_seed
 from trainer.rollouts.services import Services
 
+TOOL_CALLS_PER_TURN = 8
+"""Tool calls of an episode, as a multiple of `environment.turns`."""
+
 
 def episode_request(
     config: Config,
     prompt: Prompt,
+    *,
     request_id: str,
     n: int,
     position: int,
@@ -50,9 +54,9 @@ def episode_request(
         ),
         limits=EpisodeLimits(
             turns=settings.turns,
-            sampled_tokens=settings.sampled_tokens,
+            sampled_tokens=settings.turns * sampling.max_new_tokens,
             context=context,
-            tool_calls=settings.tool_calls,
+            tool_calls=settings.turns * TOOL_CALLS_PER_TURN,
             deadline_s=settings.deadline_s,
         ),
     )

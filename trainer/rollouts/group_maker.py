@@ -6,16 +6,13 @@ import time
 import numpy as np
 
 from common.errors import ServiceError, ServiceLost
-from common.prompts.prompter import Prompter
-from common.settings.config import Config
 from common.wire.schemas import Completion, Group, Prompt
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import GroupFailed
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import Drawn
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.requests import reward_items, sampling_seed
-from trainer.rollouts.services import Services
-from trainer.timing import StageClock
 
 _MAX_GRADE = 1024
 """Maximum number of answers in one call to the reward-server, unless one group has more: JSON
@@ -25,14 +22,12 @@ bodies are limited."""
 class GroupMaker:
     """Makes groups, any number at once, in the event loop of the clients."""
 
-    def __init__(
-        self, config: Config, services: Services, prompter: Prompter, clock: StageClock
-    ) -> None:
-        self._config = config
-        self._services = services
-        self._prompter = prompter
-        self._clock = clock
-        self._grade_batched = RequestBatcher(services.reward.grade_all, _MAX_GRADE, len)
+    def __init__(self, context: RolloutContext) -> None:
+        self._config = context.config
+        self._services = context.services
+        self._prompter = context.prompter
+        self._clock = context.clock
+        self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
 
     def empty(self, drawn: Drawn, prompt_ids: list[int], group_id: str) -> Group:
         """Returns the group of a prompt before it has completions."""
@@ -82,7 +77,6 @@ class GroupMaker:
                     stop_token_ids=self._prompter.stop_token_ids,
                     sampling_seed=sampling_seed(self._config.seed, position),
                     parameters=sampling.training_truncation() | sampling.stop_conditions(),
-                    request_limits=self._prompter.request_limits(sampling),
                     deadline_s=sampling.request_timeout_s,
                 )
         except ServiceLost:

@@ -5,10 +5,9 @@ The collector owns the groups, in the event loop of the clients; the classes her
 the training thread, which waits for batches and shares them with the other ranks.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,19 +16,16 @@ import numpy as np
 
 from common.process import watchdog
 from common.process.loop_thread import LoopThread
-from common.prompts.prompter import Prompter
-from common.settings.config import Config
-from common.wire.codec import decode_groups, encode_groups
 from common.wire.schemas import Group, TakeRequest
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed, Collector
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.services import Services
 from trainer.rollouts.start import RolloutStart
-from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
@@ -56,7 +52,7 @@ class Rollouts:
             known: whether the experience in the replay buffer belongs to this run, from an earlier
                 attempt.
         """
-        return int(self._ranks.broadcast(b""))
+        return self._ranks.broadcast(0)
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
@@ -67,7 +63,7 @@ class Rollouts:
         """Returns the groups of the next batch: fresh ones, then reused ones
         (`replay.reuse_ratio`). A collective.
         """
-        return _decode(self._ranks.broadcast(b""))
+        return self._ranks.broadcast([])
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
         """Starts to acknowledge the groups of `batch`; the returned function waits for the end."""
@@ -82,38 +78,30 @@ class Rollouts:
 class LeaderRollouts(Rollouts):
     """Rank 0's rollouts, which use the services and continue from `progress`.
 
-    `run_id` makes request ids unique to this attempt; `vocabulary` is the size of the model's
-    vocabulary.
+    `vocabulary` is the size of the model's vocabulary.
     """
 
     def __init__(
         self,
-        config: Config,
+        context: RolloutContext,
         ranks: Ranks,
-        services: Services,
-        prompter: Prompter,
-        clock: StageClock,
         loop: LoopThread,
-        run_id: str,
+        *,
         progress: PromptProgress,
+        ground_truths: GroundTruthCheck,
         vocabulary: int = 2**31,
     ) -> None:
         super().__init__(ranks)
+        config = context.config
+        self._context = context
         self._config = config
-        self._services = services
-        self._clock = clock
+        self._services = context.services
+        self._clock = context.clock
         self._loop = loop
-        self._run_id = run_id
+        self._run_id = context.run_id
         self._vocabulary = vocabulary
         self._cursor = PromptCursor(progress)
-        self._collector = Collector(
-            config,
-            services,
-            prompter,
-            clock=clock,
-            run_id=run_id,
-            cursor=self._cursor,
-        )
+        self._collector = Collector(context, self._cursor, ground_truths)
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
         batch_size = config.trainer.batch_size
@@ -134,12 +122,10 @@ class LeaderRollouts(Rollouts):
         """See `Rollouts`. Raises ConfigError for too little data, for another run's experience that
         would be reused, and for a reward function that fails.
         """
-        start = RolloutStart(
-            self._config, self._services, self._run_id, fresh_per_step=self._fresh_per_step
-        )
+        start = RolloutStart(self._context, self._fresh_per_step)
         self._total_steps = self._loop.call(start.total_steps())
         self._loop.call(start.set_back(step, self._cursor.progress.position, known))
-        return int(self._ranks.broadcast(str(self._total_steps).encode()))
+        return self._ranks.broadcast(self._total_steps)
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
@@ -175,9 +161,7 @@ class LeaderRollouts(Rollouts):
             groups += self._reused(settings.batch_size - len(groups), step)
         for item in groups:
             self._check_tokens(item.group)
-        if self._ranks.world_size > 1:
-            self._ranks.broadcast(_encode(groups))
-        return groups
+        return self._ranks.broadcast(groups)
 
     def _fresh(self, min_version: int) -> list[Group]:
         """Takes fresh groups; with dynamic sampling only ones of differing rewards (DAPO,
@@ -266,11 +250,9 @@ class LeaderRollouts(Rollouts):
         )
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
-        corrected = self._config.replay.corrected
-        weights = sampled.weights.tolist() if corrected else [1.0] * len(sampled.groups)
         return [
             TrainingGroup(group, weight, reused=True)
-            for group, weight in zip(sampled.groups, weights, strict=True)
+            for group, weight in zip(sampled.groups, sampled.weights.tolist(), strict=True)
         ]
 
     def _check_tokens(self, group: Group) -> None:
@@ -280,15 +262,15 @@ class LeaderRollouts(Rollouts):
         for name, token_ids in _token_lists(group).items():
             if len(token_ids) == 0:
                 continue
-            least = int(token_ids.min())
-            greatest = int(token_ids.max())
-            if least >= 0 and greatest < self._vocabulary:
+            lowest = int(token_ids.min())
+            highest = int(token_ids.max())
+            if lowest >= 0 and highest < self._vocabulary:
                 continue
             raise CollectFailed(
                 f"group {group.id} has a token that is not in the model's vocabulary of "
                 f"{self._vocabulary}",
                 field=name,
-                value=least if least < 0 else greatest,
+                value=lowest if lowest < 0 else highest,
                 remedy="find out who added that group: the engines serve another model, or another "
                 "program uses the replay-buffer; a restarted run drops the groups that it has not "
                 "trained on",
@@ -344,21 +326,3 @@ def _token_lists(group: Group) -> dict[str, np.ndarray]:
 def _pass_rate(group: Group) -> float:
     """Returns the share of correct answers in a group."""
     return sum(answer.correct for answer in group.answers) / len(group.answers)
-
-
-def _encode(groups: Sequence[TrainingGroup]) -> bytes:
-    """Returns groups as bytes: the length of a JSON head (8 bytes), the head with weight and reuse
-    of each group, and the groups in the wire format.
-    """
-    head = json.dumps([[item.weight, item.reused] for item in groups]).encode()
-    return len(head).to_bytes(8, "little") + head + encode_groups([item.group for item in groups])
-
-
-def _decode(body: bytes) -> list[TrainingGroup]:
-    """Returns the groups that `_encode` wrote."""
-    end = 8 + int.from_bytes(body[:8], "little")
-    head = json.loads(body[8:end])
-    return [
-        TrainingGroup(group, weight, reused)
-        for group, (weight, reused) in zip(decode_groups(body[end:]), head, strict=True)
-    ]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError, ServiceError
 from common.process.logs import SHOWN
-from common.settings.config import Config
+from common.settings.rewards import ModelReward
 from common.settings.sections import RewardSection
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
-from trainer.rollouts.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -22,16 +22,14 @@ class RolloutStart:
     All methods run in the event loop of the clients.
     """
 
-    config: Config
-    services: Services
-    run_id: str
+    context: RolloutContext
     fresh_per_step: int
     """Number of fresh groups in a batch."""
 
     async def total_steps(self) -> int:
         """Returns the number of steps of the whole run. Raises ConfigError for too little data."""
-        settings = self.config.trainer
-        prompts = await self.services.data.total() * settings.num_epochs
+        settings = self.context.config.trainer
+        prompts = await self.context.services.data.total() * settings.num_epochs
         steps = settings.max_steps or prompts // self.fresh_per_step
         if steps == 0:
             raise ConfigError(
@@ -53,8 +51,8 @@ class RolloutStart:
         Raises ConfigError when another run's experience would be reused, or a reward function
         fails.
         """
-        replay = self.services.replay
-        reuses = self.config.replay.reuse_ratio > 0
+        replay = self.context.services.replay
+        reuses = self.context.config.replay.reuse_ratio > 0
         stats = await replay.stats()
         self._warn_of_loss(stats["added"], step * self.fresh_per_step)
         foreign = 0 if known else stats["groups"]
@@ -73,13 +71,13 @@ class RolloutStart:
             )
         if not known:
             await self._try_rewards()
-        await self.services.data.seek(position)
+        await self.context.services.data.seek(position)
 
     def _warn_of_loss(self, added: int, trained: int) -> None:
         """Warns when the replay buffer has stored fewer groups than the run trained on."""
         if added >= trained:
             return
-        if self.config.replay.reuse_ratio > 0:
+        if self.context.config.replay.reuse_ratio > 0:
             consequence = ", and reuse starts with an empty buffer"
         else:
             consequence = ", and nothing that is still needed is lost"
@@ -88,7 +86,7 @@ class RolloutStart:
             "trained on %d: %s was removed or replaced; training continues%s",
             added,
             trained,
-            self.config.state_dir / "replay",
+            self.context.config.state_dir / "replay",
             consequence,
             extra=SHOWN,
         )
@@ -97,7 +95,7 @@ class RolloutStart:
         return ConfigError(
             f"the replay-buffer holds {groups} groups of another run, which this run would reuse",
             field="state_dir",
-            value=str(self.config.state_dir),
+            value=str(self.context.config.state_dir),
             remedy="empty it with POST /clear, give this run its own state_dir, or set "
             "replay.reuse_ratio 0",
         )
@@ -110,12 +108,12 @@ class RolloutStart:
         reward without a reason is not the function's fault: a judge cannot be reached, or a sandbox
         is busy. Nor is a problem that no function grades.
         """
-        batch = await self.services.data.prompts(1, f"{self.run_id}-trial")
+        batch = await self.context.services.data.prompts(1, f"{self.context.run_id}-trial")
         prompt = batch.prompts[0]
         answer = GeneratedAnswer(
             prompt.ground_truth or "0", finish_reason="stop", tokens=None, token_ids=[0]
         )
-        reward = self.services.reward
+        reward = self.context.services.reward
         items = reward_items(prompt, [answer, answer], reward.gets_tokens)
         try:
             graded = await reward.batch_reward(items)
@@ -129,7 +127,7 @@ class RolloutStart:
             for result in graded.rewards
         )
         if all(failed):
-            raise no_reward(graded.rewards[0].reason, self.config.reward)
+            raise no_reward(graded.rewards[0].reason, self.context.config.reward)
 
 
 def no_reward(reason: str, settings: RewardSection) -> ConfigError:
@@ -142,13 +140,13 @@ def no_reward(reason: str, settings: RewardSection) -> ConfigError:
             field="reward.functions",
             remedy="correct the function, and test it by itself",
         )
-    if reason.startswith("reward_model: ") and settings.reward_model_name:
+    reward_model = settings.function(ModelReward)
+    if reason.startswith("reward_model: ") and reward_model is not None:
         return ConfigError(
             reason,
-            field="reward.reward_model_max_tokens",
-            value=str(settings.reward_model_max_tokens),
-            remedy="give the reward-server a GPU or a smaller reward.reward_model_name, or lower "
-            "this setting",
+            field="reward.functions.reward_model.max_tokens",
+            value=str(reward_model.max_tokens),
+            remedy="give the reward-server a GPU or a smaller model, or lower this argument",
         )
     return ConfigError(
         reason,

@@ -65,8 +65,4 @@ class SftLog:
 
     def report(self, checkpoint: Path) -> None:
         """Writes the curves, and prints seconds, held-out loss before and after, and paths."""
-        from trainer.observe.plots import plot_losses  # heavy: matplotlib
-
-        self.recorder.reported(
-            checkpoint, plot_losses, "examples", lambda *_: [("loss (nats per token)", "loss", 4)]
-        )
+        self.recorder.report(checkpoint)

@@ -44,7 +44,6 @@ _TRAINER = (
     "resume",
     "run_dir",
     "lost_after_s",
-    "num_threads",
 )
 """Settings of `trainer` that it reads."""
 

@@ -1,7 +1,7 @@
 """Interface of trackers, and their selection."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +46,7 @@ class RunInfo:
         known = (str, int, float, bool)
         return {
             name: value if isinstance(value, known) else str(value)
-            for name, value in flatten(self.config, ".")
+            for name, value in flatten(self.config).items()
         }
 
 
@@ -101,12 +101,25 @@ def check(settings: TrackersSection) -> None:
         )
 
 
-def flatten(
-    values: Mapping[str, Any], separator: str, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested mappings by their joined names."""
+def flatten(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+    """Returns the values of nested mappings by their joined names."""
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, separator, f"{prefix}{name}{separator}")
+            for part, item in flatten(value, separator).items():
+                found[f"{name}{separator}{part}"] = item
         else:
-            yield f"{prefix}{name}", value
+            found[name] = value
+    return found
+
+
+def numbers(record: Mapping[str, Any], separator: str = ".") -> dict[str, float]:
+    """Returns the numbers of a step or an evaluation by name, without those that are not finite or
+    too large for float32.
+    """
+    found = {}
+    for name, value in flatten(record, separator).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and abs(value) < 1e38:
+            found[name] = float(value)
+    return found

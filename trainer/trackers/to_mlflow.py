@@ -29,19 +29,14 @@ class MlflowTracker:
             tags = {_TAG: run.id}
             logged = self._client.create_run(experiment_id, tags=tags, run_name=run.name)
         self._id = logged.info.run_id
+        if not found:  # MLflow's parameters never change: they are those of the first start
+            parameters = [
+                Param(name, str(value)[:_MAX_VALUE]) for name, value in run.parameters.items()
+            ]
+            for i in range(0, len(parameters), 100):
+                self._client.log_batch(self._id, params=parameters[i : i + 100])
         self._client.update_run(self._id, status="RUNNING")
 
-        parameters = []
-        for name, setting in run.parameters.items():
-            value = str(setting)[:_MAX_VALUE]
-            if logged.data.params.get(name) == value:
-                continue
-            # MLflow parameters are immutable: a value that a resumed run has changed gets a new
-            # name.
-            is_new = name not in logged.data.params
-            parameters.append(Param(name if is_new else f"{name}.after_step_{run.step}", value))
-        for i in range(0, len(parameters), 100):
-            self._client.log_batch(self._id, params=parameters[i : i + 100])
         self.where = f"{uri}, experiment {run.project}, run {self._id}"
 
     def _experiment(self, name: str, artifacts: str | None) -> str:

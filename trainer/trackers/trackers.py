@@ -14,7 +14,7 @@ from common.process.storage import storing
 from common.settings.config import Config
 from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer
-from trainer.trackers.base import Cell, RunInfo, check, flatten
+from trainer.trackers.base import Cell, RunInfo, check, numbers
 from trainer.trackers.thread import TrackerThread
 
 _FLUSH_S = 60.0
@@ -28,20 +28,10 @@ _NO_TELEMETRY = {
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
 """Default environment variables that switch off the libraries' telemetry."""
+SAMPLE_EVERY = 10
+"""Steps between sample tables, each with the completions of one group."""
 _MAX_TEXT = 4000
 _MAX_ROWS = 64
-_SAMPLES = [
-    "prompt",
-    "ground_truth",
-    "completion",
-    "reward",
-    "correct",
-    "extracted_answer",
-    "status",
-    "tokens",
-    "finish",
-]
-_ANSWERS = ["prompt", "ground_truth", "answer", "correct"]
 
 
 class Trackers:
@@ -61,7 +51,6 @@ class Trackers:
         say: Callable[[str], None],
         counted: Counter | None = None,
     ) -> None:
-        self._settings = config.trackers
         self._threads: list[TrackerThread] = []
         check(config.trackers)
         directory = (run_dir / "trackers").absolute()
@@ -90,28 +79,31 @@ class Trackers:
             self._threads.append(thread)
 
     def step(self, record: Mapping[str, Any], group: Group | None) -> None:
-        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of
+        """Records the numbers of a step, and every `SAMPLE_EVERY` steps the completions of
         `group`, if any.
         """
         step = record["step"]
-        values = _numbers(record)
+        values = numbers(record, "/")
         del values["step"]
         self._put("metrics", step=step, values=values)
-        sample_every = self._settings.sample_every
-        if group is not None and sample_every and step % sample_every == 0:
-            self._put("table", step=step, name="samples", columns=_SAMPLES, rows=_samples(group))
+        if group is not None and step % SAMPLE_EVERY == 0:
+            self._put_table(step, "samples", _samples(group))
 
     def evaluation(self, summary: Mapping[str, Any], answers: Sequence[Answer]) -> None:
         """Records the numbers and the first answers of an evaluation, if it has any."""
         step = summary["step"]
-        self._put("metrics", step=step, values=_numbers({"evaluation": summary}))
-        rows: list[list[Cell]] = []
-        for answer in answers[:_MAX_ROWS]:
-            prompt = _text(answer.prompt)
-            response = _text(answer.response)
-            rows.append([prompt, answer.ground_truth, response, answer.correct])
+        self._put("metrics", step=step, values=numbers({"evaluation": summary}, "/"))
+        rows: list[dict[str, Cell]] = [
+            {
+                "prompt": _text(answer.prompt),
+                "ground_truth": answer.ground_truth,
+                "answer": _text(answer.response),
+                "correct": answer.correct,
+            }
+            for answer in answers[:_MAX_ROWS]
+        ]
         if rows:
-            self._put("table", step=step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
+            self._put_table(step, "evaluation/answers", rows)
 
     def close(self, finished: bool) -> None:
         """Waits at most `_FLUSH_S` (`_INTERRUPTED_S` unless `finished`) for the trackers, then
@@ -123,6 +115,10 @@ class Trackers:
         for thread in self._threads:
             thread.wait(deadline)
         self._threads = []
+
+    def _put_table(self, step: int, name: str, rows: list[dict[str, Cell]]) -> None:
+        cells = [list(row.values()) for row in rows]
+        self._put("table", step=step, name=name, columns=list(rows[0]), rows=cells)
 
     def _put(self, call: str, **arguments: Any) -> None:
         for thread in self._threads:
@@ -137,33 +133,21 @@ def _own_id(path: Path, new: bool) -> str:
     return path.read_text(encoding="ascii")
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record, named `group/name`."""
-    numbers = {}
-    for name, value in flatten(record, "/"):
-        if isinstance(value, int | float):
-            numbers[name] = float(value)
-    return numbers
-
-
-def _samples(group: Group) -> list[list[Cell]]:
-    """Returns a row of `_SAMPLES` for every completion."""
-    rows: list[list[Cell]] = []
-    for completion in group.completions:
-        rows.append(
-            [
-                _text(group.prompt),
-                group.ground_truth,
-                _text(completion.text),
-                float(completion.reward),
-                completion.correct if completion.verified else None,
-                completion.extracted_answer,
-                completion.status,
-                len(completion.token_ids),
-                completion.finish_reason,
-            ]
-        )
-    return rows
+def _samples(group: Group) -> list[dict[str, Cell]]:
+    return [
+        {
+            "prompt": _text(group.prompt),
+            "ground_truth": group.ground_truth,
+            "completion": _text(completion.text),
+            "reward": float(completion.reward),
+            "correct": completion.correct if completion.verified else None,
+            "extracted_answer": completion.extracted_answer,
+            "status": completion.status,
+            "tokens": len(completion.token_ids),
+            "finish": completion.finish_reason,
+        }
+        for completion in group.completions
+    ]
 
 
 def _text(text: str) -> str:

@@ -9,7 +9,6 @@ from common.settings.config import Config
 from common.wire.schemas import adapter_name
 from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG
-from trainer.weights.gpu_lease import EngineMemory
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.versions import Weights
 
@@ -49,10 +48,8 @@ class AdapterPublisher:
 
     def sleep(self) -> None:
         """See `EngineMemory`."""
-        assert isinstance(self._publisher, EngineMemory)
         self._publisher.sleep()
 
     def wake(self) -> None:
         """See `EngineMemory`."""
-        assert isinstance(self._publisher, EngineMemory)
         self._publisher.wake()

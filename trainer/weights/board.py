@@ -100,16 +100,15 @@ class WeightBoard:
             else:
                 spares.discard(old)
 
-    def withdraw(self, manifest: WeightManifest) -> WeightManifest:
+    def withdraw(self) -> WeightManifest:
         """Withdraws the broadcast of the latest version, which nodes then get as files; returns its
         manifest.
         """
         with self._lock:
-            latest = self._latest or manifest
-            withdrawn = latest.model_copy(update={"broadcast": None})
-            self._latest = withdrawn
+            assert self._latest is not None, "it was announced"
+            self._latest = self._latest.model_copy(update={"broadcast": None})
         self._wake()
-        return withdrawn
+        return self._latest
 
     async def with_files(self, manifest: WeightManifest) -> WeightManifest:
         """Returns the manifest with files, after writing them if needed. Raises NotFound when the

@@ -5,6 +5,7 @@ nodes. The nodes' part is `services.rollout.weights.receive`.
 import asyncio
 import logging
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 from common.errors import Conflict
@@ -34,6 +35,7 @@ class Broadcaster:
         run_id: str,
         timeout_s: float,
         rendezvous: Rendezvous,
+        *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._board = board
@@ -79,8 +81,8 @@ class Broadcaster:
                 log.error(
                     "weights %d were not broadcast, so they go over HTTP: %s", version, problem
                 )
-                group.close(stuck=not transfer.done.is_set())
-                manifest = self._board.withdraw(manifest)
+                group.close(stuck=not transfer.done.done())
+                manifest = self._board.withdraw()
         return manifest, copy.size
 
     def close_if_broken(self) -> None:
@@ -126,7 +128,7 @@ class Broadcaster:
     def _problem(self, group: EngineGroup, transfer: Transfer) -> str | None:
         """Waits for the end of the transfer; returns why it failed, naming the workers, or None."""
         limit = time.monotonic() + self._timeout_s
-        while not transfer.done.wait(0.05):
+        while not wait([transfer.done], 0.05).done:
             lost = self._lost(group)
             if lost:
                 return lost
@@ -135,7 +137,7 @@ class Broadcaster:
                     f"the broadcast was not done after {self._timeout_s:.0f} s; "
                     f"{self._states(group)}"
                 )
-        error = transfer.error
+        error = transfer.done.exception()
         if error is None:
             return None
 
@@ -156,7 +158,7 @@ class Broadcaster:
             report = now.get(member.name)
             if report is None:
                 lost.append(f"{member.name} stopped reporting")
-            elif report.epoch != member.epoch or report.state in ("failed", "starting"):
+            elif report.incarnation != member.incarnation or report.state in ("failed", "starting"):
                 detail = report.detail or "its engine was started again"
                 lost.append(f"{report.name} is {report.state}: {detail}")
         return "; ".join(lost) or None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from learning.weight_group import digest
-from trainer.weights.layouts import Describe, Way, parts_of, ways
+from trainer.weights.layouts import ParameterLayout, layouts, parts_of
 from trainer.weights.sent_sums import ChecksumPlan, Key, SentSums
 from trainer.weights.tensor_hash import gpu_digest
 
@@ -63,7 +63,9 @@ class Checksums:
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
         self._known: dict[Key, str] = {}
-        self._usual: dict[tuple[str, int, int], int] = {}
+        """In the layouts that matched."""
+        self._layouts: dict[Key, ParameterLayout] = {}
+        """The layout of each parameter that matched at its last comparison."""
         self._plan: ChecksumPlan | None = ChecksumPlan({}, {})
         """None when the layouts have changed."""
         self._sent = SentSums(self._plan)
@@ -77,7 +79,7 @@ class Checksums:
         """
         self._known.clear()
         if self._plan is None:
-            self._plan = ChecksumPlan(self._expected(tensors), tensors)
+            self._plan = ChecksumPlan(self._layouts, tensors)
         self._sent = SentSums(self._plan)
         return self._sent
 
@@ -85,10 +87,9 @@ class Checksums:
         """Computes the checksums in the layouts that matched the last time, except for those that
         come with sending.
         """
-        for (name, rank, size), way in self._usual.items():
-            key = (name, rank, size, way)
+        for key in self._layouts:
             if key not in self._sent:
-                self._sum(key, ways(name, tensors, rank, size)[way], tensors)
+                self._expected(key, tensors)
 
     def compare(
         self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]]
@@ -106,7 +107,7 @@ class Checksums:
                     unknown.append(name)
                     continue
                 seen.update(parts)
-                if not self._is_right(name, rank, len(ranks), checksum=checksum, tensors=tensors):
+                if not self._is_right((name, rank, len(ranks)), checksum, tensors):
                     wrong.append(name)
         return Comparison(
             wrong=wrong,
@@ -116,34 +117,29 @@ class Checksums:
             total=len(tensors),
         )
 
-    def _expected(self, tensors: Mapping[str, Tensor]) -> dict[Key, Way]:
-        return {
-            (name, rank, size, way): ways(name, tensors, rank, size)[way]()
-            for (name, rank, size), way in self._usual.items()
-        }
-
-    def _is_right(
-        self, name: str, rank: int, size: int, checksum: str, tensors: Mapping[str, Tensor]
-    ) -> bool:
+    def _is_right(self, key: Key, checksum: str, tensors: Mapping[str, Tensor]) -> bool:
         """Whether a checksum is that of the parameter's tensors in one of its layouts; remembers
-        which, and tries that first the next time.
+        which.
         """
-        layouts = ways(name, tensors, rank, size)
-        usual = self._usual.get((name, rank, size), 0)
-        others = [way for way in range(len(layouts)) if way != usual]
-        for way in (usual, *others):
-            if self._sum((name, rank, size, way), layouts[way], tensors) == checksum:
-                if self._on_gpu and self._usual.get((name, rank, size)) != way:
+        if key in self._layouts and self._expected(key, tensors) == checksum:
+            return True
+        name, rank, size = key
+        for layout in layouts(name, tensors, rank, size):
+            if self._computed(layout, tensors) == checksum:
+                if self._on_gpu:
                     self._plan = None
-                self._usual[name, rank, size] = way
+                self._layouts[key] = layout
+                self._known[key] = checksum
                 return True
         return False
 
-    def _sum(self, key: Key, describe: Describe, tensors: Mapping[str, Tensor]) -> str:
+    def _expected(self, key: Key, tensors: Mapping[str, Tensor]) -> str:
+        """Returns the checksum in the layout that matched at the last comparison."""
         if key not in self._known:
-            checksum = self._sent.hexdigest(key)
-            if checksum is None:
-                compute = gpu_digest if self._on_gpu else digest
-                checksum = compute(*(part.of(tensors) for part in describe()))
-            self._known[key] = checksum
+            of_sent = self._sent.hexdigest(key)
+            self._known[key] = of_sent or self._computed(self._layouts[key], tensors)
         return self._known[key]
+
+    def _computed(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> str:
+        compute = gpu_digest if self._on_gpu else digest
+        return compute(*(part.of(tensors) for part in layout))

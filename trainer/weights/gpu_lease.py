@@ -11,7 +11,7 @@ them. Either side begins only once the other has reported that its memory is fre
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from learning.ranks import Ranks
 from learning.sharding import reshard
 
 
-@runtime_checkable
 class EngineMemory(Protocol):
     """The GPU memory of the engines, as rank 0 controls it."""
 

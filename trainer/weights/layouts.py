@@ -8,7 +8,7 @@ The embedded engine uses the names in the files. SGLang stacks projections (`qkv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 
 import torch
 from torch import Tensor
@@ -50,11 +50,8 @@ class Part:
         return Part(self.names, lambda *tensors: self.take(*tensors).to(dtype))
 
 
-Way = Sequence[Part]
-"""A layout of a parameter."""
-Describe = Callable[[], Way]
-"""Describes a layout: a mixture has too many experts to describe the layouts that no engine
-uses."""
+ParameterLayout = Sequence[Part]
+"""A layout in which an engine may hold a parameter."""
 
 
 def parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -89,33 +86,29 @@ def _of_every_expert(
         yield from names
 
 
-def ways(name: str, tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Describe]:
-    """Returns functions that describe the layouts in which rank `rank` of `size` may hold a
-    parameter, likeliest first.
-    """
+def layouts(
+    name: str, tensors: Mapping[str, Tensor], rank: int, size: int
+) -> Iterator[ParameterLayout]:
+    """Yields the layouts in which rank `rank` of `size` may hold a parameter, likeliest first."""
     names = parts_of(name, tensors)
     last = name.rpartition(".")[2]
     if last in _EXPERTS and name not in tensors:
-        found = _ways_of_experts(names, 2 if last == "w13_weight" else 1, rank, size)
+        sharded = partial(_of_experts, names, has_gate=last == "w13_weight", rank=rank, size=size)
     else:
-        of_parameter = _ways(name, names, tensors, rank=rank, size=size)
-        found = [partial(list, way) for way in of_parameter]
-    layouts = list(found)
+        sharded = partial(_of_parameter, name, names, tensors, rank=rank, size=size)
+    yield from sharded()
+
     sent_dtype = tensors[names[0]].dtype
     if sent_dtype.is_floating_point:
         for dtype in _DTYPES:
             if dtype != sent_dtype:
-                layouts += [partial(_converted, describe, dtype) for describe in found]
-    return layouts
+                for layout in sharded():
+                    yield [part.converted(dtype) for part in layout]
 
 
-def _converted(describe: Describe, dtype: torch.dtype) -> Way:
-    return [part.converted(dtype) for part in describe()]
-
-
-def _ways(
-    name: str, names: Sequence[str], tensors: Mapping[str, Tensor], rank: int, size: int
-) -> Iterator[Way]:
+def _of_parameter(
+    name: str, names: Sequence[str], tensors: Mapping[str, Tensor], *, rank: int, size: int
+) -> Iterator[ParameterLayout]:
     first, *rest = names
     parts = [tensors[part] for part in names]
     if name.endswith(_VOCABULARY):
@@ -137,34 +130,22 @@ def _ways(
     yield [Part((name_of_part,), _whole) for name_of_part in names]
 
 
-def _ways_of_experts(
-    names: Sequence[str], parts_of_expert: int, rank: int, size: int
-) -> list[Describe]:
+def _of_experts(
+    names: Sequence[str], *, has_gate: bool, rank: int, size: int
+) -> Iterator[ParameterLayout]:
     """[experts, …]: this rank's rows (gate and up) or columns (down) of every expert.
 
     Some kernels put up before gate, and some transpose every matrix.
     """
-    experts = [
-        names[begin : begin + parts_of_expert] for begin in range(0, len(names), parts_of_expert)
-    ]
-    has_gate = parts_of_expert == 2
+    step = 2 if has_gate else 1
+    experts = [tuple(names[begin : begin + step]) for begin in range(0, len(names), step)]
     take = partial(_share, dim=0 if has_gate else 1, rank=rank, size=size)
     orders = (1, -1) if has_gate else (1,)
-    layouts: list[Describe] = []
-    for build in (_stacked, _turned):
-        layouts += [partial(build, experts, take, order) for order in orders]
-    return layouts
-
-
-def _stacked(experts: Sequence[Sequence[str]], take: Callable[[Tensor], Tensor], order: int) -> Way:
-    parts: list[Part] = []
-    for expert in experts:
-        parts += [Part((name,), take) for name in expert[::order]]
-    return parts
-
-
-def _turned(experts: Sequence[Sequence[str]], take: Callable[[Tensor], Tensor], order: int) -> Way:
-    return [Part(tuple(expert[::order]), partial(_transposed, take=take)) for expert in experts]
+    for order in orders:
+        in_order = chain.from_iterable(expert[::order] for expert in experts)
+        yield [Part((name_of_part,), take) for name_of_part in in_order]
+    for order in orders:
+        yield [Part(expert[::order], partial(_transposed, take=take)) for expert in experts]
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -13,12 +13,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from trainer.weights.layouts import Part, Way
+from trainer.weights.layouts import ParameterLayout, Part
 from trainer.weights.tensor_hash import TensorHash
 
-Key = tuple[str, int, int, int]
-"""A parameter: its name in the engine, the rank that has it, the number of ranks, and which of its
-layouts."""
+Key = tuple[str, int, int]
+"""A parameter: its name in the engine, the rank that has it and the number of ranks."""
 
 _JOINED_BYTES = 64 << 20
 
@@ -31,20 +30,22 @@ class ChecksumPlan:
     one of its parts needs several tensors at once, or ends within a word of 32 bits.
     """
 
-    def __init__(self, ways: Mapping[Key, Way], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, layouts: Mapping[Key, ParameterLayout], tensors: Mapping[str, Tensor]
+    ) -> None:
         self.sizes: dict[Key, int] = {}
         """The bytes of each parameter."""
         self.parts: dict[str, list[tuple[Key, int, Part]]] = defaultdict(list)
         """By tensor: the parameters, the first byte in each, and the tensor's part in it."""
         shapes = {name: tensor.to("meta") for name, tensor in tensors.items()}
-        for key, way in ways.items():
-            sizes = [part.of(shapes).nbytes for part in way]
-            needs_several = any(len(part.names) > 1 for part in way)
+        for key, layout in layouts.items():
+            sizes = [part.of(shapes).nbytes for part in layout]
+            needs_several = any(len(part.names) > 1 for part in layout)
             ends_within_word = any(size % 4 for size in sizes[:-1])
             if needs_several or ends_within_word:
                 continue
             self.sizes[key] = sum(sizes)
-            for part, start in zip(way, accumulate(sizes, initial=0), strict=False):
+            for part, start in zip(layout, accumulate(sizes, initial=0), strict=False):
                 self.parts[part.names[0]].append((key, start, part))
 
 

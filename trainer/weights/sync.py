@@ -1,14 +1,15 @@
 """`WeightSync.push` sends the policy's weights to every rollout engine, over any transport."""
 
-import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Protocol
 
+from common.process.daemon_threads import in_daemon_thread
 from learning.staging import Staging
 from trainer.policy.policy import Policy
 from trainer.timing import PUBLISHING, StageClock
-from trainer.weights.gpu_lease import GpuLease
+from trainer.weights.gpu_lease import EngineMemory, GpuLease
 from trainer.weights.versions import Weights
 
 _UNSHARED = GpuLease()
@@ -16,12 +17,11 @@ _LAST_PUSH_S = 5.0
 """A failing run waits this long for the weights that it is publishing."""
 
 
-class WeightPublisher(Protocol):
-    """Sends weights to every rollout engine, and returns when all generate with them. Called from
-    any thread.
-    """
+class WeightPublisher(EngineMemory, Protocol):
+    """Sends weights to every rollout engine. Called from any thread."""
 
-    def publish(self, weights: Weights, version: int) -> None: ...
+    def publish(self, weights: Weights, version: int) -> None:
+        """Returns when all engines generate with these weights."""
 
 
 class WeightSync:
@@ -69,7 +69,6 @@ class LeaderWeightSync(WeightSync):
         self._publisher = publisher
         self._clock = clock
         self._in_background = in_background
-        self._thread: threading.Thread | None = None
         self._served = _done()
         self._staging: Staging | None = None
 
@@ -87,14 +86,8 @@ class LeaderWeightSync(WeightSync):
                 self._publisher.publish(weights, policy.step)
                 return self._served
 
-        self._served = Future()
-        self._thread = threading.Thread(
-            target=self._publish,
-            args=(weights, policy.step, self._served),
-            name="publisher",
-            daemon=True,
-        )
-        self._thread.start()
+        publish = partial(self._publish, weights, policy.step)
+        self._served = in_daemon_thread(publish, "publisher")
         return self._served
 
     def _copy(self, policy: Policy) -> Weights:
@@ -105,22 +98,16 @@ class LeaderWeightSync(WeightSync):
         self._staging.wait()
         return weights
 
-    def _publish(self, weights: Weights, version: int, served: "Future[None]") -> None:
-        try:
-            with self._clock.stage(PUBLISHING):
-                self._publisher.publish(weights, version)
-        except BaseException as error:  # raised in the training loop
-            served.set_exception(error)
-        else:
-            served.set_result(None)
+    def _publish(self, weights: Weights, version: int) -> None:
+        with self._clock.stage(PUBLISHING):
+            self._publisher.publish(weights, version)
 
     def wait(self) -> None:
         with self._clock.stage("publish"):
             self._served.result()
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.join(_LAST_PUSH_S)
+        wait([self._served], _LAST_PUSH_S)
 
 
 def _done() -> "Future[None]":

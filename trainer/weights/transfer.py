@@ -6,7 +6,6 @@ import logging
 import os
 import queue
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from common.process.daemon_threads import in_daemon_thread
 from common.wire.schemas import Broadcast, Bucket, WorkerReport
 from learning.staging import Staging
 from learning.weight_group import group_device, join, views
@@ -68,7 +68,7 @@ class EngineGroup:
 
     def fits(self, members: Sequence[WorkerReport]) -> bool:
         """Whether the group consists of exactly these engines, none of them restarted since."""
-        return not self.closed and _epochs(members) == _epochs(self.members)
+        return not self.closed and _incarnations(members) == _incarnations(self.members)
 
     def announcement(self, buckets: list[Bucket]) -> Broadcast:
         """Returns the message that tells the agents how to join and which buckets they will
@@ -86,7 +86,7 @@ class EngineGroup:
             world_size=self.world_size,
             backend=self.rendezvous.backend,
             ranks=ranks,
-            epochs=_epochs(self.members),
+            incarnations=_incarnations(self.members),
             buckets=buckets,
         )
 
@@ -136,9 +136,9 @@ class EngineGroup:
             group.abort()
 
 
-def _epochs(workers: Sequence[WorkerReport]) -> dict[str, str]:
-    """Returns the epoch of each worker's engine, new with each start, by the worker's name."""
-    return {worker.name: worker.epoch for worker in workers}
+def _incarnations(workers: Sequence[WorkerReport]) -> dict[str, str]:
+    """Returns the incarnation of each engine, new with each start, by its worker's name."""
+    return {worker.name: worker.incarnation for worker in workers}
 
 
 @contextmanager
@@ -168,14 +168,13 @@ class Transfer:
     def __init__(
         self, group: EngineGroup, buckets: Sequence[Bucket], flats: Sequence[Tensor], sent: SentSums
     ) -> None:
-        self.error: BaseException | None = None
-        self.done = threading.Event()
         self._group = group
         self._buckets = buckets
         self._flats = flats
         self._sent = sent
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="broadcast", daemon=True).start()
+        self.done = in_daemon_thread(self._run, "broadcast")
+        """Fails with the error that ended the transfer."""
 
     def put(self, index: int) -> None:
         """Queues the complete bucket at `index`."""
@@ -190,10 +189,7 @@ class Transfer:
             for index in iter(self._queue.get, None):
                 self._group.send(self._flats[index], partial(self._add, self._buckets[index]))
             self._group.wait()
-        except BaseException as error:  # the publisher waits for it
-            self.error = error
         finally:
-            self.done.set()
             if self._group.closed:
                 self._group.close()
 

@@ -37,6 +37,7 @@ def write_version(
     directory: Path,
     run_id: str,
     version: int,
+    *,
     previous: WeightManifest | None = None,
 ) -> WeightManifest:
     """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is

@@ -55,16 +55,16 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
 
     def get_mha_kv_pool_cls(self) -> type:
         """The KV cache of SGLang itself: nothing in it needs a GPU."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # type: ignore[import-not-found]
+        from sglang.srt.mem_cache import memory_pool  # type: ignore[import-not-found]
 
-        pool: type = MHATokenToKVPool
+        pool: type = memory_pool.MHATokenToKVPool
         return pool
 
     def get_paged_allocator_cls(self) -> type:
         """SGLang's allocator for pages of one token; the one for larger pages is a GPU kernel."""
-        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # type: ignore[import-not-found]
+        from sglang.srt.mem_cache import allocator
 
-        class TokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
+        class TokenAllocator(allocator.TokenToKVPoolAllocator):  # type: ignore[misc]
             def __init__(self, size: int, *, page_size: int, **rest: Any) -> None:
                 if page_size != 1:
                     raise ValueError(

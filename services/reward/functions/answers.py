@@ -13,6 +13,7 @@ from typing import Any
 
 from common.errors import ConfigError, InvalidInput
 from common.process.loop_thread import LoopThread
+from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.answers.exact import same_answer
@@ -43,15 +44,15 @@ class MathHost(ProcessHost):
                 value="math",
                 remedy="pip install 'rlhf-math[services]'",
             )
-        arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
+        entry = config.function(MathReward) or MathReward()
+        arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(entry.timeout_s) + 1}
         spec = WorkerSpec(
             "services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers
         )
-        pool = WorkerPool(
-            spec, config.workers, timeout_s=config.math_timeout_s, on_restart=on_restart
-        )
+        pool = WorkerPool(spec, config.workers, timeout_s=entry.timeout_s, on_restart=on_restart)
         super().__init__("math", pool, check=_check_gold)
         self._require_stop = config.require_stop
+        self.verifies_answers = True
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
         golds = [
@@ -141,13 +142,15 @@ class MathRewardFunction(DetailedRewardFunction):
 
     name = "math"
     bounds_itself = True
+    verifies_answers = True
 
     def __init__(self, workers: int = 2, timeout_s: float = 1.0) -> None:
         try:
-            self._config = RewardSection(workers=workers, math_timeout_s=timeout_s)
+            entry = MathReward(timeout_s=timeout_s)
+            self._config = RewardSection(workers=workers, functions=[entry])
         except ValueError as error:
             raise ConfigError(
-                str(error), field="workers, timeout_s", remedy="see RewardSection"
+                str(error), field="workers, timeout_s", remedy="see RewardSection, MathReward"
             ) from None
         MathHost(self._config)  # raises now what is missing
         self._graders: _Graders | None = None

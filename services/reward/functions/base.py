@@ -87,6 +87,10 @@ class RewardFunction(ABC):
     """Whether every call limits its own time. Otherwise the reward-server applies
     `reward.function_timeout_s`."""
 
+    verifies_answers: bool = False
+    """Whether it compares a final answer with `ground_truth`. At the start of a run every ground
+    truth is then graded against itself."""
+
     @property
     @abstractmethod
     def name(self) -> str:

@@ -90,15 +90,15 @@ class JudgeRewardFunction(DetailedRewardFunction):
         if not url.startswith(("http://", "https://")) or not model:
             raise ConfigError(
                 "the judge needs the URL of an OpenAI-compatible endpoint and the name of a model",
-                field="judge_url, judge_model",
+                field="url, model",
                 value=f"{url!r}, {model!r}",
                 remedy="set both, for example http://127.0.0.1:8000/v1 and the model's name there",
             )
         check_positive(
-            judge_scale=scale,
-            judge_timeout_s=timeout_s,
-            judge_concurrency=concurrency,
-            judge_max_tokens=max_tokens,
+            scale=scale,
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+            max_tokens=max_tokens,
         )
         self._url = f"{url.rstrip('/')}/chat/completions"
         self._model = model

@@ -1,9 +1,10 @@
 """Verifies programs by their test cases."""
 
+import ast
 import os
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from common.process.daemon_threads import DaemonThreads
 from services.reward.answers.extract import without_thoughts
@@ -15,13 +16,22 @@ from services.reward.functions.base import (
     column,
     text_of,
 )
-from services.sandbox.cases import Case, CaseResult, parse_cases
+from services.sandbox.case_formats import parse_cases
+from services.sandbox.cases import Case, CaseResult
 from services.sandbox.sandbox import Limits, Sandbox, SandboxFault, SandboxKind
 
 MAX_SOURCE_CHARS = 100_000
 """Longer programs are ignored."""
-# Possessive, so that the text after a fence is scanned only once, however long it is.
-_FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+# Possessive, so that the text after a fence is scanned only once, however long it is. A block that
+# is labelled as Python may begin after text on its line.
+_FENCE = re.compile(
+    r"^(?P<indent>[ \t]*+)(?:[^\n`]++(?=```[ \t]*+py))?+"
+    r"(?P<marks>`{3,}+|~{3,}+)[ \t]*+(?P<language>[^\s`]*+)[^\n`]*+$",
+    re.MULTILINE,
+)
+_MARKER = re.compile(r"<(/?\w+)>")
+_LITERAL = "<\0"
+"""Stands for the `<` of a marker that is part of a program."""
 _PYTHON = re.compile(r"\W*(?:(py|python)[\d.]*\W*)?", re.IGNORECASE)
 _DEFINED = re.compile(
     r"^(?:async[ \t]+)?(?:def|class)[ \t]+(?!test)(\w+)", re.MULTILINE | re.IGNORECASE
@@ -35,6 +45,7 @@ _STATEMENT = re.compile(
 _SESSION = re.compile(r"^(?:>>>|\$) ", re.MULTILINE)
 _INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0")
 _NAME = re.compile(r"[^\W\d]\w*")
+_PRINTS = re.compile(r"^print\(", re.MULTILINE)
 
 
 class CodeRewardFunction(DetailedRewardFunction):
@@ -42,8 +53,8 @@ class CodeRewardFunction(DetailedRewardFunction):
     passes.
 
     `extract_program` defines which code blocks are the program. It runs in a sandbox (bubblewrap)
-    without network, files or further processes. `services.sandbox.cases.parse_cases` documents test
-    cases. A program that fails, hangs or exceeds a limit fails its case. Only a failure of the
+    without network, files or further processes. `parse_cases` of `services.sandbox.case_formats`
+    documents test cases. A program that fails, hangs or exceeds a limit fails its case. Only a failure of the
     sandbox itself, or a machine too busy to run the program, gives no score.
 
     Args:
@@ -88,7 +99,10 @@ class CodeRewardFunction(DetailedRewardFunction):
         invalid `test_cases`.
         """
         columns = column(kwargs, "test_cases", len(completions), self.name)
-        cases = [parse_cases(content, f"test_cases[{i}]") for i, content in enumerate(columns)]
+        entry_points = kwargs.get("entry_point") or [""] * len(completions)
+        cases = []
+        for i, (content, entry_point) in enumerate(zip(columns, entry_points, strict=True)):
+            cases.append(parse_cases(content, f"test_cases[{i}]", str(entry_point or "")))
         return self._threads.map(self._score, map(text_of, completions), cases)
 
     def results(self, source: str, test_cases: Any) -> list[CaseResult]:
@@ -130,47 +144,101 @@ def extract_program(response: str, reads_input: bool = True) -> str | None:
     other does. What a block needs from earlier ones is put before it. Thoughts do not count, and
     blocks without a language only where no other holds a program or they define or import
     something. A block that is never closed (a truncated response) counts only when there is no
-    closed one.
+    closed one. A response without any block counts when all of it is Python.
     """
-    closed, truncated = _blocks(without_thoughts(response))
+    answer = without_thoughts(_with_literals(response)).replace(_LITERAL, "<")
     programs: list[str] = []
-    for labelled, text in closed:
-        if labelled or _DEFINED.search(text) or _IMPORTED.search(text):
-            programs.append(text)
+    others: list[str] = []
+    truncated: list[str] = []
+    for block in _blocks(answer):
+        language = _PYTHON.fullmatch(block.language)
+        if language is None:
+            continue
+        if not block.is_closed:
+            truncated.append(block.text)
+        elif language[1] or _DEFINED.search(block.text) or _IMPORTED.search(block.text):
+            programs.append(block.text)
+        else:
+            others.append(block.text)
 
-    blocks = programs or [text for _, text in closed] or truncated
-    source = _assembled(blocks, reads_input)
+    source = _assembled(programs or others or truncated or _unfenced(answer), reads_input)
     return source if source.strip() and len(source) <= MAX_SOURCE_CHARS else None
 
 
-def _blocks(text: str) -> tuple[list[tuple[bool, str]], list[str]]:
-    """Returns the closed blocks that may be Python, each with whether it is labelled so, and any
-    unclosed blocks.
-    """
-    blocks: list[tuple[bool, str]] = []
+class _Block(NamedTuple):
+    """A fenced block; `text[start:end]` of the response is its content."""
+
+    language: str
+    text: str
+    """Its content without the indentation of the fence."""
+    start: int
+    end: int
+    is_closed: bool
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    """Yields the fenced blocks of a text; one that is never closed comes last."""
     opening: re.Match[str] | None = None
     for match in _FENCE.finditer(text):
         if opening is None:
             opening = match
         elif _closes(opening, match):
-            if language := _PYTHON.fullmatch(opening[3]):
-                content = text[opening.end() + 1 : match.start()]
-                blocks.append((bool(language[1]), _unindented(content, opening[1])))
+            yield _block(text, opening, match.start(), is_closed=True)
             opening = None
+    if opening is not None:
+        yield _block(text, opening, len(text), is_closed=False)
 
-    if opening is not None and _PYTHON.fullmatch(opening[3]):
-        return blocks, [_unindented(text[opening.end() + 1 :], opening[1])]
-    return blocks, []
+
+def _block(text: str, opening: re.Match[str], end: int, *, is_closed: bool) -> _Block:
+    start = min(opening.end() + 1, end)
+    content = _unindented(text[start:end], opening["indent"])
+    return _Block(
+        language=opening["language"],
+        text=content,
+        start=start,
+        end=end,
+        is_closed=is_closed,
+    )
+
+
+def _with_literals(response: str) -> str:
+    """Returns a response in which markers of thoughts that are part of a program do not count."""
+    parts: list[str] = []
+    done = 0
+    for block in _blocks(response) if _MARKER.search(response) else ():
+        is_program = block.is_closed and _MARKER.search(block.text) and _is_python(block.text)
+        if is_program:
+            parts.append(response[done : block.start])
+            parts.append(_MARKER.sub(_LITERAL + r"\1>", response[block.start : block.end]))
+            done = block.end
+    return "".join([*parts, response[done:]])
+
+
+def _unfenced(answer: str) -> list[str]:
+    """Returns a response that is nothing but a program."""
+    source = answer.strip()
+    has_code = _DEFINED.search(source) or _IMPORTED.search(source) or _PRINTS.search(source)
+    return [source] if has_code and _is_python(source) else []
+
+
+def _is_python(source: str) -> bool:
+    if len(source) > MAX_SOURCE_CHARS:
+        return False
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _closes(opening: re.Match[str], fence: re.Match[str]) -> bool:
     """Whether a fence closes a block: as long as its opening, without a language, and no deeper."""
-    is_long_enough = fence[2].startswith(opening[2])
-    return is_long_enough and not fence[3] and _depth(fence) <= _depth(opening) + 3
+    is_long_enough = fence["marks"].startswith(opening["marks"])
+    return is_long_enough and not fence["language"] and _depth(fence) <= _depth(opening) + 3
 
 
 def _depth(fence: re.Match[str]) -> int:
-    return len(fence[1].expandtabs(4))
+    return len(fence["indent"].expandtabs(4))
 
 
 def _unindented(source: str, indent: str) -> str:

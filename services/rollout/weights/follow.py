@@ -97,7 +97,7 @@ class WeightFollower:
         )
 
     @property
-    def epoch(self) -> str:
+    def incarnation(self) -> str:
         """Changes with every start of node or engine and every failed broadcast, which invalidates
         earlier groups.
         """
@@ -191,8 +191,7 @@ class WeightFollower:
         start = self._engine.starts
         if self._engine.up and not self._api.asleep:
             try:
-                async with self._api.changing:
-                    await self._api.sleep(self._shared_memory, self._load_timeout_s)
+                await self._api.sleep(self._shared_memory, self._load_timeout_s)
             except ServiceError as error:
                 if self._is_still_up(start):
                     self._engine.restart(f"it did not release its memory: {error}")
@@ -277,7 +276,7 @@ class WeightFollower:
         broadcast = manifest.broadcast
         if broadcast is None or not self._engine.up:
             return False
-        if broadcast.epochs.get(self._name) != self.epoch:
+        if broadcast.incarnations.get(self._name) != self.incarnation:
             log.info(
                 "this node is not in the broadcast of weights %d: it downloads the files",
                 wanted.version,
@@ -328,8 +327,7 @@ class WeightFollower:
         begin = time.monotonic()
         self._loading = asyncio.create_task(work)
         try:
-            async with self._api.changing:
-                await asyncio.wait({self._loading})
+            await asyncio.wait({self._loading})
             if self._loading.cancelled() or not self._is_still_up(start):
                 return None
             result = self._loading.result()

@@ -3,9 +3,8 @@ directories. The other end is `trainer.weights.publisher`, which writes and serv
 
 A directory gets its final name, such as `v000012`, once it holds every file of its version with the
 right size and checksum. Unchanged files are hard links to an earlier version; for others only the
-difference is fetched if an earlier version is held. Files are not synced. Instead, everything that
-this process has not written itself, and everything an engine starts from, is read and compared with
-the manifest again, because disks and killed processes damage files.
+difference is fetched if an earlier version is held. Files are not synced. Instead, everything an
+engine starts from is read and compared with the manifest again, because disks damage files.
 """
 
 import asyncio
@@ -18,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from pydantic import ValidationError
 
 from common.clients.base import Client
-from common.errors import ServiceError, shorten
+from common.errors import ServiceError
 from common.process.storage import storing
 from common.weights import spares
 from common.weights.checksums import Hasher, checksum
@@ -36,8 +34,6 @@ from common.wire.schemas import (
 )
 
 log = logging.getLogger(__name__)
-_MANIFEST = ".manifest.json"
-"""Stored beside the files of a version; a `WeightFile` cannot have this name."""
 _KEEP = 2
 _ATTEMPTS = 3
 
@@ -157,16 +153,19 @@ class TrainerClient(Client):
 
 
 class WeightStore:
-    """The verified weight versions on the node's disk, one directory each in `directory`."""
+    """The weight versions on the node's disk, one directory each in `directory`.
+
+    What an earlier process left there is removed: it may be damaged, and the trainer has newer
+    weights.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self.directory.glob("*.partial"):
-            shutil.rmtree(leftover)
-        self._stored = self._scan()
-        self._inherited = {path for _, path in self._stored}
-        """Directories left by an earlier process and not verified yet."""
+        if self.directory.exists():
+            shutil.rmtree(self.directory)
+        self.directory.mkdir(parents=True)
+        self._stored: list[tuple[WeightManifest, Path]] = []
+        """The newest last."""
         self._held: Path | None = None
 
     def hold(self, path: Path | None) -> bool:
@@ -184,28 +183,10 @@ class WeightStore:
         """
         problem = await asyncio.to_thread(_differs, path, manifest.files)
         if problem is None:
-            self._inherited.discard(path)
             return True
         log.error("the weights in %s are damaged; downloading them again: %s", path, problem)
         self._forget(path)
         return False
-
-    def _scan(self) -> list[tuple[WeightManifest, Path]]:
-        """Returns the complete versions, the newest last."""
-        stored: list[tuple[float, WeightManifest, Path]] = []
-        for path in self.directory.glob(f"v*/{_MANIFEST}"):
-            try:
-                manifest = WeightManifest.model_validate_json(path.read_bytes())
-                complete = all(
-                    (path.parent / file.name).stat().st_size == file.size for file in manifest.files
-                )
-            except (OSError, ValidationError) as error:
-                log.warning("%s is not used: %s", path.parent, shorten(str(error)))
-                continue
-            if complete:
-                stored.append((path.stat().st_mtime, manifest, path.parent))
-        stored.sort(key=lambda entry: entry[0])
-        return [(manifest, path) for _, manifest, path in stored]
 
     async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
         """Returns the directory of this version: the trainer's if visible here, else a local one,
@@ -216,10 +197,8 @@ class WeightStore:
         Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or
         StorageFailed, and changes nothing.
         """
-        for known, path in list(self._stored):
-            if not _same(known, manifest):
-                continue
-            if path not in self._inherited or await self.verify(known, path):
+        for known, path in self._stored:
+            if _same(known, manifest):
                 return path
 
         has_deltas = any(file.delta for file in manifest.files)
@@ -244,7 +223,6 @@ class WeightStore:
                 partial.mkdir()
                 for file in manifest.files:
                     await self._store_file(manifest, file, partial, trainer=trainer)
-                (partial / _MANIFEST).write_text(manifest.model_dump_json())
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -282,14 +260,11 @@ class WeightStore:
         return False
 
     def _equal(self, xxh3: str, size: int) -> Iterator[Path]:
-        """Yields the intact stored files with this checksum and size, the newest version first."""
+        """Yields the stored files with this checksum and size, the newest version first."""
         for manifest, path in reversed(self._stored):
             for known in manifest.files:
-                if known.xxh3 != xxh3 or known.size != size:
-                    continue
-                if path in self._inherited and _differs(path, [known]):
-                    continue
-                yield path / known.name
+                if known.xxh3 == xxh3 and known.size == size:
+                    yield path / known.name
 
     async def _patch(
         self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
@@ -326,7 +301,6 @@ class WeightStore:
 
     def _forget(self, path: Path) -> None:
         self._stored = [entry for entry in self._stored if entry[1] != path]
-        self._inherited.discard(path)
         if path.exists():
             shutil.rmtree(path)
 
@@ -386,7 +360,6 @@ async def _get(
     """Copies a file from the trainer's directory if visible here, else downloads it; `target` must
     not exist.
     """
-    version = manifest.version
     if manifest.directory:
         source = Path(manifest.directory) / file.name
         if await asyncio.to_thread(_copied, source, file, target):
@@ -394,13 +367,16 @@ async def _get(
 
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            await trainer.download(version, file, target)
+            await trainer.download(manifest.version, file, target)
             return
         except (httpx.TransportError, CorruptWeights) as error:
             if attempt == _ATTEMPTS:
                 raise
             log.warning(
-                "download of %s of weights %d failed, trying again: %s", file.name, version, error
+                "download of %s of weights %d failed, trying again: %s",
+                file.name,
+                manifest.version,
+                error,
             )
             await asyncio.to_thread(target.unlink, missing_ok=True)
             await asyncio.sleep(0.1 * 2**attempt)

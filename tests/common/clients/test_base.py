@@ -300,9 +300,7 @@ async def test_many_calls_waiting_for_one_service_log_one_line(
     assert "for reward-server to answer GET /stats" in said[0]
 
 
-async def test_byte_requests_behave_like_others_over_real_sockets() -> None:
-    """They bypass httpx, but retries, headers, errors, deadlines, redirects and compressed answers
-    must be the same."""
+async def test_retries_headers_errors_redirects_and_compressed_answers_over_real_sockets() -> None:
     seen: list[web.Request] = []
     answers = {
         "/late": [

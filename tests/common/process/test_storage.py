@@ -22,7 +22,7 @@ from common.process.metrics import Metrics
 from common.process.storage import StorageFailed
 from common.settings.config import Config
 from common.settings.sections import ReplaySection
-from common.wire.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, WeightManifest
+from common.wire.schemas import Completion, Group, Prompt, TakeRequest, WeightManifest
 from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.data.app import create_data_app
@@ -185,7 +185,7 @@ def test_weights_of_the_trainer(disk: Disk) -> None:
 
 async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
     board = WeightBoard(tmp_path / "published")
-    store = WeightStore(disk.path)
+    store = WeightStore(disk.path / "node")
     transport = httpx.ASGITransport(create_trainer_app(board, Metrics("trainer")))
 
     def publish(version: int, rows: int) -> WeightManifest:
@@ -198,10 +198,10 @@ async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
         first = await store.fetch(publish(1, 1000), client)
         with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
             await store.fetch(publish(2, 3000), client)
-        assert (caught.value.code, caught.value.value) == ("disk_full", str(disk.path))
-        assert list(disk.path.iterdir()) == [first]
+        assert (caught.value.code, caught.value.value) == ("disk_full", str(store.directory))
+        assert list(store.directory.iterdir()) == [first]
         third = await store.fetch(publish(3, 200), client)
-        assert sorted(path.name for path in disk.path.iterdir()) == [first.name, third.name]
+        assert sorted(path.name for path in store.directory.iterdir()) == [first.name, third.name]
 
 
 def test_a_checkpoint(disk: Disk) -> None:
@@ -270,13 +270,3 @@ def test_logging_continues_without_its_file_and_warns_once(
     assert "Traceback" not in said
     assert "line 2" in said
     assert (disk.path / "service.log").read_text().rstrip().endswith("there is room again")
-
-
-def test_a_truncated_manifest_is_not_used(disk: Disk) -> None:
-    version = disk.path / "v000001"
-    version.mkdir()
-    whole = WeightManifest(
-        version=1, run_id="r", files=[WeightFile(name="a", size=1, xxh3="0" * 32)]
-    ).model_dump_json()
-    (version / ".manifest.json").write_text(whole[: len(whole) // 2])
-    assert WeightStore(disk.path)._stored == []

@@ -32,17 +32,6 @@ SMG = {"rollout.router": "smg"}
             "sampling.min_new_tokens",
             ("not read", "leave it out"),
         ),
-        (
-            {"sampling.max_thinking_tokens": 512},
-            "sampling.max_thinking_tokens",
-            ("no room for an answer",),
-        ),
-        ({"sampling.completion_timeout_s": 0}, "sampling.completion_timeout_s", ("too small",)),
-        (
-            {"sampling.completion_timeout_s": 700},
-            "sampling.completion_timeout_s",
-            ("sampling.request_timeout_s", "lower it"),
-        ),
         ({"sampling.top_k": 5000, **EMBEDDED}, "sampling.top_k", ("4096", "evaluation.top_k")),
         (
             {"sampling.top_p": 0.9},

@@ -29,7 +29,6 @@ def settings(policy_dir: Path, tmp_path: Path) -> list[str]:
             "ppo",
         ),
         *("--critic.learning_rate", "1e-3"),
-        *("--trainer.num_threads", "1"),
     ]
 
 

@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -77,6 +78,27 @@ def test_tasks_of_the_data_set_and_of_each_row(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_numbers_of_narrow_columns_are_as_they_were_written(tmp_path: Path, kind: str) -> None:
+    numbers = pyarrow.array(np.array([0.1, 0.7, 2.5], kind))
+    lists = pyarrow.array([[np.float32(0.1)]] * 3, pyarrow.list_(pyarrow.float32()))
+    table = pyarrow.table({"question": ["a", "b", "c"], "answer": numbers, "parts": lists})
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+
+    prompts = CustomDatasetLoader(tmp_path).load("train")
+
+    assert [prompt.ground_truth for prompt in prompts] == ["0.1", "0.7", "2.5"]
+    assert prompts[0].columns == {"parts": [0.1]}
+
+
+def test_rows_with_tests_need_no_answer(tmp_path: Path) -> None:
+    tests = [{"input": "1", "output": "1"}]
+
+    prompt = one_row(tmp_path, {"question": "q", "test_cases": tests})
+
+    assert (prompt.ground_truth, prompt.columns) == ("", {"test_cases": tests})
+
+
 def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     row = {
         "question": "q",
@@ -96,9 +118,9 @@ def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     }
     assert Prompt.model_validate_json(prompt.model_dump_json()) == prompt
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{**row, "image": b"\x00"}]), tmp_path / "train.parquet"
+        pyarrow.Table.from_pylist([{**row, "image": b"\x89PNG"}]), tmp_path / "train.parquet"
     )
-    assert "column 'image' is of type bytes" in refused(
+    assert "column 'image' has a bytes that JSON cannot represent" in refused(
         lambda: CustomDatasetLoader(tmp_path).load("train")
     )
     assert CustomDatasetLoader(tmp_path, columns=["tags"]).load("train")[0].columns == {

@@ -17,7 +17,7 @@ from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from services.engine.sampling import sample_seed
-from services.engine.scheduler import LogitsNotFinite, RequestRefused
+from services.engine.scheduler import LogitsNotFinite
 from services.engine.weights import BadWeights
 from tests.support.engines import write_model
 from tests.support.held_engine import held
@@ -47,10 +47,8 @@ def run(engine: Engine, *jobs: GenerationJob) -> list[list[Sequence]]:
     return [each.done.result(LIMIT_S) for each in jobs]
 
 
-def update_weights(engine: Engine, source: Path, version: str, flush_cache: bool) -> "Future[int]":
-    return engine.call(
-        lambda scheduler: scheduler.update_weights(source, version, flush_cache), exclusive=True
-    )
+def update_weights(engine: Engine, source: Path, version: str) -> "Future[None]":
+    return engine.call(lambda scheduler: scheduler.update_weights(source, version), exclusive=True)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -167,20 +165,19 @@ def test_embedded_stop_tokens(engine: Engine) -> None:
     )
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine, mode: Any) -> None:
+def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine) -> None:
     (calm,) = run(engine, job([20, 21], n=6, seed=3, max_new_tokens=150))
     disturbed = job([20, 21], n=6, seed=3, max_new_tokens=150)
     with held(engine):
         engine.submit([disturbed])
         until(lambda: engine.running == 6)
-        paused = engine.call(lambda scheduler: scheduler.pause(mode))
+        paused = engine.call(lambda scheduler: scheduler.pause())
     paused.result(LIMIT_S)
-    assert (engine.running, engine.waiting) == ((0, 6) if mode == "retract" else (6, 0))
+    assert (engine.running, engine.waiting) == (0, 6)
     engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     found = disturbed.done.result(LIMIT_S)
     assert [sequence.tokens for sequence in found] == [sequence.tokens for sequence in calm]
-    assert {sequence.retractions for sequence in found} == {1 if mode == "retract" else 0}
+    assert {sequence.retractions for sequence in found} == {1}
 
 
 def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
@@ -206,34 +203,16 @@ def test_embedded_an_update_changes_the_numbers_and_the_version(
     engine: Engine, model_dir: Path, tmp_path: Path
 ) -> None:
     new = write_model(tmp_path / "new", seed=1)
-    engine.call(lambda scheduler: scheduler.pause("in_place")).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause()).result(LIMIT_S)
     waiting = job([20, 21, 22], n=2, seed=1, max_new_tokens=20)
     engine.submit([waiting])
-    update_weights(engine, new, "1", True).result(LIMIT_S)
+    update_weights(engine, new, "1").result(LIMIT_S)
     engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     for sequence in waiting.done.result(LIMIT_S):
         wanted = plain_logprobs(new, [20, 21, 22], sequence.tokens, 1.0)
         torch.testing.assert_close(torch.tensor(sequence.logprobs), wanted, atol=1e-5, rtol=1e-5)
         assert sequence.version == "1"
         assert sequence.spans() == [{"version": "1", "start": 0, "end": 20}]
-
-
-def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(
-    engine: Engine, tmp_path: Path
-) -> None:
-    new = write_model(tmp_path / "new", seed=1)
-    frozen = job([20], n=2, max_new_tokens=200)
-    with held(engine):
-        engine.submit([frozen])
-        until(lambda: engine.running == 2)
-        paused = engine.call(lambda scheduler: scheduler.pause("in_place"))
-    paused.result(LIMIT_S)
-    with pytest.raises(RequestRefused):
-        update_weights(engine, new, "1", True).result(LIMIT_S)
-    assert engine.scheduler.weight_version == "0"
-    assert update_weights(engine, new, "1", False).result(LIMIT_S) == 2
-    engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
-    assert [span["version"] for span in frozen.done.result(LIMIT_S)[0].spans()] == ["0", "1"]
 
 
 def break_missing(tensors: dict[str, torch.Tensor]) -> None:
@@ -266,7 +245,7 @@ def test_embedded_bad_weights_are_refused_and_the_old_ones_serve(
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadWeights):
-        update_weights(engine, tmp_path, "9", True).result(LIMIT_S)
+        update_weights(engine, tmp_path, "9").result(LIMIT_S)
     assert engine.scheduler.weight_version == "0"
     assert run(engine, job([20], temperature=0.0, max_new_tokens=10))[0][0].tokens == before
 
@@ -277,7 +256,7 @@ def test_embedded_a_damaged_file_is_refused(
     content = (model_dir / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(BadWeights):
-        update_weights(engine, tmp_path, "9", True).result(LIMIT_S)
+        update_weights(engine, tmp_path, "9").result(LIMIT_S)
 
 
 def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows(
@@ -287,7 +266,7 @@ def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows
     (before,) = run(engine, chosen)
     weight = engine.model.module.model.norm.weight
     good = weight.clone()
-    engine.call(lambda scheduler: scheduler.pause("abort")).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause()).result(LIMIT_S)
     engine.call(lambda scheduler: scheduler.model.cache.release()).result(LIMIT_S)
     weight.data.fill_(torch.nan)
     engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
@@ -299,7 +278,7 @@ def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows
 
 
 def test_embedded_a_full_queue_refuses(engine: Engine) -> None:
-    engine.call(lambda scheduler: scheduler.pause("abort")).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause()).result(LIMIT_S)
     engine.submit([job([20], n=100, max_new_tokens=1)])
     with pytest.raises(NotReady):
         engine.submit([job([20], max_new_tokens=1)])

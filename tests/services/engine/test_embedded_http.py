@@ -138,9 +138,9 @@ def test_embedded_bodies_that_are_not_usable_json_are_400(
             },
         ),
         ("/pause_generation", {"mode": "sleep"}),
+        ("/pause_generation", {"mode": "abort"}),
         ("/update_weights_from_disk", {}),
         ("/update_weights_from_disk", {"model_path": "/no/such/place"}),
-        ("/update_weights_from_disk", {"model_path": "/", "load_format": "gguf"}),
     ],
 )
 def test_embedded_other_calls_refuse_bad_input_too(
@@ -183,7 +183,7 @@ async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, directo
                 ] != count:
                     await asyncio.sleep(0.01)
 
-        await watcher.post("/pause_generation", json={"mode": "in_place"})
+        await watcher.post("/pause_generation", json={"mode": "retract"})
         async with httpx.AsyncClient(base_url=url, trust_env=False) as leaver:
             body = {
                 "input_ids": IDS,
@@ -217,7 +217,7 @@ def test_embedded_metrics_count_tokens(client: httpx.Client) -> None:
 
 
 def test_embedded_health_stays_while_paused(client: httpx.Client) -> None:
-    client.post("/pause_generation", json={"mode": "abort"})
+    client.post("/pause_generation", json={"mode": "retract"})
     status = client.get("/health").status_code
     client.post("/continue_generation", json={})
     assert status == client.get("/health").status_code == 200

@@ -142,27 +142,12 @@ async def test_calls_that_would_end_sglang_are_refused(
     assert len(await _ids(client)) == 6
 
 
-async def test_frozen_rows_keep_their_cache(engine: Engine, client: EngineClient) -> None:
-    long = BODY | {"sampling_params": {"max_new_tokens": 50, "temperature": 0.0}}
-    with held(engine):
-        running = asyncio.create_task(client.http.post("/generate", json=long))
-        await _until(lambda: engine.running > 0)
-        pausing = asyncio.create_task(
-            client.http.post("/pause_generation", json={"mode": "in_place"})
-        )
-        await _until(lambda: bool(engine._calls))
-    assert (await pausing).status_code == 200
-    assert "mode retract" in await _refused(client, "/release_memory_occupation", {})
-    await client.resume()
-    assert len((await running).json()["output_ids"]) == 50
-
-
 async def test_bad_weights_leave_the_engine_asleep(client: EngineClient, tmp_path: Path) -> None:
     await client.sleep(["kv_cache", "weights"], LIMIT_S)
     with pytest.raises(ServiceError, match="no such directory"):
         await client.load(tmp_path / "nothing", "3", LIMIT_S)
     assert client.asleep == ["kv_cache"]  # the agent starts it again
-    assert await client.is_paused()
+    assert (await client.http.get("/ready")).status_code == 503
 
 
 def test_growing_cache_is_simply_emptied(directory: Path) -> None:

@@ -102,9 +102,9 @@ async def test_crash_is_a_500_without_secrets_and_the_service_survives(
     ("body", "field", "value"),
     [
         ('{"number": "x", "items": [1]}', "number", "x"),
-        ('{"number": NaN, "items": [1]}', "number", "nan"),
-        ('{"number": Infinity, "items": [1]}', "number", "inf"),
-        ('{"number": -1e999, "items": [1]}', "number", "-inf"),
+        ('{"number": NaN, "items": [1]}', "body", None),
+        ('{"number": Infinity, "items": [1]}', "body", None),
+        ('{"number": -1e999, "items": [1]}', "body", None),
         ('{"number": 1, "items": []}', "items", "[]"),
         ('{"number": 1, "items": [1, "y"]}', "items.1", "y"),
         ('{"number": 1, "items": [1], "more": 2}', "more", "2"),
@@ -375,11 +375,10 @@ async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> N
     with slow_service() as (_, port):
         async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=400) as client:
             await client.request("GET", "/health")
-            error_of(
-                await client.http.post("/work", content=chunks(), headers=JSON, timeout=60),
-                413,
-                "too_large",
-            )
+            async with httpx.AsyncClient() as other:  # `Client` sends no body in parts
+                url = f"http://127.0.0.1:{port}/work"
+                answer = await other.post(url, content=chunks(), headers=JSON, timeout=60)
+            error_of(answer, 413, "too_large")
             assert (await client.http.post("/work", json={"a": 1}, timeout=60)).json() == {"a": 1}
 
 

@@ -1,7 +1,6 @@
 """The real process: killed at any moment, stopped, and started on a damaged file."""
 
 import asyncio
-import contextlib
 import os
 import random
 import shutil
@@ -228,9 +227,9 @@ def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGr
     path = tmp_path / "replay" / "replay.db"
     stored(path, make_group)
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 1")
+    db.execute("PRAGMA user_version = 2")
     db.close()
-    with pytest.raises(ConfigError, match="its layout is 1, this program reads 2") as error:
+    with pytest.raises(ConfigError, match="its layout is 2, this program reads 3") as error:
         ReplayBuffer(ReplaySection(), path)
     assert (error.value.field, error.value.value) == ("state_dir", str(path))
 
@@ -323,15 +322,3 @@ def test_kill_loses_no_count_and_a_removed_store_is_not_missed(
     buffer = ReplayBuffer(ReplaySection(), path)
     assert buffer.stats()["added"] == 0
     buffer.close()
-
-
-def test_store_older_than_the_counts_is_read(tmp_path: Path, make_group: MakeGroup) -> None:
-    path = tmp_path / "replay.db"
-    stored(path, make_group)
-    path.with_name("replay.db.count").unlink()
-    with contextlib.closing(sqlite3.connect(path)) as db, db:
-        db.execute("DELETE FROM counters WHERE name = 'changes'")
-    for _ in range(2):
-        buffer = ReplayBuffer(ReplaySection(), path)
-        assert buffer.stats()["fresh"] == 20
-        buffer.close()

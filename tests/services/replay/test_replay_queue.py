@@ -2,10 +2,7 @@
 acknowledged and evicted."""
 
 import asyncio
-import json
-import sqlite3
 import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,7 @@ from fastapi import FastAPI
 
 from common.clients.base import Unreachable
 from common.clients.replay import ReplayClient
-from common.errors import ConfigError, ServiceError
+from common.errors import ServiceError
 from common.process import logs
 from common.settings.sections import ReplaySection
 from common.wire.schemas import Group, SampleRequest, TakeRequest
@@ -468,7 +465,7 @@ async def test_foreign_calls_are_logged_with_their_caller(
         assert "request strange-1" in line
 
 
-async def test_orders_of_dropped_groups_are_never_given_again(
+async def test_keys_of_dropped_groups_are_never_given_again(
     client: ReplayClient, make_group: MakeGroup
 ) -> None:
     async def consume(name: str, position: int) -> None:
@@ -485,33 +482,3 @@ async def test_orders_of_dropped_groups_are_never_given_again(
     await client.reset_fresh(from_position=9, step=3)
     listed = (await client.request("GET", "/groups")).json()["groups"]
     assert [group["times_sampled"] for group in listed] == [0]
-
-
-def test_changes_counted_under_the_former_name_are_not_missed(
-    tmp_path: Path, make_group: MakeGroup
-) -> None:
-    path = tmp_path / "replay.db"
-    counts, former = (
-        path.with_name("replay.db.count"),
-        "CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);\n" * 8,
-    )
-
-    def reopened() -> None:
-        ReplayBuffer(ReplaySection(), path).close()
-
-    buffer = ReplayBuffer(ReplaySection(), path)
-    buffer.add([make_group("a")])
-    buffer.close()
-    kept = counts.read_bytes()
-    assert (json.loads(kept), len(kept)) == ({"changes": 1, "added": 1}, 128)
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE counters SET name = ? WHERE name = 'changes'", (former,))
-    counts.write_text(json.dumps({former: 2, "added": 2}))
-    with pytest.raises(
-        ConfigError, match="the last 1 of 2 acknowledged changes are gone, with 1 of 2 groups"
-    ):
-        reopened()
-    counts.write_text(json.dumps({former: 1, "added": 1}))
-    for _ in range(2):  # the second time the new counts stand before the rest of the old ones
-        reopened()
-        assert counts.read_bytes().startswith(kept)

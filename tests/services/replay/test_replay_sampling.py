@@ -1,7 +1,5 @@
 """Prioritised reuse: probabilities calculated by hand, and frequencies counted."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,11 +9,15 @@ from hypothesis.extra.numpy import arrays
 from common.clients.replay import ReplayClient
 from common.errors import ServiceError
 from common.wire.schemas import SampleRequest, TakeRequest
-from services.replay.reuse import ReuseIndex
-from services.replay.sampling import Float64, draw, importance_weights, inclusion, probabilities
+from services.replay.sampling import (
+    Float64,
+    draw,
+    draw_by_reward,
+    importance_weights,
+    inclusion,
+    probabilities,
+)
 from tests.support.replay_groups import MakeGroup
-
-Rows = list[tuple[int, int, float, int]]
 
 
 def array(*numbers: float) -> Float64:
@@ -135,116 +137,6 @@ def test_frequencies_are_the_inclusion_chances(count: int) -> None:
     assert (np.abs(deviations) < 4.5).all(), deviations
 
 
-def test_index_forgets_removed_groups_and_keeps_the_order_of_the_rest() -> None:
-    index = ReuseIndex([(order, 10 * order, 1.0, 0) for order in (2, 3, 5, 7)])
-    index.drop_until(3)
-    index.append([(8, 80, 1.0, 1)])
-    index.set_priorities([(7, 0.5), (5, 2.0), (5, 3.0)])
-    assert index.rows() == [(5, 50, 3.0, 0), (7, 70, 0.5, 0), (8, 80, 1.0, 1)]
-    orders, _ = index.draw(9, 0, min_version=70, max_times=1, exponent=0.6, correction=0.4)
-    assert orders == [7]
-
-
-def chances(
-    rows: Rows, count: int, min_version: int, max_times: int, exponent: float
-) -> tuple[list[int], Float64]:
-    """Returns the eligible groups and the chance of each, by a scan over all groups."""
-    eligible = [row for row in rows if row[1] >= min_version and row[3] < max_times]
-    included = inclusion(probabilities(array(*(row[2] for row in eligible)), exponent), count)
-    return [row[0] for row in eligible], included
-
-
-@pytest.mark.parametrize(("count", "largest"), [(1, 1.0), (3, 1.0), (3, 200.0), (3, 1e9)])
-def test_tree_draws_groups_with_the_chances_of_a_full_scan(count: int, largest: float) -> None:
-    """The tree and a scan over all groups agree, even if one or two groups are certain."""
-    rng, rounds = np.random.default_rng(0), 1_500
-    priorities = rng.random(400) ** 4
-    priorities[[17, 230]], priorities[[3, 399]] = largest, 0.0
-    rows = [(i + 1, i // 8, float(priority), i % 3) for i, priority in enumerate(priorities)]
-    index, drawn, weighed = ReuseIndex(rows), np.zeros(401), np.zeros(401)
-    for seed in range(rounds):
-        orders, weights = index.draw(
-            count, seed, min_version=5, max_times=2, exponent=0.7, correction=0.6
-        )
-        assert len(set(orders)) == count
-        drawn[orders] += 1
-        weighed[orders] = weights
-    orders, included = chances(rows, count, 5, 2, 0.7)
-    assert set(np.flatnonzero(drawn)) <= set(orders)
-    drawn, weighed = drawn[orders], weighed[orders]
-    uncertain = (included > 0) & (included < 1)
-    assert (drawn[included == 1] == rounds).all()
-    spread = np.sqrt(rounds * included * (1 - included))[uncertain]
-    assert (np.abs(drawn - rounds * included)[uncertain] < 4.5 * spread + 1).all()
-    seen = np.flatnonzero(drawn)
-    np.testing.assert_allclose(weighed[seen], importance_weights(included, seen, 0.6), rtol=1e-6)
-
-
-_PRIORITIES = st.one_of(st.floats(0, 10), st.sampled_from([0.0, 5e-324, 1e-300, 1e300]))
-_CHANGES = st.one_of(
-    st.tuples(
-        st.just("append"),
-        st.lists(st.tuples(st.integers(0, 12), _PRIORITIES), min_size=1, max_size=90),
-    ),
-    st.tuples(st.just("drop"), st.integers(0, 400)),
-    st.tuples(st.just("set"), st.lists(st.tuples(st.integers(0, 400), _PRIORITIES), max_size=20)),
-    st.tuples(
-        st.just("draw"),
-        st.tuples(
-            st.integers(1, 3), st.integers(0, 14), st.sampled_from([1, 3]), st.floats(0, 1.5)
-        ),
-    ),
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(_CHANGES, min_size=3, max_size=14), st.floats(0, 1), st.integers(0, 99))
-def test_index_equals_one_built_anew_after_any_changes(
-    changes: list[Any], correction: float, seed: int
-) -> None:
-    """Groups are added, removed, rated and drawn in any order; rows, sizes of draws and weights
-    stay the same."""
-    rows: dict[int, list[Any]] = {}
-    index, order = ReuseIndex([]), 0
-    for kind, change in [("append", [(v % 13, 1.0 + v) for v in range(70)]), *changes]:
-        if kind == "append":
-            new = [
-                (order + i, version, priority, 0) for i, (version, priority) in enumerate(change, 1)
-            ]
-            rows |= {row[0]: list(row) for row in new}
-            order += len(new) + 2  # a gap, as after a resume
-            index.append(new)
-        elif kind == "drop":
-            rows = {number: row for number, row in rows.items() if number > change}
-            index.drop_until(change)
-        elif kind == "set":
-            known = [(number, priority) for number, priority in change if number in rows]
-            for number, priority in known:
-                rows[number][2] = priority
-            index.set_priorities(known)
-        else:
-            count, min_version, max_times, exponent = change
-            drawn, weights = index.draw(
-                count,
-                seed,
-                min_version=min_version,
-                max_times=max_times,
-                exponent=exponent,
-                correction=correction,
-            )
-            orders, included = chances([tuple(row) for row in rows.values()], *change)
-            assert len(set(drawn)) == len(drawn) == min(count, np.count_nonzero(included))
-            places = np.array([orders.index(number) for number in drawn], np.int64)
-            if len(drawn):
-                np.testing.assert_allclose(
-                    weights, importance_weights(included, places, correction), rtol=1e-5
-                )
-                index.drawn(drawn)
-            for number in drawn:
-                rows[number][3] += 1
-        assert index.rows() == [tuple(row) for row in rows.values()]
-
-
 def test_any_two_groups_may_be_drawn_together_and_in_any_order() -> None:
     """Evenly spaced points would never hit neighbours, so the groups are shuffled first."""
     included = inclusion(probabilities(array(1, 1, 1, 1, 1, 1), 0.6), 2)
@@ -264,6 +156,29 @@ def test_weighted_mean_of_samples_is_the_mean_of_all() -> None:
         weights = importance_weights(included, chosen, 1.0)
         sums += (weights * values[chosen]).mean(), weights.mean()
     assert sums / 20_000 == pytest.approx([values.mean(), 1], abs=0.05)
+
+
+def test_a_few_of_many_completions_are_drawn_in_proportion_to_their_weights() -> None:
+    """Weights rise from 0.1 at the lowest reward to 1.1 at the highest: 0.6 in the middle.
+
+    One completion has the lowest reward, the others alternate. Of 30,000 draws a share of 1.1 / 1.7
+    should have the highest reward; its standard error is 0.0028, and the bound is 4.5 of these.
+    """
+    rewards = np.where(np.arange(20_000) % 2, 1.0, 0.5).astype(np.float32)
+    rewards[0] = 0.0
+    rng = np.random.default_rng(0)
+    rounds = 300
+    count = 100
+    highest = 0
+    for _ in range(rounds):
+        slots = draw_by_reward(rewards, count, prioritized=True, rng=rng)
+        assert len(set(slots.tolist())) == count
+        highest += int((rewards[slots] == 1.0).sum())
+
+    share = 1.1 / 1.7
+    draws = rounds * count
+    standard_error = (share * (1 - share) / draws) ** 0.5
+    assert highest / draws == pytest.approx(share, abs=4.5 * standard_error)
 
 
 async def consume(client: ReplayClient, make_group: MakeGroup, count: int) -> None:

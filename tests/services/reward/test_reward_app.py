@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from common.clients.reward import RewardClient
+from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.app import create_reward_app
@@ -39,7 +40,7 @@ async def served(
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with served(RewardSection(workers=1, math_timeout_s=0.3)) as client:
+    async with served(RewardSection(workers=1, functions=[MathReward(timeout_s=0.3)])) as client:
         yield client
 
 
@@ -78,7 +79,7 @@ async def test_the_client_reads_null_rewards_and_their_status(http: httpx.AsyncC
 
 
 async def test_stats_and_metrics_count_by_status() -> None:
-    async with served(RewardSection(math_timeout_s=0.3)) as http:
+    async with served(RewardSection(functions=[MathReward(timeout_s=0.3)])) as http:
         await http.post(
             "/batch_reward", json={"items": [GOOD, GOOD, {**GOOD, "response": "?"}, HANG]}
         )
@@ -168,7 +169,7 @@ async def test_text_of_any_kind_is_graded(http: httpx.AsyncClient) -> None:
 
 
 async def test_health_and_plain_answers_do_not_wait_while_every_worker_hangs() -> None:
-    async with served(RewardSection(workers=2, math_timeout_s=1000)) as http:
+    async with served(RewardSection(workers=2, functions=[MathReward(timeout_s=1000)])) as http:
         hanging = [
             asyncio.create_task(http.post("/batch_reward", json={"items": [HANG] * 4}))
             for _ in range(3)

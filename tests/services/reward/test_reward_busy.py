@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.fair_slots import FairSlots
@@ -139,7 +140,9 @@ def busy_loops(count: int) -> Iterator[None]:
 
 @pytest.fixture
 async def grader() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(RewardSection(workers=2, math_timeout_s=0.5)) as started:
+    async with RewardScorer(
+        RewardSection(workers=2, functions=[MathReward(timeout_s=0.5)])
+    ) as started:
         await started.ready()
         yield started
 

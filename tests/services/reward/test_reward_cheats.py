@@ -25,6 +25,14 @@ TESTS = [
     "assert all(f(i) == 2 * i for i in range(50))",
     "try:\n    raise_if = f(2) != 4\nexcept Exception:\n    raise_if = True\nassert not raise_if",
     "from solution import f\nassert f(2) == 4",
+    "def test_f():\n    assert f(2) == 4",
+    "import pytest\n@pytest.mark.parametrize('x', [2, 3])\ndef test_f(x):\n"
+    "    assert f(x) == pytest.approx(2 * x)",
+    "def check(candidate):\n    assert candidate(2) == 4",
+    "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n"
+    "        self.assertEqual(f(2), 4)",
+    "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n"
+    "        self.assertIn(f(2), [4])",
 ]
 HONEST = "from math import isclose\ndef f(x):\n    return 2 * x\n"
 ZERO = "def f(x): return 0\n"

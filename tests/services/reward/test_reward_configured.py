@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from common.errors import ConfigError, InvalidInput
 from common.settings.config import load
+from common.settings.rewards import FormatReward, LengthReward, MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem, RewardResult
 from services.reward.app import create_reward_app
@@ -40,9 +41,11 @@ def outcome(result: RewardResult) -> tuple[float | None, str]:
 
 async def test_functions_are_weighed_and_reported_by_name() -> None:
     config = RewardSection(
-        functions=["math", "format", KEYWORD],
-        weights={"format": 0.5, KEYWORD: -0.25},
-        format_required=["<think>.*</think>"],
+        functions=[
+            "math",
+            {"name": "format", "required": ["<think>.*</think>"], "weight": 0.5},
+            {"name": KEYWORD, "weight": -0.25},
+        ]
     )
     async with RewardScorer(config) as scorer:
         await scorer.ready()
@@ -59,7 +62,12 @@ async def test_functions_are_weighed_and_reported_by_name() -> None:
 
 
 async def test_a_task_has_its_own_functions() -> None:
-    config = RewardSection(tasks={"words": [KEYWORD], "both": ["math", KEYWORD]})
+    config = RewardSection(
+        functions=[
+            {"name": "math", "tasks": ["", "both"]},
+            {"name": KEYWORD, "tasks": ["words", "both"]},
+        ]
+    )
     async with RewardScorer(config) as scorer:
         results = await scorer.score(
             [
@@ -154,53 +162,42 @@ def test_a_function_that_does_not_work_is_refused_at_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("functions", "message"),
     [
-        (["--reward.format_required", "a"], "format_required is set but not read"),
-        (
-            [
-                "--reward.functions",
-                "format",
-                "--reward.format_required",
-                "a",
-                "--reward.math_timeout_s",
-                "2",
-            ],
-            "math_timeout_s is set but",
-        ),
-        (["--reward.functions", "nothing"], "functions"),
-        (
-            ["--reward.functions", "format"],
-            "format needs reward.format_required or reward.format_forbidden",
-        ),
-        (["--reward.weights", "format=2"], "which reward.functions does not have"),
-        (["--reward.tasks", '{"a": []}'], "tasks"),
-        (
-            ["--reward.functions", "length", "--reward.length_soft_chars", "9000"],
-            "length_soft_chars",
-        ),
+        ("nothing", "there is no nothing"),
+        ("[]", "this has 0 values"),
+        ("[5]", "neither the name of a function .* value: 5"),
+        ("format", "give it `required` or `forbidden`"),
+        ("math,math", "reward.functions has math twice"),
+        ('{"name": "math", "tasks": []}', "reward.functions.math.tasks"),
+        ('{"name": "math", "weight": "x"}', "reward.functions.math.weight · value: x"),
+        ('{"name": "length", "soft_chars": 9000}', "soft_chars 9000"),
+        ('{"name": "code", "timeout": 2}', "code has no argument timeout .* timeout_s"),
+        ('{"name": "a.b:C", "timeout": 2}', "own has no argument timeout"),
+        ('{"weight": 2}', "a mapping with its name"),
     ],
 )
-def test_unused_or_unfit_settings_are_refused(argv: list[str], message: str) -> None:
+def test_unfit_functions_are_refused(functions: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(argv, {})
+        load(["--reward.functions", functions], {})
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused_by_the_name_of_its_setting() -> None:
     with pytest.raises(ConfigError, match="regular expression") as caught:
-        create_reward_app(RewardSection(functions=["format"], format_forbidden=["("]))
-    assert (caught.value.field, caught.value.value) == ("reward.format_forbidden", "(")
+        create_reward_app(RewardSection(functions=[FormatReward(forbidden=["("])]))
+    assert (caught.value.field, caught.value.value) == (
+        "reward.functions.format.forbidden",
+        "(",
+    )
 
 
 def test_settings_come_from_the_environment_too() -> None:
     env = {
-        "RLHF_REWARD__TASKS": '{"code": ["math", "length"]}',
-        "RLHF_REWARD__WEIGHTS": '{"length": 0.1}',
+        "RLHF_REWARD__FUNCTIONS": '["math", {"name": "length", "weight": 0.1, "tasks": ["code"]}]'
     }
     reward = load([], env).reward
-    assert (reward.tasks, reward.weights, reward.function_names()) == (
-        {"code": ["math", "length"]}, {"length": 0.1}, ["math", "length"]
-    )  # fmt: skip
+    assert reward.functions == [MathReward(), LengthReward(weight=0.1, tasks=["code"])]
+    assert reward.weights == {"math": 1.0, "length": 0.1}
 
 
 class Closure(RewardFunction):

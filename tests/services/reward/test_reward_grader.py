@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from common.errors import NotReady, ServiceLost, TooLarge
+from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.pool import CallFailed
@@ -85,6 +86,7 @@ WRAPPED_HOSTILE = [
     "x" * 100_000,
     "\\boxed{" * 10_000,
 ]
+ENORMOUS_SUM = "\\sum_{i=0}^{1000000000} 2^{i}"
 HANGING = "\\sum_{i=1}^{1000000000} \\frac{1}{i}"
 
 
@@ -120,7 +122,9 @@ async def until(condition: object, limit_s: float = 400) -> None:
 
 @pytest.fixture
 async def grader() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(RewardSection(workers=2, math_timeout_s=100)) as started:
+    async with RewardScorer(
+        RewardSection(workers=2, functions=[MathReward(timeout_s=100)])
+    ) as started:
         assert started.not_ready()
         await started.ready()
         assert started.not_ready() is None
@@ -130,7 +134,9 @@ async def grader() -> AsyncIterator[RewardScorer]:
 
 @pytest.mark.slow
 async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
-    async with RewardScorer(RewardSection(workers=2, math_timeout_s=0.5)) as grader:
+    async with RewardScorer(
+        RewardSection(workers=2, functions=[MathReward(timeout_s=0.5)])
+    ) as grader:
         await grader.ready()
         hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
         hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
@@ -182,7 +188,9 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.reward.hosts.QUEUE_LIMIT", 8)
-    async with RewardScorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
+    async with RewardScorer(
+        RewardSection(workers=1, functions=[MathReward(timeout_s=30)])
+    ) as grader:
         await grader.ready()
         busy = [asyncio.create_task(grader.score([boxed(HANGING)] * 2)) for _ in range(4)]
         await until(lambda: grader.stats()["unfinished"] == 8)
@@ -196,7 +204,9 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused(
 
 
 async def test_cancelling_frees_the_workers() -> None:
-    async with RewardScorer(RewardSection(workers=2, math_timeout_s=100)) as grader:
+    async with RewardScorer(
+        RewardSection(workers=2, functions=[MathReward(timeout_s=100)])
+    ) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed(HANGING)] * 20))
         await until(lambda: grader.stats()["unfinished"] == 20)
@@ -227,7 +237,9 @@ async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
 async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_another_worker() -> (
     None
 ):
-    async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
+    async with RewardScorer(
+        RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
+    ) as grader:
         await grader.ready()
         await until(lambda: sum(pool._idle.qsize() for pool in grader._pools) == 2)
         victims = workers()
@@ -244,7 +256,9 @@ async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_a
 
 
 async def test_a_worker_killed_while_it_starts_fails_no_answer() -> None:
-    async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
+    async with RewardScorer(
+        RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
+    ) as grader:
         await grader.ready()
         (pool,) = grader._pools
         await until(lambda: pool._idle.qsize() == 2)
@@ -263,7 +277,9 @@ async def test_a_worker_killed_while_it_starts_fails_no_answer() -> None:
 
 
 async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
-    async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
+    async with RewardScorer(
+        RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
+    ) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed(HANGING), boxed("x+1", "1+x")]))
         await until(
@@ -321,7 +337,9 @@ async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.reward.functions.answers.MEMORY_MB", 256)
-    async with RewardScorer(RewardSection(workers=1, math_timeout_s=60)) as grader:
-        bomb, good = await grader.score([boxed("\\sum_{i=0}^{1000000000} 2^{i}"), boxed("x+1", "1+x")])
+    async with RewardScorer(
+        RewardSection(workers=1, functions=[MathReward(timeout_s=60)])
+    ) as grader:
+        bomb, good = await grader.score([boxed(ENORMOUS_SUM), boxed("x+1", "1+x")])
     assert (bomb.status, bomb.reward) == ("died", None)
     assert (good.status, good.correct) == ("ok", True)

@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import ConfigError, InvalidInput
 from common.settings.config import load
+from common.settings.rewards import JudgeReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.functions import JudgeRewardFunction
@@ -245,14 +246,14 @@ def test_parse_score(reply: str, score: float | None) -> None:
 
 
 def test_settings_without_a_valid_judge_are_refused() -> None:
-    with pytest.raises(ConfigError, match="judge_url"):
+    with pytest.raises(ConfigError, match="the judge needs the URL"):
         JudgeRewardFunction("localhost", "big")
     with pytest.raises(ConfigError, match="scale"):
         JudgeRewardFunction("http://x", "big", scale=0)
-    with pytest.raises(ConfigError, match=r"judge needs reward\.judge_url"):
+    with pytest.raises(ConfigError, match=r"required.*reward\.functions\.judge\.url"):
         load(["--reward.functions", "judge"], {})
-    with pytest.raises(ConfigError, match="judge_url is set but not read"):
-        load(["--reward.judge_url", "http://x"], {})
+    with pytest.raises(ConfigError, match=r"judge has no argument urll.*did you mean url"):
+        load(["--reward.functions", '{"name": "judge", "model": "m", "url": "u", "urll": "x"}'], {})
     with pytest.raises(InvalidInput, match="prompt"):
         JudgeRewardFunction("http://x", "big")(chats("x"))
 
@@ -264,10 +265,7 @@ async def test_the_judge_in_the_reward_server(
     monkeypatch.setattr("services.reward.functions.judge._MAX_BACKOFF_S", 0.0)
     endpoint.answer = lambda text, times: said("Score: 9" if "good" in text else "?")
     config = RewardSection(
-        functions=["math", "judge"],
-        weights={"judge": 0.5},
-        judge_url=endpoint.url,
-        judge_model="big",
+        functions=["math", JudgeReward(url=endpoint.url, model="big", weight=0.5)],
     )
     async with RewardScorer(config) as scorer:
         items = [

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 from common.errors import ConfigError, InvalidInput
 from common.settings.config import load
+from common.settings.rewards import ModelReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.functions import RewardModelFunction
@@ -117,18 +118,18 @@ def test_two_classes_give_a_probability_and_three_are_refused(
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="reward_model_name"):
+    with pytest.raises(ConfigError, match=r"reward_model\.model"):
         RewardModelFunction(str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"needs reward\.reward_model_name"):
+    with pytest.raises(ConfigError, match=r"required.*reward\.functions\.reward_model\.model"):
         load(["--reward.functions", "reward_model"], {})
 
 
 async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
     config = RewardSection(
-        functions=["math", "reward_model"],
-        weights={"reward_model": 10.0},
-        reward_model_name=str(model),
-        reward_model_max_tokens=100,
+        functions=[
+            "math",
+            {"name": "reward_model", "model": str(model), "max_tokens": 100, "weight": 10.0},
+        ]
     )
     async with RewardScorer(config) as scorer:
         assert scorer.not_ready() is not None
@@ -145,8 +146,8 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
 
 
 async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> None:
-    config = RewardSection(functions=["reward_model"], reward_model_name=str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"no such directory.*reward_model_name"):
+    config = RewardSection(functions=[ModelReward(model=str(tmp_path / "nothing"))])
+    with pytest.raises(ConfigError, match=r"no such directory.*reward_model\.model"):
         RewardScorer(config)
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "config.json").write_text('{"model_type": "unheard-of"}')
@@ -161,7 +162,7 @@ def test_assigned_but_unusable_gpus_end_the_start(
 ) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = RewardSection(functions=["reward_model"], reward_model_name=str(model))
+    config = RewardSection(functions=[ModelReward(model=str(model))])
     with pytest.raises(
         ConfigError,
         match=r"torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 2: .*reward\.functions",

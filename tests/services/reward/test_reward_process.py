@@ -41,9 +41,13 @@ class Server:
             "services.reward",
             "--reward.port",
             str(port),
-            "--reward.math_timeout_s",
-            str(timeout_s),
         ]
+        if "--reward.functions" not in more:
+            more = (
+                "--reward.functions",
+                f'{{"name": "math", "timeout_s": {timeout_s}}}',
+                *more,
+            )
         command += ["--state_dir", str(state), *more]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=400)
@@ -134,11 +138,9 @@ def test_custom_functions_run_in_the_real_server_and_leave_no_process(start: Sta
     server = start(
         1.0,
         "--reward.functions",
-        f"math,{own}",
+        f'["math", {{"name": "{own}", "weight": 2}}]',
         "--reward.function_timeout_s",
         "1",
-        "--reward.weights",
-        f"{own}=2",
     )
     server.note_graders()
     items = [{"response": text, "ground_truth": "5"} for text in ("5", "hang", "die", "6")]

@@ -15,6 +15,7 @@ import pytest
 
 from common.errors import ConfigError, InvalidInput
 from common.settings.config import load
+from common.settings.rewards import CodeReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.app import create_reward_app
@@ -22,7 +23,7 @@ from services.reward.functions import CodeRewardFunction
 from services.reward.functions.programs import extract_program
 from services.reward.scorer import RewardScorer
 from services.sandbox import command, sandbox
-from services.sandbox.cases import parse_cases
+from services.sandbox.case_formats import parse_cases
 from tests.support.sandbox import code_function
 
 pytestmark = pytest.mark.integration
@@ -329,7 +330,14 @@ def test_the_time_of_all_cases_is_bounded_too() -> None:
         (5, "test_cases"),
         ([5], "test_cases[0]"),
         (["assert f(1) == 1", {}], "test_cases[1]"),
-        ([{"input": 5, "output": "5"}], "test_cases[0]"),
+        ([{"input": {"a": 5}, "output": "5"}], "test_cases[0]"),
+        ([{"input": "5", "output": "5", "points": 3}], "test_cases[0]"),
+        ([{"fn_name": "f", "inputs": [1, 2], "output": 3}], "test_cases[0]"),
+        ([{"func_name": "f", "input": "1\n2", "output": "3"}], "test_cases[0]"),
+        ([{"input": "5", "output": "5", "testtype": "functional"}], "test_cases[0]"),
+        ([{"input": "5", "output": "5", "type": "interactive"}], "test_cases[0]"),
+        ([{"input": "5"}], "test_cases[0]"),
+        ([{"inputs": ["5"], "outputs": []}], "test_cases[0]"),
         (["assert ("], "test_cases[0]"),
         ([""], "test_cases[0]"),
     ],
@@ -383,7 +391,7 @@ def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "bwrap_command", leaky)
     with pytest.raises(ConfigError, match="not contained: host_files") as caught:
         CodeRewardFunction()
-    assert "reward.code_sandbox none" in str(caught.value.remedy)
+    assert "set its `sandbox` to none" in str(caught.value.remedy)
 
 
 @pytest.mark.usefixtures("code")
@@ -409,7 +417,7 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
             Path(folder).chmod(0o700)
             with pytest.raises(ConfigError, match="Permission denied") as caught:
                 CodeRewardFunction(python=f"{folder}/venv/bin/python")
-            assert "code_python" in str(caught.value.remedy)
+            assert "`python` of the reward function code" in str(caught.value.remedy)
     with pytest.raises(ConfigError, match="there is no Python interpreter for them"):
         CodeRewardFunction(python="/nowhere/python")
 
@@ -456,20 +464,14 @@ def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
         0.0,
         0.0,
     ]
-    assert (
-        load(
-            ["--reward.functions", "code", "--reward.code_sandbox", "none"], {}
-        ).reward.code_sandbox
-        == "none"
-    )
-    with pytest.raises(ConfigError, match="code_sandbox is set but not read"):
-        load(["--reward.code_sandbox", "none"], {})
+    words = ["--reward.functions", '{"name": "code", "sandbox": "none"}']
+    assert load(words, {}).reward.functions == [CodeReward(sandbox="none")]
 
 
 @pytest.fixture
 async def http(code: CodeRewardFunction) -> AsyncIterator[httpx.AsyncClient]:
     app = create_reward_app(
-        RewardSection(tasks={"code": ["code"]}, code_timeout_s=0.5, code_slots=2)
+        RewardSection(functions=["math", CodeReward(timeout_s=0.5, slots=2, tasks=["code"])])
     )
     transport = httpx.ASGITransport(app)
     async with (

@@ -3,6 +3,8 @@ program."""
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 
 from services.reward.functions import CodeRewardFunction
+from tests.support.paths import ROOT
 from tests.support.sandbox import code_function, contained, run, sandboxes
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_is_left")]
@@ -216,3 +219,22 @@ def test_every_slot_has_a_user_of_its_own() -> None:
             time.sleep(0.02)
         assert running.result() == [1.0] * 3
     assert len(users - {0}) == 3
+
+
+TWO_MESSAGES = """
+import os, sys
+from services.sandbox.inside import _read_test
+reader, writer = os.pipe()
+os.write(writer, sys.argv[1].encode())
+os.dup2(reader, 0)
+print(_read_test(3))
+"""
+
+
+@pytest.mark.parametrize("left", ["", '[2, "assert False"]\n', 'ert False"]\n', "\n"])
+def test_the_test_of_an_earlier_case_does_not_take_the_next_one_along(left: str) -> None:
+    """The process that should have read it was killed, and one read now returns both."""
+    sent = left + '[3, "assert f() == 1"]\n'
+    command = [sys.executable, "-c", TWO_MESSAGES, sent]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "assert f() == 1\n", done.stderr

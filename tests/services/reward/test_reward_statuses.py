@@ -6,6 +6,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import InvalidInput
+from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.scorer import RewardScorer
@@ -20,7 +21,7 @@ def boxed(answer: str, gold: str = "18") -> RewardItem:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def grader() -> AsyncIterator[RewardScorer]:
     async with RewardScorer(
-        RewardSection(workers=2, math_timeout_s=0.3)
+        RewardSection(workers=2, functions=[MathReward(timeout_s=0.3)])
     ) as started:  # no good answer needs a worker
         yield started
 

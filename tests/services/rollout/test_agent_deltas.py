@@ -49,7 +49,12 @@ class Trainer:
                 else torch.randn(tensor.shape).bfloat16()
             )
         manifest = write_version(
-            self.weights.items(), [], self.board.directory, "run", version, self.board.latest()
+            self.weights.items(),
+            [],
+            self.board.directory,
+            "run",
+            version,
+            previous=self.board.latest(),
         )
         if self.shared:
             manifest.directory = str(self.board.directory / f"v{version:06d}")

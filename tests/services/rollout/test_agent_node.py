@@ -14,7 +14,6 @@ from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.weights.checksums import checksum
-from services.rollout.engine_client import EngineClient
 from tests.support.rollout_nodes import (
     TRAINER_PORT,
     Node,
@@ -82,18 +81,6 @@ async def test_base_model_is_served_before_anything_is_published(
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
     answer = await rollout.request("POST", "/generate", json=body)
     assert answer.json()["meta_info"]["weight_version"] == "default"
-
-
-async def test_a_pause_that_no_agent_asked_for_ends(both: SyncedNodes) -> None:
-    async with EngineClient("engine", both.nodes[0].engine_url, deadline_s=60) as engine:
-        await engine.pause()
-        await engine.pause()
-        assert await engine.is_paused()
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
-        assert (await engine.request("POST", "/generate", json=body)).is_success, (
-            "it waits until the agent has resumed the engine"
-        )
-        assert not await engine.is_paused()
 
 
 async def test_published_version_is_served_by_every_engine_through_the_router(

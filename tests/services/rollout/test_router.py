@@ -77,19 +77,19 @@ def watched(client: Client) -> tuple[list[dict[str, Any]], list[httpx.Response]]
     """Records every body the client sends and every answer it receives, retries included."""
     sent: list[dict[str, Any]] = []
     answers: list[httpx.Response] = []
-    exchange = client._exchange
 
-    async def kept(
-        method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
-    ) -> httpx.Response:
-        if method == "POST":
-            sent.append(
-                arguments["json"] if "json" in arguments else json.loads(arguments["content"])
-            )
-        answers.append(await exchange(method, path, timeout, arguments))
-        return answers[-1]
+    async def keep_request(request: httpx.Request) -> None:
+        if request.method == "POST":
+            sent.append(json.loads(request.content))
 
-    client._exchange = kept  # type: ignore[method-assign]
+    async def keep_answer(answer: httpx.Response) -> None:
+        answers.append(answer)
+
+    hooks = client.http.event_hooks
+    client.http.event_hooks = {
+        "request": [*hooks["request"], keep_request],
+        "response": [*hooks["response"], keep_answer],
+    }
     return sent, answers
 
 

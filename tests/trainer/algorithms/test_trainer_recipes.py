@@ -9,6 +9,7 @@ import torch
 from common.errors import ConfigError
 from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config, from_mapping
+from common.settings.rewards import LengthReward, MathReward
 from common.wire.schemas import Group
 from learning.ranks import Ranks
 from tests.support.groups import (
@@ -283,7 +284,7 @@ def test_gdpo_reads_the_scores_of_the_reward_functions_and_their_weights(config:
             "length/inner": 7.0 + length**2 + completion.reward,
         }
     one = gdpo(changed, [group])
-    changed.reward.weights = {"length": 3.0}
+    changed.reward.functions = [MathReward(), LengthReward(weight=3.0)]
     three = gdpo(changed, [group])
     math_part, length_part = (
         np.array([2, -1, -1]) / math.sqrt(3),
@@ -385,7 +386,7 @@ def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> Non
             "set algorithm.kl_in loss",
         ),
         (
-            {"algorithm.name": "gdpo", "reward.functions": ["a:B"], "reward.weights": {"a:B": 2.0}},
+            {"algorithm.name": "gdpo", "reward.functions": [{"name": "a:B", "weight": 2.0}]},
             "remove this weight",
         ),
         (

@@ -62,7 +62,7 @@ def test_a_resumed_run_with_a_curriculum_draws_the_prompts_of_an_unbroken_one(
     settings: Callable[..., Config], tmp_path: Path
 ) -> None:
     words = ("--data.curriculum", "difficulty", "--data.num_samples", "8", "--trainer.num_epochs", "3",
-             "--reward.weights", "math=0.4")  # fmt: skip  # a right answer has no reward above 0.5
+             "--reward.functions", '{"name": "math", "weight": 0.4}')  # fmt: skip  # a right answer has no reward above 0.5
     unbroken = settings(*words, "--trainer.max_steps", "6")
     train_in_process(unbroken, quiet())
     place = tmp_path / "broken"
@@ -125,9 +125,8 @@ def test_staleness_is_bounded(settings: Callable[..., Config], staleness: int) -
     assert len({group.prompt_id for group in stored(config)}) >= 20
 
 
-@pytest.mark.parametrize("corrected", [True, False])
 def test_reused_groups_carry_importance_weights(
-    settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, corrected: bool
+    settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[tuple[bool, float]] = []
     whole = Batch.of
@@ -143,8 +142,6 @@ def test_reused_groups_carry_importance_weights(
         "0.25",
         "--replay.priority",
         f"{__name__}:longest",
-        "--replay.corrected",
-        str(corrected),
     )
     config = settings(*size, *reuse)
     train_in_process(config, quiet())
@@ -161,9 +158,7 @@ def test_reused_groups_carry_importance_weights(
         ]
     weights = [weight for answer in answers for weight in answer]
     assert len({*weights}) > 1
-    assert [weight for reused, weight in trained if reused] == pytest.approx(
-        weights if corrected else [1.0] * sum(reused)
-    )
+    assert [weight for reused, weight in trained if reused] == pytest.approx(weights)
     assert {weight for reused, weight in trained if not reused} == {1.0}
 
 

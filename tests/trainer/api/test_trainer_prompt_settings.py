@@ -114,14 +114,11 @@ def test_settings_that_an_evaluation_ignores_are_refused(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["sampling.prefill", "model.chat_template", "sampling.completion_timeout_s"]
-)
+@pytest.mark.parametrize("name", ["sampling.prefill", "model.chat_template"])
 def test_some_settings_need_the_tokenizer_of_a_chat_server(name: str) -> None:
     value: Any = {
         "sampling.prefill": "So",
         "model.chat_template": "{{ messages }}",
-        "sampling.completion_timeout_s": 3.0,
     }[name]
     with pytest.raises(ConfigError, match="give the tokenizer of its model"):
         ModelEvaluator("http://127.0.0.1:1", settings={name: value})

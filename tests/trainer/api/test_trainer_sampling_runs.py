@@ -83,23 +83,6 @@ def test_a_shortest_length_is_replayed_and_stop_texts_end_answers(run: Callable[
     assert tokenizer.decode(groups[0].prompt_token_ids) == f"Q: {groups[0].prompt}\nA:"
 
 
-def test_a_thought_that_is_ended_for_the_model_is_replayed(run: Callable[..., Run]) -> None:
-    """Text written for the model has log-probability 0 on both sides, also together with a minimum
-    length."""
-    thinking = {
-        "sampling__max_thinking_tokens": 5,
-        "sampling__prefill": "<think>",
-        "sampling__min_new_tokens": 14,
-    }
-    config, lines, groups = run(**thinking)
-    assert all(line["update"]["delta_logprob"] < 1e-5 for line in lines)
-    end = load_tokenizer(config.model)("\n</think>\n\n").input_ids
-    for completion in (completion for group in groups for completion in group.completions):
-        assert completion.token_ids[5 : 5 + len(end)].tolist() == end
-        assert completion.kept_counts.tolist()[: 6 + len(end)] == [0] * 5 + [1] * len(end) + [0]
-        assert completion.text.startswith("<think>")
-
-
 def test_an_evaluation_samples_as_it_is_told(run: Callable[..., Run]) -> None:
     own = {
         "evaluation__temperature": 0.8,

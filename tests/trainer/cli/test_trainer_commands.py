@@ -1,6 +1,7 @@
 """The commands, and the code in the documentation, as a user runs them: processes, files, exit
 statuses, Ctrl-C."""
 
+import argparse
 import ast
 import itertools
 import json
@@ -374,13 +375,14 @@ def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(
     assert "Traceback" not in said
 
 
-def test_settings_are_read_as_yaml() -> None:
-    assert setting("a.b=1e-3") == (
-        "a.b",
-        "1e-3",
-    )  # YAML reads a text here, the setting reads a number
-    assert setting("a.b=[1, 2]") == ("a.b", [1, 2])
-    assert setting("a.b=true") == ("a.b", True)
+def test_settings_are_read_as_on_a_command_line() -> None:
+    """The setting itself reads numbers."""
+    assert setting("algorithm.entropy_coef=1e-3") == ("algorithm.entropy_coef", "1e-3")
+    assert setting("trainer.adam_betas=[0.8, 0.9]") == ("trainer.adam_betas", [0.8, 0.9])
+    assert setting("data.levels=4, 5") == ("data.levels", ["4", "5"])
+    assert setting("trainer.max_steps=null") == ("trainer.max_steps", None)
+    with pytest.raises(argparse.ArgumentTypeError, match="write it as JSON"):
+        setting("data.levels=[4")
 
 
 def test_a_missing_key_variable_is_named(base_model: Path) -> None:

@@ -165,8 +165,8 @@ MISTAKES = [
     ("local", f"{GROUP} --graces 3s", "--graces|3s|did you mean --grace?"),
     ("doctor", "nothing.yaml", "YAML|nothing.yaml|rlhf-math-jobgroup.yaml"),
     ("doctor", "--task trainer", "--task|trainer|ppo-trainer"),
-    ("doctor", "--gpus 8", "--gpus|8|--gpu-memory-gb"),
-    ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|big|give a number"),
+    ("doctor", "--gpus 8", "--gpus|give --plan too"),
+    ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|big|give one, such as 8"),
     (
         "trainer",
         "--trainer.lerning_rate 1",
@@ -182,7 +182,7 @@ MISTAKES = [
     ("services.data", "--data.sorce math", "--data.sorce|math|did you mean --data.source?"),
     ("services.data", "--data.port 99999", "data.port|99999|at most 65535"),
     ("services.reward", "--reward.functions mth", "reward.functions|mth|did you mean math?"),
-    ("services.reward", "--reward.functions judge", "reward.judge_url|set it"),
+    ("services.reward", "--reward.functions judge", "reward.functions.judge.url|required|add it"),
     ("services.rollout", "--rollout.engine sglng", "rollout.engine|sglng|did you mean sglang?"),
     ("services.replay", "--replay.reuse_ratio 1", "replay.reuse_ratio|1|below 1"),
     (

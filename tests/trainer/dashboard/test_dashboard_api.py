@@ -21,14 +21,14 @@ from tests.support.reward_process import reward_server
 from tests.support.run_files import make_run
 from trainer.dashboard.app import PAGES, STATIC, create_dashboard_app
 from trainer.dashboard.health import PATIENCE_S, Health
-from trainer.dashboard.runs import RunReader
+from trainer.dashboard.run_list import RunList
 from trainer.server import BackgroundServer
 
 
 @pytest.fixture
 async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     app = create_dashboard_app(
-        [RunReader(make_run(tmp_path / "first", 5)), RunReader(make_run(tmp_path / "second", 7))]
+        RunList([make_run(tmp_path / "first", 5), make_run(tmp_path / "second", 7)])
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         yield client
@@ -67,7 +67,7 @@ async def test_files_are_open_and_data_needs_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_TOKEN", "correct-horse-battery-staple")
-    app = create_dashboard_app([RunReader(make_run(tmp_path, 2))])
+    app = create_dashboard_app(RunList([make_run(tmp_path, 2)]))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         for path in sorted(PAGES):
             assert (await client.get(path, follow_redirects=True)).status_code == 200, path

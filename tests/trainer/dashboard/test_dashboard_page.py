@@ -20,7 +20,7 @@ SHOWN = (
         "Accuracy",
         "Length",
         "A step",
-        "Loss of the policy",
+        "Loss",
         "KL to the reference",
         "Entropy",
         "Clip fraction",
@@ -36,7 +36,13 @@ SHOWN = (
     *("Completions in flight", "Coordinator"),
     *("Gradient norm", "Learning rate", "Skipped updates"),
 )
-CRITIC = ("Value loss", "Explained variance", "Value and return", "Gradient norm of the critic")
+CRITIC = (
+    "Value loss",
+    "Explained variance",
+    "Value",
+    "Return",
+    "Gradient norm of the critic",
+)
 
 
 def reads(page: Page, step: int) -> None:
@@ -198,6 +204,8 @@ def test_runs_are_overlaid_and_their_settings_compared(page: Page, tmp_path: Pat
             lambda: "low 0.250\nhigh 0.750" in page.charts().get("Reward", {}).get("values", ""),
             "both rewards",
         )
+        said = page.text("#overview .verdict").splitlines()
+        assert [sentence.partition(":")[0] for sentence in said] == ["low", "high"]
         both = page.charts()["Reward"]["colours"]
         page.click("#runs label:nth-of-type(2) input")
         page.until(lambda: page.charts()["Reward"]["values"] == "0.250", "one reward")
@@ -243,7 +251,8 @@ def test_a_run_that_does_not_learn_catches_the_eye(
 
 
 def test_without_verdicts_the_reward_stands_for_the_accuracy(page: Page, tmp_path: Path) -> None:
-    make_run(tmp_path, 20, reward=8.5, accuracy=None)
+    unknown = {"gpus": 0, "update": {"loss": 0.1, "trained_tokens": 0}}
+    make_run(tmp_path, 20, reward=8.5, accuracy=None, **unknown)
     held_out = {"accuracy": None, "standard_error": None, "mean_reward": 7.25}
     write(tmp_path / "evaluations.jsonl", [evaluation(step, 0.0) | held_out for step in (0, 20)])
     with served(tmp_path) as url:
@@ -253,7 +262,12 @@ def test_without_verdicts_the_reward_stands_for_the_accuracy(page: Page, tmp_pat
         assert "Held-out reward" in titles
         assert not any("accuracy" in title.lower() for title in titles)
         assert "7.25" in page.text(".figure .value")
+        assert "trained tokens" in page.text(".details")
+        assert "gpus" not in page.text(".details")
+        assert "tokens per s" not in page.text(".details")
         assert "Accuracy" not in page.charts()
+        page.click("#tab-runs")
+        page.until(lambda: "reward 7.25" in page.text(".runs [data-label=Held-out]"), "held-out")
         assert page.errors() == []
 
 
@@ -402,7 +416,7 @@ def test_a_run_on_worked_answers_has_figures_of_its_own(page: Page, tmp_path: Pa
         assert "–" not in page.text(".figure .value")
         assert "held-out 0.075" in page.charts()["Loss"]["values"]
         page.click("#tab-runs")
-        page.until(lambda: "loss 0.100" in page.text(".runs"), "its loss")
+        page.until(lambda: "loss 0.075" in page.text(".runs"), "its held-out loss")
         assert "sft" in page.text(".runs")
         assert page.errors() == []
 

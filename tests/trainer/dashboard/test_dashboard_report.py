@@ -13,6 +13,8 @@ from tests.support.browser import Page
 from tests.support.paths import ROOT
 from tests.support.run_files import evaluation, line, make_run, write
 from trainer.cli.report import main
+from trainer.dashboard.runs import RunReader
+from trainer.observe.metrics import METRICS
 
 pytestmark = pytest.mark.integration
 
@@ -39,6 +41,14 @@ def test_a_report_of_a_real_run_shows_what_the_page_does(
     page.press("HOME")
     page.until(lambda: "Step 1" in page.text(".details h2"), "the first step")
     assert page.errors() == []
+
+
+def test_every_number_of_a_real_run_is_declared_once(tiny_run: Path) -> None:
+    several = ("seconds.", "dropped.", "rewards.", "logged.", "alarm")
+    declared = {metric.name for metric in METRICS}
+    added = {"time", "total_steps", "critic.skipped"}
+    names = RunReader(tiny_run).step(4)["numbers"]
+    assert {name for name in names if not name.startswith(several)} - added <= declared
 
 
 def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(

@@ -11,82 +11,83 @@ import pytest
 
 from common.errors import ConfigError, NotFound
 from tests.support.run_files import evaluation, line, make_run, write
-from trainer.dashboard import jsonl
-from trainer.dashboard.columns import numbers
-from trainer.dashboard.jsonl import JsonlReader
+from trainer.dashboard.columns import step_numbers
+from trainer.dashboard.jsonl import JsonlReader, parsed
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
 
 
-def test_the_newest_lines_of_a_file_are_read_first_and_every_line_once(tmp_path: Path) -> None:
+def test_every_whole_line_of_a_file_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    lines = [f'{{"step": {step}}}\n' for step in range(1, 1001)]
-    lines[995] = "damaged\n"
-    path.write_text("".join(lines) + '{"step": 10')
-    reader = JsonlReader(path)
-    found = [content["step"] for _, content in reader.read(newest_bytes=200)]
-    tail = list(range(found[0], 1001))
-    tail.remove(996)
-    assert found[: len(tail)] == tail
-    assert 5 < len(tail) < 20
-    assert sorted(found) == [step for step in range(1, 1001) if step != 996]
-    assert list(reader.damaged) == [996]
+    path.write_text('{"step": 1}\ndamaged\n{"step": 3}\n{"step": 10')
+    reader = JsonlReader(path, parsed)
+    assert [content["step"] for content in reader.read()] == [1, 3]
+    assert list(reader.damaged) == [2]
     with path.open("a") as file:
         file.write("01}\n")
-    assert [(reader.at(offset), content) for offset, content in reader.read(200)] == [
-        ({"step": 1001}, {"step": 1001})
-    ]
-    assert list(reader.read(200)) == []
+    assert list(reader.read()) == [{"step": 1001}]
+    assert list(reader.read()) == []
 
 
 def test_a_file_that_is_rewritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = [f'{{"step": {step}}}\n' for step in range(1, 1001)]
     path.write_text("".join(lines))
-    reader, first = JsonlReader(path), []
-    for _, content in reader.read(newest_bytes=200):
-        first.append(content["step"])
-        if first[-1] == 3:
+    reader = JsonlReader(path, parsed)
+    for content in reader.read():
+        if content["step"] == 901:
             break
     assert not reader.replaced()
     path.write_text("".join([*lines[:900], '{"step": 901, "again": true}\n', *lines[950:]]))
     assert reader.replaced()
-    assert len(list(reader.read(newest_bytes=200))) == 951
+    assert len(list(reader.read())) == 951
 
 
-def test_new_steps_are_appended(tmp_path: Path) -> None:
+def test_problems_that_no_answer_solves_are_named(tmp_path: Path) -> None:
+    run = RunReader(make_run(tmp_path, 3))
+    path = tmp_path / "ground_truths.json"
+
+    path.write_text(json.dumps({"checked": 40, "unsolvable": {}}))
+    assert run.problems == []
+
+    path.write_text(json.dumps({"checked": 40, "unsolvable": {"row 7": "'[': it cannot be read"}}))
+    assert run.problems == ["40 ground truths; 1 cannot be graded: row 7 ('[': it cannot be read)"]
+
+    path.write_text("[]")
+    assert run.problems[0].startswith("ground_truths.json cannot be read")
+
+
+def test_new_steps_are_sent_and_known_ones_are_not(tmp_path: Path) -> None:
     run = RunReader(make_run(tmp_path, 3))
     first = run.series()
-    assert (first["whole"], first["steps"].tolist(), len(first["evaluations"])) == (
-        True,
-        [1, 2, 3],
-        2,
-    )
+    assert (first["steps"].tolist(), len(first["evaluations"])) == ([1, 2, 3], 2)
+    assert run.series(first["generation"]) == {"generation": first["generation"]}
     write(tmp_path / "metrics.jsonl", [line(4), line(5)], "a")
-    more = run.series(after=3, generation=first["generation"], evaluations=2)
-    assert (more["whole"], more["steps"].tolist(), more["evaluations"]) == (False, [4, 5], [])
-    assert more["columns"]["reward"].tolist() == [
+    more = run.series(first["generation"])
+    assert more["steps"].tolist() == [1, 2, 3, 4, 5]
+    assert more["columns"]["reward"].tolist()[3:] == [
         np.float32(line(step)["reward"]) for step in (4, 5)
     ]
-    assert run.series(after=5, generation=first["generation"])["steps"].tolist() == []
-    assert [line["step"] for line in run.steps()] == [1, 2, 3, 4, 5]
+    assert more["columns"]["tokens_total"].tolist() == [700, 1400, 2100, 2800, 3500]
+    write(tmp_path / "evaluations.jsonl", [evaluation(5, 0.95)], "a")
+    assert len(run.series(more["generation"])["evaluations"]) == 3
 
 
-def test_old_lines_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunReader(make_run(tmp_path, 2000))
-    run.series()
-    write(tmp_path / "metrics.jsonl", [line(2001)], "a")
-    parsed: list[int] = []
-    real = jsonl._parsed
+def test_old_lines_are_not_read_again(tmp_path: Path) -> None:
+    path = make_run(tmp_path, 2000) / "metrics.jsonl"
+    read: list[bytes] = []
 
-    def counting(text: bytes, *more: Any) -> dict[str, Any] | None:
-        parsed.append(len(text))
-        return real(text, *more)
+    def counting(line: bytes) -> dict[str, Any]:
+        read.append(line)
+        return parsed(line)
 
-    monkeypatch.setattr(jsonl, "_parsed", counting)
-    assert run.series(after=2000, generation=0)["steps"].tolist() == [2001]
-    assert len(parsed) == 1
+    reader = JsonlReader(path, counting)
+    assert len(list(reader.read())) == 2000
+    read.clear()
+    write(path, [line(2001)], "a")
+    assert [content["step"] for content in reader.read()] == [2001]
+    assert len(read) == 1
 
 
 def test_ten_thousand_steps_are_thinned_to_fit_a_chart_and_spikes_stay(tmp_path: Path) -> None:
@@ -121,9 +122,7 @@ def test_a_resumed_run_begins_again_where_it_was_cut(tmp_path: Path) -> None:
     (tmp_path / "again").replace(
         tmp_path / "metrics.jsonl"
     )  # as the recorder does; the new file even has more lines
-    after = run.series(after=30, generation=before["generation"], evaluations=2)
-    assert after["whole"]
-    assert after["generation"] != before["generation"]
+    after = run.series(before["generation"])
     assert after["steps"].tolist() == list(range(1, 41))
     assert set(after["columns"]["reward"].tolist()) == {-1.0}
     assert len(after["evaluations"]) == 2
@@ -133,12 +132,8 @@ def test_lines_of_an_attempt_that_was_undone_do_not_count(tmp_path: Path) -> Non
     run = RunReader(make_run(tmp_path, 5))
     generation = run.series()["generation"]
     write(tmp_path / "metrics.jsonl", [line(3, reward=7.0)], "a")
-    series = run.series(after=5, generation=generation)
-    assert (series["whole"], series["steps"].tolist(), series["columns"]["reward"][-1]) == (
-        True,
-        [1, 2, 3],
-        7,
-    )
+    series = run.series(generation)
+    assert (series["steps"].tolist(), series["columns"]["reward"][-1]) == ([1, 2, 3], 7)
     assert run.step(3)["numbers"]["reward"] == 7
     with pytest.raises(NotFound):
         run.step(4)
@@ -187,7 +182,7 @@ def test_damaged_and_half_written_files_open_with_what_is_there(tmp_path: Path) 
     write(tmp_path / "metrics.jsonl", [], "a")
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b', "reward": 0.5}\n')
-    assert run.series(after=4, generation=0)["columns"]["reward"].tolist() == [0.5]
+    assert run.series()["columns"]["reward"].tolist()[-1] == 0.5
 
 
 def test_the_numbers_in_lines_of_another_version_are_read(tmp_path: Path) -> None:
@@ -221,9 +216,35 @@ def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_sums_are_added_to_a_line() -> None:
-    found = numbers(line(1, dropped={"generation": 2, "stale": 3}, alarms={"kl_rollout": "text"}))
+    found = step_numbers(
+        line(1, dropped={"generation": 2, "stale": 3}, alarms={"kl_rollout": "text"})
+    )
     assert (found["seconds"], found["dropped"], found["tokens_per_s"]) == (4.0, 5, 175)
     assert (found["alarms"], found["alarm.kl_rollout"]) == (1, 1)
+
+
+def test_a_step_without_trained_tokens_has_no_rate() -> None:
+    assert "tokens_per_s" not in step_numbers(line(1, update={"trained_tokens": 0}))
+
+
+def test_data_is_where_the_prompts_came_from(tmp_path: Path) -> None:
+    """A caller's own rows leave `data.source` at its default."""
+    directory = make_run(tmp_path, 2)
+    (directory / "config.json").write_text('{"data": {"source": "gsm8k"}}')
+    assert RunReader(directory).summary().data == "gsm8k"
+    write(directory / "attempts.jsonl", [{"run_id": "group", "step": 0, "data": "rows"}])
+    assert RunReader(directory).summary().data == "rows"
+
+
+def test_held_out_is_the_newest_evaluation_whatever_it_measured(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 2, accuracy=None)
+    write(
+        directory / "evaluations.jsonl",
+        [{"step": step, "accuracy": None, "mean_reward": 0.25 * step} for step in (0, 2)],
+    )
+    assert RunReader(directory).summary().held_out == {"step": 2, "mean_reward": 0.5}
+    (directory / "evaluations.jsonl").unlink()
+    assert RunReader(directory).summary().held_out is None
 
 
 def test_limits_are_those_of_the_alarms(tmp_path: Path) -> None:
@@ -238,12 +259,8 @@ def test_evaluations_come_without_their_answers(tmp_path: Path) -> None:
     make_run(tmp_path, 3)
     run = RunReader(tmp_path)
     assert [sorted(each) for each in run.series()["evaluations"]] == [
-        ["accuracy", "k", "num_samples", "pass_at_k", "standard_error", "step", "time"]
+        ["accuracy", "k", "num_samples", "standard_error", "step", "time"]
     ] * 2
-    write(tmp_path / "evaluations.jsonl", [evaluation(4, 0.95)], "a")
-    assert [
-        each["step"] for each in run.series(after=3, generation=0, evaluations=2)["evaluations"]
-    ] == [4]
 
 
 @pytest.mark.parametrize(

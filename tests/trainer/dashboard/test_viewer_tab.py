@@ -368,7 +368,7 @@ def test_missing_data_is_reported(page: Page, tmp_path: Path) -> None:
         alert = ".viewer-detail p[role=alert]"
         page.until(lambda: tab.text(alert), "why it is not shown")
         assert (
-            "the group is known, but its content is not: the run directory has no complete groups"
+            "the group is known, but its content is not: groups/ has no file of step 1"
             in tab.text(alert)
         )
         (complaint,) = page.errors()

@@ -127,7 +127,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
             "in 60% of the completions",
             "does not rise (mean 0.100)",
             "sampling.system_prompt",
-            "reward.format_required",
+            "format in reward.functions",
         ),
     ),
     (
@@ -217,7 +217,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "reward_bound",
         [{"seconds": {"reward": 8.0}}],
         {},
-        ("46% of the time", "reward.workers", "reward.math_timeout_s"),
+        ("46% of the time", "reward.workers", "timeout_s in reward.functions"),
     ),
     (
         "replay_bound",
@@ -235,7 +235,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "nothing_active",
         [{"seconds": {"waiting": 8.0}}],
         {},
-        ("45% of the time", "data-server", "trainer.num_threads"),
+        ("45% of the time", "data-server", "OMP_NUM_THREADS"),
     ),
     (
         "dropped_generation",
@@ -247,7 +247,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "dropped_reward",
         [{"dropped": {"reward": 20}}],
         {},
-        ("20 groups (17%)", "reward-server", "reward.math_timeout_s"),
+        ("20 groups (17%)", "reward-server", "timeout_s of the function in reward.functions"),
     ),
     (
         "stragglers",
@@ -273,7 +273,7 @@ def test_a_problem_is_reported_with_its_numbers_and_settings(
     text = only(name, history(*changes), **settings)
     for phrase in phrases:
         assert phrase in text
-    assert settings_in(text) or "state_dir" in text
+    assert settings_in(text) or "state_dir" in text or "OMP_NUM_THREADS" in text
     for setting in settings_in(text):
         section, key = setting.split(".")
         assert key in type(getattr(Config(), section)).model_fields, (

@@ -16,22 +16,9 @@ TOKENS, HIDDEN, VOCABULARY = 23, 16, 50
 Scores = Callable[[nn.Module, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 
-class Wrapped(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A head that is not a plain linear layer, as with adapters."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner, self.more = inner, nn.Linear(HIDDEN, VOCABULARY, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.inner(hidden) + 0.1 * self.more(hidden)
-        return result
-
-
 HEADS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(HIDDEN, VOCABULARY, bias=False),
     "bias": lambda: nn.Linear(HIDDEN, VOCABULARY),
-    "wrapped": lambda: Wrapped(nn.Linear(HIDDEN, VOCABULARY)),
 }
 
 

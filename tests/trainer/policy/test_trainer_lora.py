@@ -255,6 +255,10 @@ def test_an_adapter_is_named_only_after_it_was_published() -> None:
             if version == 2:
                 raise PublishFailed("no rollout node serves it")
 
+        def sleep(self) -> None: ...
+
+        def wake(self) -> None: ...
+
     publisher = AdapterPublisher(Watching(), client, "run")
     publisher.publish([], 0)
     publisher.publish([], 1)

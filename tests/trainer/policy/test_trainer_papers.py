@@ -117,8 +117,8 @@ def random_config(rng: np.random.Generator, case: int, models: tuple[Path, Path]
         seed=int(rng.integers(100)),
         model={"name": str(models[0]), "reference": str(models[1]) if "kl_coef" in words else ""},
         sampling={"temperature": one_of(1.0, 0.7), "max_new_tokens": MAX_NEW, "group_size": 3},
-        replay={"reuse_ratio": 0.5, "corrected": chance(0.7)},
-        reward={"functions": ["math", "length"], "weights": {"length": rng.uniform(0.1, 2)}},
+        replay={"reuse_ratio": 0.5},
+        reward={"functions": ["math", {"name": "length", "weight": rng.uniform(0.1, 2)}]},
         teacher=one_of({}, {"url": "http://teacher", "coef": rng.uniform(0.1, 2)})
         if advantage != "none"
         else TEACHER,
@@ -230,7 +230,7 @@ def check(case: int, models: tuple[Path, Path]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(models[1])
     tensors = [torch.from_numpy(row).double() for row in values]
     paper = PaperUpdate(
-        policy.model, reference, config, groups, weights, reused, tensors, policy.kl_coef, STEP
+        policy.model, reference, config, groups, weights, tensors, policy.kl_coef, STEP
     )
 
     batch.old_logprobs, batch.ref_logprobs = (

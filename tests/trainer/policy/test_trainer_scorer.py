@@ -117,25 +117,13 @@ def test_scaled_and_capped_logits_are_scored_as_the_model_computes_them(name: st
         )
 
 
-class Head(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A head that is not a plain linear layer, as an adapter's."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden)
-
-
 @pytest.mark.parametrize(
     "final", [FinalLogits(0.25, 2.0), FinalLogits(3.0)], ids=["capped", "scaled"]
 )
 @pytest.mark.parametrize("bonus", [False, True])
-@pytest.mark.parametrize("plain", [True, False], ids=["linear", "other head"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_gradient_of_a_scale_and_a_cap_is_that_of_autograd(
-    final: FinalLogits, bonus: bool, plain: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+    final: FinalLogits, bonus: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "_CPU_CHUNK", 3)
     monkeypatch.setattr(logprobs, "_KEPT_BYTES", (1 << 20) * kept)
@@ -146,11 +134,17 @@ def test_the_gradient_of_a_scale_and_a_cap_is_that_of_autograd(
     logs = (final.of(linear(hidden)) / 0.8).log_softmax(-1)
     wanted, entropy = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
     gradients = torch.autograd.grad((wanted * weights).sum() + bonus * entropy.sum(), inputs)
-    head = linear if plain else Head(linear)
-    found, theirs = logprobs.token_scores(head, hidden, targets, 0.8, bonus, final=final)
+    found, theirs = logprobs.token_scores(linear, hidden, targets, 0.8, bonus, final=final)
     torch.testing.assert_close((found, theirs), (wanted, entropy), atol=1e-5, rtol=1e-5)
     loss = (found * weights).sum() + (theirs.sum() if bonus else 0)
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_with_another_kind_of_head_is_refused() -> None:
+    model = model_of("llama")
+    model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
+    with pytest.raises(ConfigError, match="not a plain linear layer"):
+        Scorer(model)
 
 
 def test_a_model_whose_logits_are_something_else_is_refused() -> None:

@@ -13,7 +13,6 @@ from common.wire.schemas import Group
 from learning.ranks import Ranks
 from tests.support.groups import (
     batch_of,
-    fill,
     known,
     make_group,
     off_policy_groups,
@@ -22,7 +21,6 @@ from tests.support.groups import (
     whole,
     with_algorithm,
 )
-from trainer.algorithms.batch import Batch, MicroBatch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
@@ -268,25 +266,6 @@ def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[
 
     assert coefficient(1e-9) > 0.1
     assert coefficient(10.0) < 0.1
-
-
-def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(
-    config: Config, groups: list[Group]
-) -> None:
-    config.replay.corrected = False
-    policy = Policy(config, Ranks())
-    batch = Batch.of(
-        [TrainingGroup(group, reused=i >= 2) for i, group in enumerate(groups)], config
-    )
-    fill(batch, policy, Reference(policy))
-    assert [row.corrected for row in batch.rows] == [True] * 8 + [False] * 8
-    engine = [completion.logprobs for group in groups for completion in group.completions]
-    for i, own in enumerate(known(batch.old_logprobs)):
-        assert not np.array_equal(own, engine[i])
-        assert np.array_equal(batch.rollout_logprobs(i), engine[i] if i < 8 else own)
-    micro = MicroBatch.of(batch, np.arange(16), policy.scorer.layout, policy.ranks.device)
-    expected = np.concatenate([batch.rollout_logprobs(i) for i in range(16)])
-    assert np.array_equal(micro.rollout_logprobs.numpy(), expected)
 
 
 def test_a_skipped_update_leaves_the_policy_and_its_version_moves(

@@ -207,16 +207,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "overlong": ({"algorithm.overlong_buffer": 5}, "overlong_buffer"),
     "truncated sampling": (
         {"sampling.top_p": 0.9, "rollout.engine": "embedded"},
-        "sampling.top_p applies to single completions",
+        "sampling.top_p is set but not read, since it applies to single",
     ),
-    "prefill": ({"sampling.prefill": "<think>"}, "sampling.prefill applies to single completions"),
+    "prefill": (
+        {"sampling.prefill": "<think>"},
+        "sampling.prefill is set but not read, since it applies to single",
+    ),
     "truncated evaluation": (
         {"evaluation.top_k": 5},
-        "evaluation.top_k applies to single completions",
+        "evaluation.top_k is set but not read, since it applies to single",
     ),
     "prompt template": (
         {"data.prompt_template": "{question} Answer:"},
-        "data.prompt_template applies to single completions",
+        "data.prompt_template is set but not read, since it applies to single",
     ),
     "unread": (
         {"environment.name": "", "environment.turns": 3},

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -38,6 +39,8 @@ from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.context import RolloutContext
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts
 from trainer.rollouts.services import Services
@@ -250,8 +253,13 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         services = loop.call(start())
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
+        context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="run")
         rollouts = LeaderRollouts(
-            config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress()
+            context,
+            Ranks(),
+            loop,
+            progress=PromptProgress(),
+            ground_truths=GroundTruthCheck(services, Path(os.devnull)),
         )
         rollouts.prepare(0, known=True)
         yield Simulation(config, rollouts, loop, engine)

@@ -27,10 +27,15 @@ from trainer.trackers.thread import TrackerThread
 FAKES = "tests.support.fake_trackers"
 
 
+@pytest.fixture(autouse=True)
+def frequent_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.trackers.trackers.SAMPLE_EVERY", 2)
+
+
 def settings(model: Path, directory: Path, *names: str, more: tuple[str, ...] = ()) -> Config:
     """Settings of a run of two steps with these fake trackers."""
     words = [word for name in names for word in ("--trackers.names", f"{FAKES}:{name}")]
-    return tiny(model, directory, *words, "--trackers.sample_every", "2", *more)
+    return tiny(model, directory, *words, *more)
 
 
 def kept(config: Config) -> list[list[Any]]:

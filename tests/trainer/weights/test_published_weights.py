@@ -32,6 +32,10 @@ class Engines:
         self.thread: threading.Thread | None = None
         self._busy = threading.Lock()
 
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
     def publish(self, weights: Weights, version: int) -> None:
         assert self._busy.acquire(blocking=False), "two versions are on their way"
         try:

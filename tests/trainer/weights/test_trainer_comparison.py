@@ -185,7 +185,7 @@ def test_once_the_layouts_are_known_the_checksums_are_those_of_what_is_sent(
     )
     assert (found.problem, found.compared) == (None, len(tensors))
     assert checksums.compare(
-        tensors, [sums_of(engine(tensors, rank, size), True) for rank in range(size)]
+        newer, [sums_of(engine(tensors, rank, size), True) for rank in range(size)]
     ).wrong
 
 

@@ -1,62 +1,8 @@
-// The charts: which there are, and how one is drawn with uPlot. They share their steps, their cursor and the chosen step.
+// A chart of one metric, drawn with uPlot. All share their steps, their cursor and the chosen step. Which there are, and where
+// alarms begin, comes from the server.
 
 import { colour, duration, el, fill, isNumber, lastUpTo, palette, percent, text, tick } from "./dom.js";
 
-/* Every chart has `columns` of metrics.jsonl, and `first` where it is shown even if nothing changes; `needs` and `without` are
-   columns that a run must or must not have. A unit stands behind the title. Where alarms begin comes from the server. */
-export const GROUPS = [
-  {
-    title: "At a glance",
-    charts: [
-      { title: "Reward", columns: { reward: "" }, evaluations: "mean_reward", first: true },
-      { title: "Accuracy", columns: { accuracy: "" }, range: [0, 1.04], evaluations: "accuracy", format: percent, first: true },
-      { title: "Loss", columns: { "update.loss": "" }, evaluations: "loss", first: true, without: "reward" },
-      { title: "Length", unit: "tokens", columns: { completion_tokens: "" }, first: true },
-      { title: "A step", unit: "seconds", stack: "seconds.", format: duration, first: true },
-    ],
-  },
-  {
-    title: "Learning",
-    charts: [
-      { title: "Loss of the policy", columns: { "update.loss": "" }, needs: "reward" },
-      { title: "Entropy", unit: "nats/token", columns: { "update.entropy": "" } },
-      { title: "KL to the reference", unit: "nats/token", columns: { "update.kl_reference": "" } },
-      { title: "Clip fraction", columns: { "update.clip_fraction": "" }, format: percent },
-      { title: "Gradient norm", unit: "before clipping", columns: { "update.grad_norm": "" } },
-      { title: "Learning rate", columns: { "update.learning_rate": "" } },
-      { title: "Skipped updates", unit: "not finite", columns: { "update.skipped": "" } },
-    ],
-  },
-  {
-    title: "Groups and tokens",
-    charts: [
-      { title: "Groups of equal rewards", unit: "no gradient", columns: { zero_variance_groups: "" } },
-      { title: "Cut at the limit", columns: { truncated: "" }, format: percent },
-      { title: "Dropped groups", unit: "since the start", columns: { dropped: "" } },
-      { title: "Trained tokens", unit: "per second", columns: { tokens_per_s: "" } },
-    ],
-  },
-  {
-    title: "Rollout engine and trainer",
-    charts: [
-      { title: "Effective sample size", unit: "share of tokens", columns: { "update.effective_sample_size": "" } },
-      { title: "|Δ logprob|", unit: "same weights", columns: { "update.delta_logprob_current": "" } },
-      { title: "KL(rollout ‖ trainer)", unit: "nats/token", columns: { "update.kl_rollout": "" } },
-      { title: "Staleness", unit: "weight versions", columns: { staleness: "" } },
-      { title: "Completions in flight", unit: "mean of the step", columns: { in_flight: "" } },
-      { title: "Coordinator", unit: "share of a core", columns: { coordinator: "" }, format: percent },
-    ],
-  },
-  {
-    title: "Critic",
-    charts: [
-      { title: "Value loss", columns: { "critic.value_loss": "" } },
-      { title: "Explained variance", columns: { "critic.explained_variance": "" } },
-      { title: "Value and return", columns: { "critic.value_mean": "value", "critic.return_mean": "return" } },
-      { title: "Gradient norm of the critic", unit: "before clipping", columns: { "critic.grad_norm": "" } },
-    ],
-  },
-];
 const HEIGHT = 136;
 const STAGES = [7, 0, 1, 2, 3, 5, 6, 4]; // of the palette: waiting is grey, and nothing is red first
 
@@ -73,16 +19,21 @@ function smoothed(values, steps) {
   });
 }
 
-/** One chart in its frame. `view` is what all share: `runs`, `primary`, `step`, `from`, `to`, `smoothing`, `choose`, `zoom`. */
+/** How the numbers of a metric are written. */
+export const format = ({ unit }) => ({ share: percent, seconds: duration })[unit] ?? text;
+
+/** One chart in its frame: a metric as the server describes it, with `first` if it is shown even if nothing changes. `view` is what all share: `runs`, `primary`, `step`, `from`, `to`, `smoothing`, `choose`, `zoom`. */
 export class Chart {
   constructor(what, view) {
     this.what = what;
     this.view = view;
+    this.format = format(what);
+    this.stack = what.name === "seconds"; // drawn by stage
     this.values = el("span", { class: "values" });
     this.plot = el("div", { class: "plot", role: "img" });
     this.note = el("span", { class: "note" });
-    const title = el("figcaption", {}, el("b", {}, what.title), el("span", { class: "unit" }, what.unit ?? ""), this.note, this.values);
-    this.element = el("figure", { class: what.wide ? "chart wide" : "chart" }, title, this.plot);
+    const title = el("figcaption", {}, el("b", {}, what.chart), el("span", { class: "unit" }, what.unit === "share" ? "" : what.unit), this.note, this.values);
+    this.element = el("figure", { class: "chart" }, title, this.plot);
     this.uplot = null;
     this.series = [];
     this.shape = "";
@@ -107,51 +58,45 @@ export class Chart {
   constant() {
     const [data] = this.view.runs;
     const value = data?.columns[this.names(data)[0]]?.find(isNumber);
-    return `${this.what.title}${this.view.runs.length === 1 && isNumber(value) ? ` ${(this.what.format ?? text)(value)}` : ""}`;
+    return `${this.what.chart}${this.view.runs.length === 1 && isNumber(value) ? ` ${this.format(value)}` : ""}`;
   }
 
   /** Columns of a run that this chart shows. */
   names(data) {
-    const { needs, without } = this.what;
-    if ((needs && !data.has(needs)) || (without && data.has(without))) return [];
-    if (!this.what.stack) return Object.keys(this.what.columns).filter((name) => data.has(name));
-    const stages = (data.facts?.stages ?? []).map((stage) => this.what.stack + stage);
-    const others = Object.keys(data.columns).filter((name) => name.startsWith(this.what.stack) && !stages.includes(name));
-    return [...stages, ...others].filter((name) => data.columns[name]?.some((value) => value > 0));
+    const { name } = this.what;
+    if (!this.stack) return data.has(name) ? [name] : [];
+    const stages = (data.facts?.stages ?? []).map((stage) => `seconds.${stage}`);
+    return stages.filter((stage) => data.columns[stage]?.some((value) => value > 0));
   }
 
   limit() {
-    const [name] = Object.keys(this.what.columns ?? {});
-    return this.view.primary?.facts?.limits?.[name] ?? null;
+    return this.view.primary?.facts?.limits?.[this.what.name] ?? null;
   }
 
   /** The tables of uPlot: one per run, and how each of their columns is drawn. */
   tables() {
-    return this.what.stack ? this.stacked() : this.lines();
+    return this.stack ? this.stacked() : this.lines();
   }
 
   lines() {
     const tables = [];
     const series = [];
     const several = this.view.runs.length > 1;
-    this.view.runs.forEach((data) => {
+    for (const data of this.view.runs) {
       const columns = [data.xs(this.view.axis)];
-      this.names(data).forEach((name, i) => {
+      for (const name of this.names(data)) {
         const raw = data.columns[name];
-        const stroke = palette(data.colour + (several ? 0 : i));
-        const label = [several ? data.name : "", this.what.columns[name]].filter(Boolean).join(" ");
-        const dash = several && i ? [4, 3] : undefined;
+        const stroke = palette(data.colour);
+        const label = several ? data.name : "";
+        columns.push(raw);
         if (this.view.smoothing > 1) {
-          columns.push(raw, smoothed(raw, this.view.smoothing));
+          columns.push(smoothed(raw, this.view.smoothing));
           series.push({ stroke: `${stroke}55`, width: 1, hidden: true, data, name });
-          series.push({ stroke, width: 1.75, label, dash, data, name });
-        } else {
-          columns.push(raw);
-          series.push({ stroke, width: 1.5, label, dash, data, name });
         }
-      });
+        series.push({ stroke, width: this.view.smoothing > 1 ? 1.75 : 1.5, label, data, name });
+      }
       tables.push(columns);
-    });
+    }
     return { tables, series };
   }
 
@@ -161,7 +106,7 @@ export class Chart {
     let below = Array(data?.steps.length ?? 0).fill(0);
     const layers = names.map((name, i) => {
       below = below.map((value, row) => value + (data.columns[name][row] ?? 0));
-      const label = name.slice(this.what.stack.length);
+      const label = name.slice("seconds.".length);
       const stroke = palette(STAGES[i % STAGES.length]);
       return { column: below, series: { stroke, fill: stroke, width: 0, label, data, name, bars: true } };
     });
@@ -177,7 +122,7 @@ export class Chart {
     this.series = series;
     const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
     const width = this.plot.clientWidth || 300;
-    const shape = JSON.stringify([series.map((each) => [each.stroke, each.width, each.label, each.dash]), this.view.scheme, this.view.axis]);
+    const shape = JSON.stringify([series.map((each) => [each.stroke, each.width, each.label]) , this.view.scheme, this.view.axis]);
     if (this.uplot === null || shape !== this.shape) {
       this.uplot?.destroy();
       this.shape = shape;
@@ -199,7 +144,6 @@ export class Chart {
   options(width) {
     const font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const axis = { stroke: colour("--muted"), font, ticks: { show: false }, grid: { stroke: colour("--line"), width: 1 } };
-    const format = this.what.format ?? text;
     return {
       width,
       height: HEIGHT,
@@ -208,7 +152,7 @@ export class Chart {
       scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: (u, low, high) => this.range(low, high) } },
       axes: [
         { ...axis, size: 26, gap: 7, space: 60, grid: { show: false }, values: (u, splits) => splits.map(tick), incrs: this.view.axis !== "step" ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
-        { ...axis, gap: 5, space: 28, size: 52, values: (u, splits) => splits.map((value) => (format === percent ? `${tick(100 * value)} %` : tick(value))) },
+        { ...axis, gap: 5, space: 28, size: 52, values: (u, splits) => splits.map((value) => (this.format === percent ? `${tick(100 * value)} %` : tick(value))) },
       ],
       cursor: {
         sync: { key: "steps" },
@@ -223,7 +167,6 @@ export class Chart {
           stroke: each.stroke,
           fill: each.fill,
           width: each.width,
-          dash: each.dash,
           spanGaps: this.view.runs.length > 1,
           points: { show: each.bars || each.hidden ? false : (u, i) => this.isLonely(u, i) },
           paths: each.bars ? uPlot.paths.bars({ size: [1, 64], gap: 1 }) : undefined,
@@ -244,10 +187,10 @@ export class Chart {
   }
 
   range(low, high) {
-    if (this.what.range) return this.what.range;
+    if (this.what.held_out === "accuracy") return [0, 1.04];
     for (const data of this.view.runs) {
       for (const part of [data.low, data.high]) {
-        if (part === null || this.what.stack) continue;
+        if (part === null || this.stack) continue;
         for (const name of this.names(data)) {
           for (let i = 0; i < data.steps.length; i++) {
             const value = part[name][i];
@@ -265,7 +208,7 @@ export class Chart {
     if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
     const space = (high - low) / 12;
     const zero = low >= 0 && low < (high - low) / 2;
-    return [zero || this.what.stack ? 0 : low - space, high + space];
+    return [zero || this.stack ? 0 : low - space, high + space];
   }
 
   /** Below the lines: where alarms begin, and the span of steps that were put together. */
@@ -291,7 +234,7 @@ export class Chart {
       ctx.lineTo(left + width, edge);
       ctx.stroke();
     }
-    if (!this.what.stack) this.view.runs.forEach((data) => this.span(ctx, data));
+    if (!this.stack) this.view.runs.forEach((data) => this.span(ctx, data));
     ctx.restore();
   }
 
@@ -330,7 +273,7 @@ export class Chart {
       ctx.lineTo(x, top + height);
       ctx.stroke();
     }
-    if (this.what.evaluations) this.view.runs.forEach((data, i) => this.drawEvaluations(ctx, data, i, ratio));
+    if (this.what.held_out) this.view.runs.forEach((data, i) => this.drawEvaluations(ctx, data, i, ratio));
     const alarm = this.limit()?.alarm;
     for (const data of alarm ? this.view.runs : []) {
       const [name] = this.names(data);
@@ -353,7 +296,7 @@ export class Chart {
       const value = this.evaluated(each);
       if (value === null) continue;
       const x = u.valToPos(data.x(this.view.axis, each.step), "x", true);
-      const error = this.what.evaluations === "accuracy" ? (each.standard_error ?? 0) : 0;
+      const error = this.what.held_out === "accuracy" ? (each.standard_error ?? 0) : 0;
       const [low, high] = [value - error, value + error].map((value) => u.valToPos(value, "y", true));
       ctx.beginPath();
       ctx.moveTo(x, low);
@@ -371,14 +314,13 @@ export class Chart {
 
   /** The number of an evaluation that belongs here; null: none. */
   evaluated(evaluation) {
-    if (this.what.evaluations === "mean_reward" && isNumber(evaluation.accuracy)) return null; // the accuracy says it
-    const value = evaluation[this.what.evaluations];
+    if (this.what.held_out === "mean_reward" && isNumber(evaluation.accuracy)) return null; // the accuracy says it
+    const value = evaluation[this.what.held_out];
     return isNumber(value) ? value : null;
   }
 
   /** The values under the cursor, at the chosen step, or of the newest one. */
   read() {
-    const format = this.what.format ?? text;
     const cursor = this.uplot?.cursor;
     const hovered = cursor && cursor.left >= 0 ? this.stepAt(cursor.left) : null;
     const shown = [];
@@ -387,19 +329,19 @@ export class Chart {
       const steps = each.data.steps;
       const step = hovered === null ? (this.view.step ?? steps.at(-1)) : hovered;
       const value = each.data.columns[each.name]?.[lastUpTo(steps, step)];
-      shown.push([each.stroke, each.label, format(value)]);
+      shown.push([each.stroke, each.label, this.format(value)]);
     }
-    if (!this.what.stack) shown.reverse();
+    if (!this.stack) shown.reverse();
     const plain = shown.length === 1 && !shown[0][1];
     fill(this.values, ...shown.map(([stroke, label, value]) => el("span", {}, plain ? null : swatch(stroke), label ? `${label} ` : "", el("b", {}, value))));
-    if (this.what.evaluations && this.view.primary) {
+    if (this.what.held_out && this.view.primary) {
       const step = hovered === null ? (this.view.step ?? Infinity) : hovered;
       const found = this.view.primary.evaluation(step);
       const stroke = this.view.runs.length > 1 ? palette(this.view.primary.colour) : palette(1);
       const value = found ? this.evaluated(found) : null;
-      if (value !== null) this.values.append(el("span", {}, swatch(stroke, true), "held-out ", el("b", {}, format(value))));
+      if (value !== null) this.values.append(el("span", {}, swatch(stroke, true), "held-out ", el("b", {}, this.format(value))));
     }
-    this.plot.setAttribute("aria-label", `${this.what.title}: ${shown.map(([, label, value]) => `${label} ${value}`.trim()).join(", ")}`);
+    this.plot.setAttribute("aria-label", `${this.what.chart}: ${shown.map(([, label, value]) => `${label} ${value}`.trim()).join(", ")}`);
   }
 
   selected(u) {

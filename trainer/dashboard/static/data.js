@@ -1,4 +1,4 @@
-// The numbers of one run as the server answers them, and how new ones are put behind those that are here.
+// The numbers of one run as the server answers them.
 
 import { isNumber, lastUpTo } from "./dom.js";
 
@@ -8,22 +8,8 @@ const HOUR = 3600;
 export class RunData {
   constructor({ run, name, directory, live }) {
     Object.assign(this, { run, name, directory, live, facts: null, colour: null, verdict: { level: "none", text: "" } });
-    this.problems = [];
-    this.span = null;
-    this.summary = null;
-    this.forget();
-  }
-
-  /** Everything is asked for again. */
-  forget() {
-    this.generation = -1;
-    this.newest = null;
-    this.steps = [];
-    this.times = [];
-    this.columns = {};
-    this.low = null;
-    this.high = null;
-    this.evaluations = [];
+    Object.assign(this, { problems: [], span: null, summary: null, generation: -1, newest: null });
+    Object.assign(this, { steps: [], times: [], columns: {}, low: null, high: null, evaluations: [] });
   }
 
   /** Shows the steps of `span` alone, as they are; null: all. Returns whether something has to be asked for. */
@@ -34,45 +20,17 @@ export class RunData {
     return true;
   }
 
-  /** What to ask for; null when that would not change. */
+  /** What to ask for. */
   question() {
-    if (this.span !== null) {
-      const settled = this.generation >= 0 && this.newest > this.span[1];
-      return settled ? null : { run: this.run, first: this.span[0], last: this.span[1], points: 2 * POINTS };
-    }
-    if (this.steps.length > 2 * POINTS) this.generation = -1;
-    const after = this.generation < 0 ? 0 : (this.newest ?? 0);
-    return { run: this.run, after, generation: this.generation, evaluations: this.evaluations.length, points: POINTS };
+    const [first, last] = this.span ?? [];
+    return { run: this.run, known: this.generation, first, last, points: this.span ? 2 * POINTS : POINTS };
   }
 
   /** Takes the answer to `question()`; returns whether anything is new. */
   take(answer) {
-    const known = answer.generation === this.generation;
-    const fresh = !known || answer.steps.length > 0 || answer.evaluations.length > 0;
-    if (answer.whole) {
-      Object.assign(this, { steps: answer.steps, times: answer.times, columns: answer.columns });
-      Object.assign(this, { low: answer.low ?? null, high: answer.high ?? null });
-    } else {
-      this.append(answer);
-    }
-    this.evaluations = known ? this.evaluations.concat(answer.evaluations) : answer.evaluations;
-    this.generation = answer.generation;
-    this.newest = answer.newest;
-    this.verdict = answer.verdict;
-    return fresh;
-  }
-
-  append(answer) {
-    const before = this.steps.length;
-    this.steps = this.steps.concat(answer.steps);
-    this.times = this.times.concat(answer.times);
-    for (const kept of [this.columns, this.low, this.high]) {
-      if (kept === null) continue;
-      for (const name of new Set([...Object.keys(kept), ...Object.keys(answer.columns)])) {
-        const old = kept[name] ?? Array(before).fill(null);
-        kept[name] = old.concat(answer.columns[name] ?? Array(answer.steps.length).fill(null));
-      }
-    }
+    if (answer.generation === this.generation) return false;
+    Object.assign(this, { low: null, high: null, ...answer });
+    return true;
   }
 
   /** Where the rows are on an axis: `step`, `time` (hours since the first step began) or `tokens`. */

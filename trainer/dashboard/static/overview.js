@@ -1,77 +1,60 @@
 // The overview: whether it learns, the key figures, the steps to scrub through, and all charts. Live and in a report alike.
 
 import { address } from "./address.js";
-import { Chart, GROUPS } from "./charts.js";
-import { colour, duration, el, fill, isNumber, lastUpTo, percent, text } from "./dom.js";
+import { Chart, format } from "./charts.js";
+import { colour, el, fill, isNumber, lastUpTo, percent, text } from "./dom.js";
+import { heldOut } from "./runs.js";
 
-/** The key figures of a step: title, value, what stands below, and whether it must catch the eye; null: the run has none. */
-const FIGURES = [
-  (n, data) => {
-    if (!data.has("reward")) return null;
-    const { start, end, window } = data.verdict;
-    const below = isNumber(start) ? `${text(start)} → ${text(end)} (mean of ${window} steps)` : "of this step";
-    return { title: "Reward", value: text(n.reward), below, state: data.verdict.level };
-  },
-  (n, data) => (data.has("reward") || !data.has("update.loss") ? null : { title: "Loss", value: text(n["update.loss"]), below: "of this step" }),
-  (n, data, step) => {
-    const found = data.evaluation(step);
-    if (!found) return data.evaluations.length || !data.has("reward") ? null : { title: "Held-out accuracy", value: "–", below: "no evaluation yet" };
-    const at = `at step ${text(found.step)}`;
-    if (isNumber(found.loss)) return { title: "Held-out loss", value: text(found.loss), below: `${text(found.num_samples)} examples ${at}` };
-    if (!isNumber(found.accuracy)) return { title: "Held-out reward", value: text(found.mean_reward), below: `${text(found.num_samples)} problems ${at}` };
-    const error = isNumber(found.standard_error) ? ` ± ${(100 * found.standard_error).toFixed(1)}` : "";
-    const passed = isNumber(found.pass_at_k) ? `, pass@${found.k} ${percent(found.pass_at_k)}` : "";
-    const below = `${error ? "± standard error, " : ""}${text(found.num_samples)} problems ${at}${passed}`;
-    return { title: "Held-out accuracy", value: percent(found.accuracy), more: error, below };
-  },
-  (n, data) => (data.has("accuracy") ? { title: "Accuracy", value: percent(n.accuracy), below: "of training samples" } : null),
-  (n, data) =>
-    data.has("completion_tokens")
-      ? {
-          title: "Length",
-          value: text(n.completion_tokens),
-          more: " tokens",
-          below: isNumber(n.truncated) ? `${percent(n.truncated)} cut at the limit` : "mean of an answer",
-          state: n.truncated > 0.5 ? "warn" : "",
-        }
-      : null,
-  (n) => {
+/** What stands beside a key figure, below it, and whether it must catch the eye; by metric. */
+const NOTES = {
+  reward: (n, { verdict: { start, end, window, level } }) => ({
+    below: isNumber(start) ? `${text(start)} → ${text(end)} (mean of ${window} steps)` : "of this step",
+    state: level,
+  }),
+  accuracy: () => ({ below: "of training samples" }),
+  completion_tokens: (n) => ({
+    more: " tokens",
+    below: isNumber(n.truncated) ? `${percent(n.truncated)} cut at the limit` : "mean of an answer",
+    state: n.truncated > 0.5 ? "warn" : "",
+  }),
+  seconds: (n) => {
     const stages = Object.entries(n).filter(([name]) => name.startsWith("seconds."));
     const [name, most] = stages.reduce((a, b) => (b[1] > a[1] ? b : a), ["", 0]);
-    const below = most > 0 ? `${percent(most / n.seconds)} ${name.slice(8)}` : "";
-    return isNumber(n.seconds) ? { title: "A step", value: duration(n.seconds), below } : null;
+    return { below: most > 0 ? `${percent(most / n.seconds)} ${name.slice("seconds.".length)}` : "" };
   },
-  (n, data) => {
-    if (!data.has("zero_variance_groups")) return null;
-    const groups = data.facts?.config?.trainer?.batch_size;
-    const share = isNumber(groups) && isNumber(n.zero_variance_groups) ? n.zero_variance_groups / groups : null;
+  zero_variance_groups: (n, { facts }) => {
+    const groups = facts?.config?.["trainer.batch_size"];
     return {
-      title: "Groups of equal rewards",
-      value: text(n.zero_variance_groups),
       more: isNumber(groups) ? ` of ${groups}` : "",
       below: `no gradient; ${text(n.dropped)} groups dropped`,
-      state: share > 0.8 && !(n.accuracy >= 0.95) ? "warn" : "",
+      state: n.zero_variance_groups > 0.8 * groups && !(n.accuracy >= 0.95) ? "warn" : "",
     };
   },
-  (n, data) =>
-    data.has("update.entropy")
-      ? {
-          title: "Entropy",
-          value: text(n["update.entropy"]),
-          more: " nats",
-          below: isNumber(n["update.clip_fraction"]) ? `clip fraction ${percent(n["update.clip_fraction"])}` : "per token",
-        }
-      : null,
-  (n, data) =>
-    data.has("update.delta_logprob_current")
-      ? {
-          title: "|Δ logprob|",
-          value: text(n["update.delta_logprob_current"]),
-          below: `sample size ${text(n["update.effective_sample_size"])}, staleness ${text(n.staleness)}`,
-          state: n.alarms > 0 ? "bad" : "",
-        }
-      : null,
-];
+  "update.entropy": (n) => ({ more: " nats", below: `clip fraction ${percent(n["update.clip_fraction"])}` }),
+  "update.delta_logprob_current": (n) => ({
+    below: `sample size ${text(n["update.effective_sample_size"])}, staleness ${text(n.staleness)}`,
+    state: n.alarms > 0 ? "bad" : "",
+  }),
+};
+
+/** The key figures of a step. */
+function cards(numbers, data, step) {
+  const metrics = Object.values(data.facts?.sections ?? {}).flat();
+  const wanted = ({ name, card }) => data.has(name) && (card || (name === "update.loss" && !data.has("reward")));
+  const found = metrics.filter(wanted).map((metric) => {
+    const { more, below, state } = NOTES[metric.name]?.(numbers, data) ?? { below: "of this step" };
+    return { title: metric.chart, value: format(metric)(numbers[metric.name]), more, below, state };
+  });
+  const evaluation = data.evaluation(step);
+  if (evaluation) {
+    const { what, value, error } = heldOut(evaluation);
+    const passed = isNumber(evaluation.pass_at_k) ? `, pass@${evaluation.k} ${percent(evaluation.pass_at_k)}` : "";
+    const below = `${error && "± standard error, "}${text(evaluation.num_samples)} problems at step ${text(evaluation.step)}${passed}`;
+    found.splice(1, 0, { title: `Held-out ${what}`, value, more: error, below });
+  }
+  return found;
+}
+
 const AXES = { step: "steps", time: "hours", tokens: "tokens" };
 const SMOOTHINGS = [1, 5, 20, 100];
 
@@ -85,7 +68,9 @@ export class Overview {
     this.callbacks = [];
     this.onZoom = () => {};
     this.shown = null;
-    this.verdict = el("p", { class: "verdict", role: "status" });
+    this.verdicts = el("div", { role: "status" });
+    this.charts = [];
+    this.sections = [];
     this.figures = el("div", { class: "figures" });
     this.details = el("section", { class: "panel details" }, el("h2", {}, "Step"));
     this.note = el("p", { class: "missing" });
@@ -98,22 +83,27 @@ export class Overview {
   }
 
   build(element) {
-    this.charts = [];
-    const sections = GROUPS.map((group) => {
-      const charts = group.charts.map((what) => new Chart(what, this.view));
-      this.charts.push(...charts);
-      const place = el("div", { class: "charts" });
-      return { section: el("section", { class: group.charts[0].first ? "group first" : "group" }, el("h2", {}, group.title), place), place, charts };
-    });
-    this.sections = sections;
     const place = el("div", { class: "charts" });
     this.constant = { summary: el("summary", {}), place };
     this.constant.section = el("details", { class: "group", id: "constant" }, this.constant.summary, place);
     this.constant.section.addEventListener("toggle", () => this.draw()); // they had no width before
-    this.main = el("div", { class: "main" }, this.figures, this.scrubber(), sections.map((each) => each.section), this.constant.section, this.note);
+    this.main = el("div", { class: "main" }, this.figures, this.scrubber(), this.constant.section, this.note);
     this.side = el("aside", { class: "side", "aria-label": "Services and the chosen step" }, this.details);
-    element.append(this.verdict, el("div", { class: "columns" }, this.main, this.side));
+    element.append(this.verdicts, el("div", { class: "columns" }, this.main, this.side));
     document.addEventListener("keydown", (event) => this.pressed(event));
+  }
+
+  /** Makes the charts that the server names. */
+  makeCharts(sections) {
+    for (const [title, metrics] of Object.entries(sections)) {
+      const first = this.sections.length === 0;
+      const charts = metrics.filter(({ chart }) => chart).map((metric) => new Chart({ ...metric, first }, this.view));
+      const place = el("div", { class: "charts" });
+      const section = el("section", { class: first ? "group first" : "group" }, el("h2", {}, title), place);
+      this.constant.section.before(section);
+      this.charts.push(...charts);
+      this.sections.push({ section, place, charts });
+    }
   }
 
   scrubber() {
@@ -154,6 +144,7 @@ export class Overview {
     this.view.runs = runs;
     this.view.primary = runs[0] ?? null;
     if (before !== this.view.primary) this.shown = null;
+    if (this.charts.length === 0) this.makeCharts(runs[0]?.facts?.sections ?? {});
     this.draw();
   }
 
@@ -239,8 +230,8 @@ export class Overview {
     this.charts.forEach((chart) => {
       if (this.constant.section.open || !constant.includes(chart)) chart.update();
     });
-    const absent = this.charts.filter((chart) => !chart.isThere() && !Object.keys(chart.what.columns ?? {}).some((name) => name.startsWith("critic.")));
-    const names = absent.map((chart) => chart.what.title).join(", ");
+    const absent = this.charts.filter((chart) => !chart.isThere() && !chart.what.name.startsWith("critic."));
+    const names = absent.map((chart) => chart.what.chart).join(", ");
     this.note.textContent = primary?.steps.length && names ? `Not recorded in this run directory: ${names}.` : "";
     this.scrub();
     this.look();
@@ -316,18 +307,20 @@ export class Overview {
     return undefined;
   }
 
+  /** Whether each run learns; with its name where there are several. */
   say() {
-    const { verdict } = this.view.primary ?? { verdict: { level: "none", text: "" } };
-    this.verdict.className = `verdict ${verdict.level}`;
-    this.verdict.textContent = verdict.text;
-    this.verdict.hidden = !verdict.text;
+    const judged = this.view.runs.filter(({ verdict }) => verdict.text);
+    const said = judged.map(({ name, verdict }) => [verdict.level, this.view.runs.length > 1 ? `${name}: ${verdict.text}` : verdict.text]);
+    if (JSON.stringify(said) === this.verdicts.dataset.said) return;
+    this.verdicts.dataset.said = JSON.stringify(said);
+    fill(this.verdicts, said.map(([level, sentence]) => el("p", { class: `verdict ${level}` }, sentence)));
   }
 
   write(record) {
     const data = this.view.primary;
     const numbers = record?.numbers ?? {};
     const step = record?.step ?? this.view.step ?? Infinity;
-    const figures = data ? FIGURES.map((figure) => figure(numbers, data, step)).filter(Boolean) : [];
+    const figures = data ? cards(numbers, data, step) : [];
     this.figures.hidden = figures.length === 0;
     this.figures.style.setProperty("--columns", figures.length > 5 ? Math.ceil(figures.length / 2) : figures.length);
     this.figures.classList.toggle("uneven", figures.length > 5 && figures.length % 2 === 1);
@@ -355,7 +348,7 @@ function when(time) {
 function table(numbers) {
   const parts = new Map();
   for (const [name, value] of Object.entries(numbers)) {
-    if (name === "time" || name.startsWith("alarm")) continue;
+    if (name === "time" || name.startsWith("alarm") || (name === "gpus" && value === 0)) continue;
     const [part, rest] = name.includes(".") ? [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)] : ["", name];
     if (!parts.has(part)) parts.set(part, []);
     parts.get(part).push([rest, value]);

@@ -108,8 +108,7 @@ async function readFacts(data) {
 async function readSeries() {
   const answers = shown().map(async (data) => {
     await readFacts(data);
-    const question = data.question();
-    return question !== null && data.take(await fetchJson("series", question));
+    return data.take(await fetchJson("series", data.question()));
   });
   if ((await Promise.all(answers)).some(Boolean)) overview.show(shown());
   head();

@@ -34,7 +34,7 @@ function quoted(name) {
 /** What one would say about the run in a few lines. */
 function summary({ model, data, recipe, step, total_steps: total, state, note, changed, ...more }) {
   const [first, newest] = [content.series.evaluations[0], content.series.evaluations.at(-1)];
-  const before = first && newest && first !== newest ? `${result(first)} → ${result(newest)}` : result({ ...more, reward: null });
+  const before = first && newest && first !== newest ? `${result(first)} → ${result(newest)}` : result(newest);
   const rows = [
     ["Model", model ?? "–"],
     ["Data", data ?? "–"],
@@ -62,7 +62,7 @@ function grid(title, heads, rows) {
 
 const evaluations = report.evaluations.map((each) => [
   text(each.step),
-  result({ ...each, reward: each.mean_reward }),
+  result(each),
   text(each.num_samples),
   isNumber(each.pass_at_k) ? `${percent(each.pass_at_k)} of ${each.k}` : "–",
 ]);

@@ -13,11 +13,17 @@ export function cost({ hours, gpu_hours: held }) {
   return duration(3600 * hours) + gpus;
 }
 
-/** How good the newest evaluation was, with its standard error; the loss of a run on worked answers. */
-export function result({ accuracy, standard_error: error, loss, reward }) {
-  if (isNumber(accuracy)) return `${percent(accuracy)}${isNumber(error) ? ` ± ${(100 * error).toFixed(1)}` : ""}`;
-  if (isNumber(reward)) return `reward ${text(reward)}`;
-  return isNumber(loss) ? `loss ${text(loss)}` : "–";
+/** How good an evaluation was: what was measured, the number, and its standard error. */
+export function heldOut({ accuracy, standard_error: error, mean_reward: reward, loss }) {
+  if (isNumber(accuracy)) return { what: "accuracy", value: percent(accuracy), error: isNumber(error) ? ` ± ${(100 * error).toFixed(1)}` : "" };
+  return isNumber(reward) ? { what: "reward", value: text(reward), error: "" } : { what: "loss", value: text(loss), error: "" };
+}
+
+/** The same as text. */
+export function result(evaluation) {
+  if (!evaluation) return "–";
+  const { what, value, error } = heldOut(evaluation);
+  return what === "accuracy" ? value + error : `${what} ${value}`;
 }
 
 export class RunsTable {
@@ -65,7 +71,7 @@ export class RunsTable {
       cell("Data", el("span", { title: summary.data ?? "" }, last(summary.data))),
       cell("Recipe", summary.recipe ?? "–"),
       cell("Step", summary.step === null ? "–" : `${text(summary.step)}${total}`),
-      cell("Held-out", result({ ...summary, reward: null })),
+      cell("Held-out", result(summary.held_out)),
       cell("Reward", text(summary.reward)),
       cell("Cost", cost(summary)),
       cell("Changed settings", this.changes(summary.changed)),

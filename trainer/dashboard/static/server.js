@@ -4,9 +4,9 @@ const KEY = "api-token";
 const dialog = () => document.getElementById("token");
 let asking = null;
 
-const given = location.hash.match(/^#token=(.+)$/); // a link to log in; the part behind # is never sent to a server
-if (given) {
-  sessionStorage.setItem(KEY, given[1]);
+const linked = location.hash.match(/^#token=(.+)$/); // a link to log in; the part behind # is never sent to a server
+if (linked) {
+  sessionStorage.setItem(KEY, linked[1]);
   history.replaceState(null, "", location.pathname + location.search);
 }
 

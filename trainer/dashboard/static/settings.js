@@ -2,20 +2,12 @@
 
 import { el, fill } from "./dom.js";
 
-/** `{"trainer": {"port": 1}}` as [["trainer.port", "1"]]. */
-function flat(config) {
-  return Object.entries(config ?? {}).flatMap(([name, value]) =>
-    value !== null && typeof value === "object" && !Array.isArray(value)
-      ? Object.entries(value).map(([part, item]) => [`${name}.${part}`, JSON.stringify(item)])
-      : [[name, JSON.stringify(value)]],
-  );
-}
-
 /** Fills `element` with tables of settings, a column for each run. */
 export function showSettings(element, runs) {
-  const columns = runs.map((data) => new Map(flat(data.facts?.config)));
-  const names = [...new Set(columns.flatMap((column) => [...column.keys()]))];
-  const differs = (name) => new Set(columns.map((column) => column.get(name))).size > 1;
+  const configs = runs.map((data) => data.facts?.config ?? {});
+  const names = [...new Set(configs.flatMap(Object.keys))];
+  const value = (config, name) => JSON.stringify(config[name]) ?? "–";
+  const differs = (name) => new Set(configs.map((config) => value(config, name))).size > 1;
   const changed = (name) => runs.some((data) => name in (data.facts?.changed ?? {}));
   const different = names.filter((name) => runs.length > 1 && differs(name));
   const own = names.filter((name) => !different.includes(name) && changed(name));
@@ -25,7 +17,7 @@ export function showSettings(element, runs) {
       "table",
       {},
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "setting"), runs.map((data) => el("th", { scope: "col" }, data.name)))),
-      el("tbody", {}, chosen.map((name) => el("tr", {}, el("th", { scope: "row" }, name), columns.map((column) => el("td", {}, column.get(name) ?? "–"))))),
+      el("tbody", {}, chosen.map((name) => el("tr", {}, el("th", { scope: "row" }, name), configs.map((config) => el("td", {}, value(config, name)))))),
     );
   const section = (title, chosen) => (chosen.length ? el("section", { class: "panel settings" }, el("h2", {}, title), table(chosen)) : null);
   const rest = others.length ? el("details", { class: "panel settings" }, el("summary", {}, `${others.length} settings at their defaults`), table(others)) : null;

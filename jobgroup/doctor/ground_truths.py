@@ -1,0 +1,52 @@
+"""Whether every problem of a data set can be solved: its ground truth graded against itself, as a run
+does at its start.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+from common.errors import ConfigError
+from common.process.topology import DATA, REWARD
+from common.wire.schemas import Prompt
+from jobgroup.doctor.plan import Plan, PlannedTask
+from jobgroup.doctor.report import Result
+
+_FIX = "correct the row, or name another column (data.answer_field)"
+
+
+def check_ground_truths(plan: Plan) -> Iterator[Result]:
+    """Yields a line for each problem that no answer solves, and one for all of them.
+
+    Raises ConfigError when the data or the reward functions cannot be loaded.
+    """
+    data = plan.job(DATA)
+    reward = plan.job(REWARD)
+    if data is None or reward is None:
+        raise ConfigError(
+            "the job group has no data-server or no reward-server on this machine",
+            field="--data",
+            remedy="leave out --task",
+        )
+    # It imports the data set's libraries, which take seconds.
+    from services.data.loaders import load_split
+
+    prompts: list[Prompt] = []
+    for split in ("train", "eval"):
+        prompts += load_split(data.config.data, split, data.config.seed)
+    unsolvable = asyncio.run(_unsolvable(reward, prompts))
+    for name, reason in unsolvable.items():
+        yield Result(f"row {name}", "warn", reason, _FIX)
+    gradable = len(prompts) - len(unsolvable)
+    yield Result("ground truths", "ok", f"{gradable:,} of {len(prompts):,} can be graded")
+
+
+async def _unsolvable(reward: PlannedTask, prompts: list[Prompt]) -> dict[str, str]:
+    from services.reward.scorer import RewardScorer
+    from trainer.rollouts.ground_truths import PAGE, unsolvable_of
+
+    found: dict[str, str] = {}
+    async with RewardScorer(reward.config.reward) as scorer:
+        for begin in range(0, len(prompts), PAGE):
+            page = prompts[begin : begin + PAGE]
+            found |= await unsolvable_of(page, scorer.check_ground_truths)
+    return found

@@ -1,0 +1,198 @@
+"""Runs the functions and classes of a test, once its statements have run. Source for the Python of
+the sandbox, like `inside`.
+
+Which ones these are is the rule of `services.sandbox.python_tests`: functions `test_*` and classes
+`Test*` (pytest), subclasses of `unittest.TestCase`, and `check(candidate)` (HumanEval).
+"""
+
+from __future__ import annotations  # its Python may be older than the server's
+
+import ast
+import inspect
+import io
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from services.sandbox.pytest_names import Skipped
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def run_suite(module: types.ModuleType, text: str, candidate: Callable[[], Any]) -> None:
+    """Runs the tests that a module defines and its own statements do not call.
+
+    Args:
+        module: the test, after its statements have run.
+        text: its source.
+        candidate: returns the function of the program that `check` gets.
+
+    Raises:
+        AssertionError: a case of unittest failed, or whatever another test raises.
+    """
+    _run_unittest(module)
+    tree = ast.parse(text)
+    called = _called(tree)
+    # By the names in the text, which the program cannot add to.
+    defined = [statement.name for statement in tree.body if isinstance(statement, _DEFINITIONS)]
+    definitions = {name: vars(module)[name] for name in defined if name in vars(module)}
+
+    fixtures = _Fixtures(definitions)
+    for name, value in definitions.items():
+        if name in called:
+            continue
+        if name == "check":
+            value(candidate())
+        elif name.startswith("test") and inspect.isfunction(value):
+            _run_function(value, fixtures)
+        elif name.startswith("Test") and inspect.isclass(value) and not _is_unittest(value):
+            _run_class(value, fixtures)
+
+
+def public_functions(source: str) -> list[str]:
+    """Returns an expression for every function that a program defines and every method of its
+    `Solution`.
+    """
+    names = []
+    for statement in ast.parse(source).body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.append(statement.name)
+        elif isinstance(statement, ast.ClassDef) and statement.name == "Solution":
+            methods = [item for item in statement.body if isinstance(item, ast.FunctionDef)]
+            names += [f"Solution().{method.name}" for method in methods]
+    hidden = ("_", "test", "Solution()._")
+    return [name for name in names if not name.startswith(hidden)]
+
+
+def _called(tree: ast.Module) -> set[str]:
+    """Returns the names that the statements of a module call."""
+    names: set[str] = set()
+    for statement in tree.body:
+        if isinstance(statement, _DEFINITIONS):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names.add(node.func.id)
+    return names
+
+
+# unittest
+
+
+def _is_unittest(value: Any) -> bool:
+    unittest: Any = sys.modules.get("unittest")
+    return unittest is not None and issubclass(value, unittest.TestCase)
+
+
+def _run_unittest(module: types.ModuleType) -> None:
+    unittest: Any = sys.modules.get("unittest")
+    if unittest is None:
+        return
+    cases = unittest.defaultTestLoader.loadTestsFromModule(module)
+    result = unittest.TextTestRunner(stream=io.StringIO(), failfast=True).run(cases)
+    for _, trace in result.failures + result.errors:
+        raise AssertionError(trace.strip().splitlines()[-1])
+    if result.unexpectedSuccesses:
+        raise AssertionError("an expected failure did not happen")
+
+
+# pytest
+
+
+class _Fixtures:
+    """The fixtures of a test; each test function gets new values."""
+
+    def __init__(self, definitions: dict[str, Any]) -> None:
+        self._functions: dict[str, Any] = {}
+        self.add(definitions)
+
+    def add(self, definitions: dict[str, Any]) -> None:
+        for value in definitions.values():
+            name = getattr(value, "fixture_name", None)
+            if name:
+                self._functions[name] = value
+
+    def automatic(self) -> list[str]:
+        """Returns the names of the fixtures that every test uses."""
+        return [name for name, function in self._functions.items() if function.is_automatic]
+
+    def value(self, name: str, ready: dict[str, Any], cleanup: list[Iterator[Any]]) -> Any:
+        """Returns the value of a fixture; `ready` holds those of this test."""
+        if name not in ready:
+            function = self._functions[name]
+            arguments = {key: self.value(key, ready, cleanup) for key in _required(function)}
+            value = function(**arguments)
+            if inspect.isgenerator(value):
+                cleanup.append(value)
+                value = next(value)
+            ready[name] = value
+        return ready[name]
+
+
+def _run_class(kind: type, fixtures: _Fixtures) -> None:
+    fixtures.add(dict(vars(kind)))
+    for name in dir(kind):
+        if not name.startswith("test"):
+            continue
+        instance = kind()
+        _call_if_there(instance, "setup_method")
+        _run_function(getattr(instance, name), fixtures, owner=instance)
+        _call_if_there(instance, "teardown_method")
+
+
+def _call_if_there(instance: Any, name: str) -> None:
+    method = getattr(instance, name, None)
+    if method is not None:
+        method(*[None for _ in _required(method)])
+
+
+def _run_function(function: Any, fixtures: _Fixtures, owner: Any = None) -> None:
+    """Runs a test function for every set of its parameters."""
+    if getattr(function, "is_skipped", False):
+        return
+    for parameters in _parameter_sets(getattr(function, "parameters", [])):
+        ready = dict(parameters, self=owner)
+        cleanup: list[Iterator[Any]] = []
+        names = [name for name in fixtures.automatic() if name not in ready]
+        for name in names:
+            fixtures.value(name, ready, cleanup)
+        arguments = dict(parameters)
+        for name in _required(function):
+            arguments[name] = fixtures.value(name, ready, cleanup)
+        _run_to_end(function, arguments)
+        for generator in reversed(cleanup):
+            next(generator, None)
+
+
+def _run_to_end(function: Any, arguments: dict[str, Any]) -> None:
+    expects_failure = getattr(function, "expects_failure", False)
+    try:
+        value = function(**arguments)
+        if inspect.iscoroutine(value):
+            import asyncio
+
+            asyncio.run(value)
+    except Skipped:
+        return
+    except Exception:
+        if not expects_failure:
+            raise
+
+
+def _parameter_sets(stacked: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns every combination of the sets of stacked `parametrize` marks."""
+    sets: list[dict[str, Any]] = [{}]
+    for choices in stacked:
+        sets = [{**one, **other} for one in sets for other in choices]
+    return sets
+
+
+def _required(function: Any) -> list[str]:
+    """Returns the names of a function's arguments without a default, but for `self`."""
+    names = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_plain and parameter.default is parameter.empty and name != "self":
+            names.append(name)
+    return names

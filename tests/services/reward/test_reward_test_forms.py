@@ -1,0 +1,356 @@
+"""Tests in the forms in which people write them: each passes a right program and fails a wrong one,
+and a test that cannot fail is refused."""
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidInput
+from services.reward.functions import CodeRewardFunction
+from services.sandbox.case_formats import parse_cases
+from tests.support.sandbox import code_function
+
+pytestmark = pytest.mark.integration
+
+RIGHT = """\
+import asyncio
+
+class TooLarge(Exception):
+    pass
+
+class Stack:
+    def __init__(self):
+        self.items = []
+    def push(self, item):
+        self.items.append(item)
+    def pop(self):
+        return self.items.pop()
+
+async def later(x):
+    await asyncio.sleep(0)
+    return 2 * x
+
+def double(x):
+    if x < 0:
+        raise ValueError("negative")
+    if x > 1000:
+        raise TooLarge("over 1000")
+    return 2 * x
+"""
+WRONG = (
+    RIGHT.replace("return 2 * x", "return 2 * x + 1")
+    .replace("raise ValueError", "raise KeyError")
+    .replace("raise TooLarge", "raise ValueError")
+    .replace("append(item)", "append(item + 1)")
+)
+FORMS: dict[str, Any] = {
+    "pytest": "def test_double():\n    assert double(2) == 4",
+    "pytest, importing the program by any name": """
+from my_module import Stack
+
+def test_stack():
+    stack = Stack()
+    stack.push(3)
+    assert stack.pop() == 3
+""",
+    "pytest, importing a module": """
+import implementation as impl
+
+def test_double():
+    assert impl.double(2) == 4
+""",
+    "pytest, a class": """
+class TestDouble:
+    def setup_method(self, method):
+        self.x = 2
+
+    def test_two(self):
+        assert double(self.x) == 4
+""",
+    "pytest, parameters": """
+import pytest
+
+@pytest.mark.parametrize(("x", "y"), [(1, 2), pytest.param(2, 4, id="two")])
+def test_double(x, y):
+    assert double(x) == y
+""",
+    "pytest, stacked parameters": """
+import pytest
+
+@pytest.mark.parametrize("x", [1, 2, 3])
+@pytest.mark.parametrize("times", [2])
+def test_double(x, times):
+    assert double(x) == x * times
+""",
+    "pytest.raises": """
+import pytest
+
+def test_negative():
+    with pytest.raises(ValueError, match="negative") as caught:
+        double(-1)
+    assert str(caught.value) == "negative"
+""",
+    "pytest.raises an exception of the program": """
+import pytest
+from solution import TooLarge, double
+
+def test_large():
+    with pytest.raises(TooLarge):
+        double(2000)
+""",
+    "pytest.approx": """
+from pytest import approx
+
+def test_close():
+    assert double(0.1) == approx(0.2)
+    assert [double(1.5)] == approx([3.0])
+    assert {"a": double(1.0)} == approx({"a": 2})
+""",
+    "pytest, a fixture": """
+import pytest
+
+@pytest.fixture
+def stack():
+    stack = Stack()
+    yield stack
+    stack.push(1)
+
+def test_stack(stack):
+    stack.push(2)
+    assert stack.pop() == 2
+""",
+    "pytest, a coroutine": """
+import pytest
+
+@pytest.mark.asyncio
+async def test_later():
+    assert await later(3) == 6
+""",
+    "pytest, a helper": """
+def holds(x, y):
+    assert double(x) == y
+
+def test_all():
+    for x in range(4):
+        holds(x, 2 * x)
+""",
+    "unittest": """
+import unittest
+
+class Cases(unittest.TestCase):
+    def setUp(self):
+        self.x = 2
+
+    def test_two(self):
+        self.assertEqual(double(self.x), 4)
+        with self.assertRaises(ValueError):
+            double(-1)
+
+if __name__ == "__main__":
+    unittest.main()
+""",
+    "unittest, main without a guard": """
+from unittest import TestCase, main
+
+class Cases(TestCase):
+    def test_half(self):
+        self.assertAlmostEqual(double(0.5), 1.0)
+
+main()
+""",
+    "unittest, subtests": """
+import unittest
+
+class Cases(unittest.TestCase):
+    def test_many(self):
+        for x in range(3):
+            with self.subTest(x=x):
+                self.assertEqual(double(x), 2 * x)
+""",
+    "unittest, coroutines": """
+import unittest
+
+class Cases(unittest.IsolatedAsyncioTestCase):
+    async def test_two(self):
+        self.assertEqual(await later(2), 4)
+""",
+    "check": "def check(candidate):\n    assert candidate(2) == 4",
+    "check, called": "def check(candidate):\n    assert candidate(2) == 4\ncheck(double)",
+    "check, with its entry point": {
+        "test": "def check(candidate):\n    assert candidate(2) == 4",
+        "entry_point": "double",
+    },
+    "main guard": "if __name__ == '__main__':\n    assert double(2) == 4\n    print('ok')",
+    "a function behind a main guard": """
+def run():
+    assert double(2) == 4
+
+if __name__ == "__main__":
+    run()
+""",
+    "a test with arguments, called": """
+def test(x, y):
+    assert double(x) == y
+
+test(1, 2)
+test(2, 4)
+""",
+    "an exit status": "import sys\nif double(2) != 4:\n    sys.exit(1)\nsys.exit(0)",
+    "assert False": "try:\n    double(-1)\n    assert False\nexcept ValueError:\n    pass",
+    "asyncio.run": "import asyncio\nassert asyncio.run(later(2)) == 4\nassert True",
+    "a call of a coroutine function": {"function": "later", "args": [2], "output": 4},
+    "LiveCodeBench": {
+        "input": "2",
+        "output": "4",
+        "testtype": "functional",
+        "metadata": {"func_name": "double"},
+    },
+    "APPS": {"fn_name": "double", "inputs": [[2], [3]], "outputs": [[4], [6]]},
+    "TACO": '{"fn_name": "double", "inputs": [[2]], "outputs": [4]}',
+    "a type and a name": {
+        "type": "function_call",
+        "fn_name": "double",
+        "input": [2],
+        "output": [4],
+    },
+}
+CANNOT_FAIL = {
+    "nothing": "# tests\npass",
+    "a comparison": "double(2) == 4",
+    "a printed comparison": "print(double(2) == 4)",
+    "a returned comparison": "def test_double():\n    return double(2) == 4",
+    "a constant": "assert True",
+    "a function that nothing calls": "def verify(f):\n    assert f(2) == 4",
+    "a class that is no test": "class Cases:\n    def test(self):\n        assert double(2) == 4",
+    "check without an assert": "def check(candidate):\n    candidate(2)",
+    "unittest without an assert": """
+import unittest
+
+class Cases(unittest.TestCase):
+    def test_two(self):
+        double(2)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def code() -> CodeRewardFunction:
+    return code_function(timeout=5)
+
+
+def score(code: CodeRewardFunction, program: str, cases: Any, **columns: Any) -> float | None:
+    completion = [{"role": "assistant", "content": f"```python\n{program}\n```"}]
+    return code.scores([completion], test_cases=[cases], **columns)[0].value
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_right_program_passes_and_a_wrong_one_does_not(
+    code: CodeRewardFunction, form: str
+) -> None:
+    test = FORMS[form]
+    is_column = isinstance(test, dict) or test.startswith("{")
+    cases = test if is_column else [test]
+
+    assert score(code, RIGHT, cases) == 1.0
+    assert score(code, WRONG, cases) == 0.0
+
+
+@pytest.mark.parametrize("form", CANNOT_FAIL)
+def test_a_test_that_cannot_fail_is_refused(form: str) -> None:
+    with pytest.raises(InvalidInput, match="asserts") as caught:
+        parse_cases([CANNOT_FAIL[form]])
+
+    assert caught.value.field == "test_cases[0]"
+
+
+def test_a_fixture_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InvalidInput, match="'tmp_path' of test_file"):
+        parse_cases(["def test_file(tmp_path):\n    assert double(2) == 4"])
+
+
+def test_check_gets_the_function_that_the_column_names(code: CodeRewardFunction) -> None:
+    program = "def double(x):\n    return 2 * x\ndef last(x):\n    return 0"
+    test = "def check(candidate):\n    assert candidate(2) == 4"
+
+    assert score(code, program, [test], entry_point=["double"]) == 1.0
+    assert score(code, program, [test], entry_point=["last"]) == 0.0
+
+
+def test_check_gets_a_method_of_solution(code: CodeRewardFunction) -> None:
+    program = "class Solution:\n    def double(self, x):\n        return 2 * x"
+    test = "def check(candidate):\n    assert candidate(2) == 4"
+
+    assert score(code, program, [test]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "value"),
+    [
+        ("1.0", "1", 1.0),
+        ("0.5", "0.500000", 1.0),
+        ("1.4142135624", "1.414213562", 1.0),
+        ("1 2.0 3", "1 2 3", 1.0),
+        ("x = 0.3333333333", "x = 0.333333", 1.0),
+        ("0.33", "0.333333", 0.0),
+        ("1000000.5", "1000000", 0.0),
+        ("1000000000001.0", "1000000000000", 0.0),
+        ("007", "7", 0.0),
+        ("1  2", "1 2", 0.0),
+        ("  *", "*", 0.0),
+        ("1 2", "1 2 3", 0.0),
+        ("nan", "0.5", 0.0),
+        ("1\n2", "1 2", 0.0),
+    ],
+)
+def test_printed_numbers_are_compared_as_numbers(
+    code: CodeRewardFunction, printed: str, expected: str, value: float
+) -> None:
+    assert score(code, f"print({printed!r})", [{"input": "", "output": expected}]) == value
+
+
+@pytest.mark.parametrize(
+    ("program", "cases"),
+    [
+        ("print(10 ** 5000)", [{"input": "", "output": "1" + 5000 * "0"}]),
+        ("def f(): return str(10 ** 5000)", ["assert len(f()) == 5001"]),
+        ("print(int(input()) + 1)", [{"input": 4, "output": 5}]),
+        ("print(int(input()) + int(input()))", {"inputs": [["4", "5"]], "outputs": [["9"]]}),
+        ("def f(x):\n    return x\nprint(f(int(input())))", ["assert f(2) == 2"]),
+        (
+            "import sys\ndef f(x):\n    return x\nfor line in sys.stdin: print(line)",
+            ["assert f(2) == 2"],
+        ),
+        (
+            "import unittest\ndef f(x):\n    return x\nclass T(unittest.TestCase):\n"
+            "    def test(self):\n        self.assertEqual(f(1), 1)\nunittest.main()",
+            ["assert f(2) == 2"],
+        ),
+        ("import asyncio\nasync def main():\n    print(7)\nasyncio.run(main())", [{"output": "7"}]),
+        ("def f(s):\n    return s.split('</think>')[-1]", ["assert f('a</think>b') == 'b'"]),
+        ("# <think>\ndef f(x):\n    return '<think>'", ["assert f(0) == '<think>'"]),
+    ],
+)
+def test_programs_as_people_write_them(code: CodeRewardFunction, program: str, cases: Any) -> None:
+    assert score(code, program, cases) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Here it is: ```python\ndef f(x):\n    return x\n```",
+        "def f(x):\n    return x",
+        "<think>a `</think>` in thoughts</think>\n```python\ndef f(x):\n    return x\n```",
+        "Thoughts. ```python\nf = 1\n</think>\n```python\ndef f(x):\n    return x\n```",
+    ],
+)
+def test_where_a_program_stands(code: CodeRewardFunction, response: str) -> None:
+    completion = [{"role": "assistant", "content": response}]
+    scores = code.scores([completion], test_cases=[["assert f(2) == 2", "assert f(3) == 3"]])
+
+    assert scores[0].value == 1.0
+
+
+def test_prose_is_no_program(code: CodeRewardFunction) -> None:
+    completion = [{"role": "assistant", "content": "I would print(5) here."}]
+
+    assert code.scores([completion], test_cases=[["assert f(2) == 2"]])[0].value == 0.0

@@ -1,0 +1,106 @@
+"""A problem that no answer solves is named at the start of a run and not drawn, and a run of
+mostly such problems stops."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.clients.data import DataClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
+from common.clients.rollout import RolloutClient
+from common.errors import ConfigError
+from common.settings.config import load
+from common.wire.schemas import Prompt
+from services.data.app import create_data_app
+from services.reward.app import create_reward_app
+from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
+from trainer.rollouts.services import Services
+
+pytestmark = pytest.mark.integration
+
+GOOD = [Prompt(id=f"good{i}", prompt="?", ground_truth=str(i)) for i in range(40)]
+BAD = Prompt(id="bad", prompt="?", ground_truth="x" * 4000)
+EVAL = Prompt(id="held-out", prompt="?", ground_truth=" ")
+TESTS = [{"input": "1", "output": "1"}]
+
+
+@asynccontextmanager
+async def served(
+    train: Sequence[Prompt], evaluation: Sequence[Prompt], state: Path, *words: str
+) -> AsyncIterator[Services]:
+    config = load(["--state_dir", str(state), *words], {})
+    apps = [
+        create_data_app(config, list(train), list(evaluation)),
+        create_reward_app(config.reward),
+    ]
+    async with AsyncExitStack() as stack:
+        for app in apps:
+            await stack.enter_async_context(app.router.lifespan_context(app))
+        data, reward = map(httpx.ASGITransport, apps)
+        services = Services(
+            DataClient("data-server", "http://x", transport=data),
+            RolloutClient("rollout-server", "http://x", transport=data),
+            RewardClient("reward-server", "http://x", transport=reward),
+            ReplayClient("replay-buffer", "http://x", transport=data),
+        )
+        for client in services.all():
+            await stack.enter_async_context(client)
+        yield services
+
+
+async def check(services: Services, path: Path) -> dict[str, str]:
+    checked = GroundTruthCheck(services, path)
+    await checked.run()
+    return checked.unsolvable
+
+
+def test_the_problems_that_cannot_be_solved_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> dict[str, str]:
+        async with served([*GOOD, BAD], [EVAL], tmp_path) as services:
+            return await check(services, tmp_path / GROUND_TRUTHS)
+
+    unsolvable = asyncio.run(run())
+
+    assert set(unsolvable) == {"bad", "held-out"}
+    assert "42 ground truths; 2 cannot be graded: bad ('xxx" in caplog.text
+    stored = json.loads((tmp_path / GROUND_TRUTHS).read_text())
+    assert stored == {"checked": 42, "unsolvable": unsolvable}
+
+
+def test_a_run_of_mostly_unsolvable_problems_stops(tmp_path: Path) -> None:
+    bad = [BAD.model_copy(update={"id": f"bad{i}"}) for i in range(9)]
+
+    async def run() -> None:
+        async with served([*GOOD, *bad], [], tmp_path) as services:
+            await check(services, tmp_path / GROUND_TRUTHS)
+
+    with pytest.raises(ConfigError, match="9 cannot be graded") as caught:
+        asyncio.run(run())
+
+    assert caught.value.field == "data.answer_field"
+
+
+def test_tests_of_programs_are_checked_too(tmp_path: Path) -> None:
+    right = [
+        Prompt(id=f"right{i}", prompt="?", ground_truth="", columns={"test_cases": TESTS})
+        for i in range(12)
+    ]
+    idle = Prompt(id="idle", prompt="?", ground_truth="", columns={"test_cases": ["f(2) == 4"]})
+
+    async def run() -> dict[str, str]:
+        words = ("--reward.functions", '[{"name": "code", "sandbox": "none"}]')
+        async with served([*right, idle], [], tmp_path, *words) as services:
+            return await check(services, tmp_path / GROUND_TRUTHS)
+
+    unsolvable = asyncio.run(run())
+
+    assert set(unsolvable) == {"idle"}
+    assert "the test asserts nothing" in unsolvable["idle"]

@@ -1,0 +1,110 @@
+"""Checks at the start of a run that every problem can be solved.
+
+A ground truth that cannot be read gives 0 to every answer, without a word. So while the first
+groups are generated, the reward-server grades each ground truth against itself. Problems that fail
+are named and no longer drawn.
+"""
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from common.errors import ConfigError, ServiceError
+from common.process.logs import SHOWN
+from common.process.storage import storing
+from common.wire.schemas import GroundTruthProblem, Prompt, RewardItem
+from trainer.rollouts.services import Services
+
+log = logging.getLogger(__name__)
+GROUND_TRUTHS = "ground_truths.json"
+MAX_SHARE = 0.1
+"""A run with a larger share of problems that cannot be solved stops: it reads the wrong column."""
+PAGE = 256
+"""Problems in one call."""
+_LISTED = 5
+_REASON_CHARS = 120
+
+
+class GroundTruthCheck:
+    """The check of one run.
+
+    Args:
+        services: the data-server and the reward-server are used.
+        path: file that gets the result, as JSON.
+    """
+
+    def __init__(self, services: Services, path: Path) -> None:
+        self._services = services
+        self._path = path
+        self.unsolvable: dict[str, str] = {}
+        """Why a problem cannot be solved, by its id; grows while the check runs."""
+
+    async def run(self) -> None:
+        """Checks both splits, training first.
+
+        Raises ConfigError when more than `MAX_SHARE` of the problems cannot be solved.
+        """
+        data = self._services.data
+        count = 0
+        for page in (data.train_prompts, data.eval_prompts):
+            try:
+                count += await self._check_split(page)
+            except ServiceError as error:
+                log.warning("the ground truths could not be checked: %s", error)
+                return
+
+        result = {"checked": count, "unsolvable": self.unsolvable}
+        with storing("the checked ground truths", self._path, "state_dir"):
+            self._path.write_text(json.dumps(result, indent=1, ensure_ascii=False))
+        if self.unsolvable:
+            log.warning("%s", summary(count, self.unsolvable), extra=SHOWN)
+        else:
+            log.info("%s ground truths, all can be graded", f"{count:,}")
+        if len(self.unsolvable) > MAX_SHARE * count:
+            raise ConfigError(
+                summary(count, self.unsolvable),
+                field="data.answer_field",
+                value=f"{len(self.unsolvable)} of {count}",
+                remedy="name the column with the final answers, correct these rows, or choose a "
+                "reward function that reads them",
+            )
+
+    async def _check_split(self, page: Callable[[int, int], Awaitable[list[Prompt]]]) -> int:
+        """Checks the problems of one split; returns their number."""
+        offset = 0
+        while True:
+            prompts = await page(PAGE, offset)
+            if not prompts:
+                return offset
+            offset += len(prompts)
+            found = await unsolvable_of(prompts, self._services.reward.check_ground_truths)
+            self.unsolvable.update(found)
+
+
+async def unsolvable_of(
+    prompts: Sequence[Prompt],
+    check: Callable[[list[RewardItem]], Awaitable[list[GroundTruthProblem]]],
+) -> dict[str, str]:
+    """Returns why problems cannot be solved, by their ids, as `check` finds it."""
+    items = [
+        RewardItem.model_construct(
+            response="",
+            ground_truth=prompt.ground_truth,
+            task=prompt.task,
+            columns=prompt.columns,
+        )
+        for prompt in prompts
+    ]
+    found: dict[str, str] = {}
+    for problem in await check(items):
+        prompt = prompts[problem.index]
+        found[prompt.id] = f"{prompt.ground_truth!r:.60}: {problem.reason:.{_REASON_CHARS}}"
+    return found
+
+
+def summary(count: int, unsolvable: dict[str, str]) -> str:
+    """Returns one line: how many problems cannot be solved, and the first of them."""
+    listed = [f"{name} ({reason})" for name, reason in list(unsolvable.items())[:_LISTED]]
+    more = ", …" if len(unsolvable) > _LISTED else ""
+    return f"{count:,} ground truths; {len(unsolvable)} cannot be graded: {', '.join(listed)}{more}"
