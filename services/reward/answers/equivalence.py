@@ -202,7 +202,7 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
             return Family((node,), *symbols(node))
         case Value(tuple(node)), TupleOrInterval("&", _, rows):
             return other if _is_multiple_of_one(node, rows) else None
-        case Value(), Clock():
+        case Value(("/", *_)), Clock():
             times = [read(f"{written(one.source)} {half}") for half in ("am", "pm")]
             return other if other in times else None
     return None
@@ -237,10 +237,11 @@ def _is_label(relation: Relation, is_gold: bool) -> bool:
     equation to solve if it is linear in one unknown, and as a gold answer if it is one of a curve.
     """
     names = symbols(relation.left)
-    if relation.operator != "=" or symbols(relation.right) or not names:
+    is_statement = relation.operator == "=" and relation.right != ("num", Fraction(0))
+    if not is_statement or symbols(relation.right) or not names:
         return False
     if is_gold:
-        return not names & _COORDINATES and relation.right != ("num", Fraction(0))
+        return not names & _COORDINATES
     return relation.left[0] == "sym" or not any(line(relation.left, name) for name in names)
 
 

@@ -196,22 +196,26 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     return _equal_sides(pieces, names, last)
 
 
-def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Reading:
+def _sides(pieces: list[Tokens]) -> tuple[list[Value], bool]:
+    """Returns the values among the sides of a chain, and whether others are labels, which name what
+    the value after them measures.
+    """
     values: list[Value] = []
-    is_label = False
-    for piece in pieces[:-1]:
+    for piece in pieces:
+        is_label = bool(_CALL.fullmatch(written(piece)))
         try:
             value = read_value(piece)
         except NotUnderstood:
-            # what is not understood may name what the value after it measures
             if has_doubts(piece) or not _LABEL.fullmatch(written(piece)):
                 raise
-            is_label = True
             continue
-        if value.node is None or _CALL.fullmatch(written(piece)):
-            is_label = True
-        else:
+        if value.node is not None and not is_label:
             values.append(value)
+    return values, len(values) < len(pieces)
+
+
+def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Reading:
+    values, is_label = _sides(pieces[:-1])
     if not isinstance(last, Value):
         if values and not all(value.node and symbols(value.node) for value in values):
             raise NotUnderstood
