@@ -25,7 +25,7 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _WRAPPERS = {
     "\\lfloor": ("\\rfloor", "floor"),
     "\\lceil": ("\\rceil", "ceil"),
-    "\\lVert": ("\\rVert", "norm"),
+    "\\lVert": ("\\rVert", "abs"),
 }
 _DEGREES = {"\\sqrt": 2, "\\root": 2, "\\cuberoot": 3, "\\cbrt": 3, "\\fourthroot": 4}
 _ACCENTS = words("\\vec \\bar \\hat \\tilde \\mathcal")

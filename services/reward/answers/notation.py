@@ -29,6 +29,7 @@ class Token(NamedTuple):
 
 
 Tokens = tuple[Token, ...]
+Replacement = str | Callable[[re.Match[str]], str]
 OPEN = frozenset(("(", "[", "{", "\\{", "\\langle", "\\begin"))
 CLOSE = frozenset((")", "]", "}", "\\}", "\\rangle", "\\end"))
 DEGREE = "\x04"
@@ -142,12 +143,12 @@ _DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
 _TEXTS = (
     "text(?:bf|it|rm|sf|tt|sc|normal|up)?|math(?:rm|sf|tt|normal)|[mh]box|operatorname\\*?|emph"
 )
-_UNICODE_STEPS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+_UNICODE_STEPS: tuple[tuple[str, Replacement], ...] = (
     (r"(?:^|(?<=[\s(,=\[{$]))[–—](?=\s|[0-9.\\a-z√π∞])", "-"),
     (f"[{_RAISED}]+|[{_LOWERED}]+", _on_the_line),
     ("[¼-¾⅐-⅞↉]", _vulgar),
 )
-_STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
+_STEPS: tuple[tuple[str, str, Replacement], ...] = (
     # what a text must contain for the step to be tried, a pattern, and what replaces it
     ("&", r"&#?\w{1,8};", _unescaped),
     ("<su", r"<(?P<how>su[pb])>([^<>]*)</(?P=how)>", r"<\1 \2>"),
@@ -246,6 +247,10 @@ _SCAN = re.compile(
     re.DOTALL,
 )
 _GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])(?:\.[0-9]+)?")
+_GLUED = re.compile(
+    r"((?:sin|cos|tan|cot|sec|csc|log|exp|abs|gcd|lcm|max|min)(?=[a-z]$)|[A-Za-z](?=pi$))([a-z]+)"
+)
+"""sinx, xpi"""
 _TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
 _OPERATORS = {
     "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt",
@@ -349,10 +354,8 @@ def _letters(run: str, spaced: bool) -> list[Token]:
     """Returns the tokens of letters in math mode: a variable, a function, or a word."""
     if _SAME.get(run, run) in _SPELLED and len(run) > 1:
         return [_command(run, spaced)]
-    # sinx, xpi
-    at = 3 if run[:3] in FUNCTIONS and len(run) == 4 else len(run[:-2]) * run.endswith("pi")
-    if at == 3 or (at == 1 and run.isascii()):
-        return _letters(run[:at], spaced) + _letters(run[at:], spaced=False)
+    if match := _GLUED.fullmatch(run):
+        return _letters(match[1], spaced) + _letters(match[2], spaced=False)
     is_name = len(run) == 1 and run.isascii()
     return [Token("name" if is_name else "word", run, spaced)]
 

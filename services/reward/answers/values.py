@@ -201,7 +201,6 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "/": operator.truediv,
     "neg": operator.neg,
     "abs": abs,
-    "norm": abs,
 }
 _EXACT: dict[str, Callable[..., Any]] = {
     "gcd": lambda *values: math.gcd(*map(int, values)),
