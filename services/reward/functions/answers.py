@@ -97,6 +97,8 @@ class MathHost(ProcessHost):
             return Score(0.0, "unparsable", correct=False, answer=answer)
         if found == b"unevaluated":
             return Score(0.0, "unevaluated", correct=False, answer=answer)
+        if found.startswith(b"error"):
+            return Score(None, "error", correct=False, answer=answer, reason=found.decode())
         return _verdict(answer, found == b"right")
 
 

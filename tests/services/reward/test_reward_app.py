@@ -18,7 +18,11 @@ from services.reward.app import create_reward_app
 
 pytestmark = pytest.mark.integration
 
-HANG = {"prompt": "", "response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
+HANG = {
+    "prompt": "",
+    "response": "\\boxed{\\sum_{i=1}^{1000000000} \\frac{1}{i}}",
+    "ground_truth": "5",
+}
 GOOD = {"prompt": "2+3?", "response": "\\boxed{5}", "ground_truth": "5"}
 
 
