@@ -3,6 +3,7 @@
 import json
 import logging
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,8 @@ def graded(gold: str, answer: str) -> str:
     return "right" if same else "wrong"
 
 
-def cases() -> dict[str, list[dict[str, str]]]:
-    found: dict[str, list[dict[str, str]]] = {}
+def cases() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
     for line in KINDS.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         found.setdefault(row["kind"], []).append(row)
@@ -51,7 +52,7 @@ def cases() -> dict[str, list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize(("kind", "rows"), list(cases().items()), ids=list(cases()))
-def test_kind(kind: str, rows: list[dict[str, str]]) -> None:
+def test_kind(kind: str, rows: list[dict[str, Any]]) -> None:
     wrong = []
     for row in rows:
         found = graded(row["gold"], row["answer"])
