@@ -29,7 +29,8 @@ from services.reward.answers.units import (
 from services.reward.answers.values import simplified
 
 _MONEY = re.compile(
-    rf"(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})(?: \\.)? (?P<rest>.+)",
+    rf"(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})"
+    r"(?: \\.)? (?P<rest>.+)",
     re.IGNORECASE,
 )
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
