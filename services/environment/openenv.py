@@ -422,8 +422,8 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the action's only field if it holds any text, or otherwise the tool `step` with the action's
-    fields.
+    """Returns the action's only field if it holds any text, or otherwise the tool `step` with the
+    action's fields.
     """
     if not isinstance(schema, dict):
         raise EpisodeFailed(f"the OpenEnv server describes its action with {shorten(schema)}")
