@@ -12,12 +12,10 @@ at once. Measured are completions per second, this process's CPU seconds per 1,0
 
 import argparse
 import asyncio
-import cProfile
 import gc
 import json
 import logging
 import os
-import pstats
 import time
 from pathlib import Path
 from typing import Any
@@ -183,7 +181,6 @@ def measure(
     *,
     in_flight: int,
     completions: int,
-    profile: cProfile.Profile | None,
 ) -> None:
     with LoopThread() as loop:
 
@@ -204,10 +201,6 @@ def measure(
         collector = Collector(context, cursor, GroundTruthCheck(services, Path(os.devnull)))
         replay.collector = collector
 
-        async def enable(on: bool) -> None:
-            if profile:
-                (profile.enable if on else profile.disable)()
-
         gc.freeze()  # as the trainer does before its first batch
         task = loop.start(collector.run(1 << 40, in_flight // COMPLETIONS))
         marks = [in_flight, *range((in_flight // 10_000 + 1) * 10_000, completions + 1, 10_000)]
@@ -219,7 +212,6 @@ def measure(
                 if task.done():
                     task.result()
             if mark == in_flight:
-                loop.call(enable(True))
                 first = replay.stored
                 begin = time.perf_counter()
                 used = time.process_time()
@@ -228,7 +220,6 @@ def measure(
         done = (replay.stored - first) * COMPLETIONS
         wall = time.perf_counter() - begin
         cpu = time.process_time() - used
-        loop.call(enable(False))
         loop.cancel(task)
         dropped = dict(collector.drops.counts)
         for client in services.all():
@@ -251,9 +242,6 @@ def main() -> None:
         "--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8"
     )
     parser.add_argument("--completions", type=int, default=40_000)
-    parser.add_argument(
-        "--profile", action="store_true", help="also print where the event loop's CPU time goes"
-    )
     parser.add_argument("--app", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.app:
@@ -277,17 +265,13 @@ def main() -> None:
         ["-m", "benchmarks.collector", "--app", json.dumps(pair)]
         for pair in (("rollout", engines), ("services", services))
     ]
-    profile = cProfile.Profile(time.thread_time) if arguments.profile else None
     with processes(apps):
         measure(
             load(setting_words(settings), {}),
             f"http://127.0.0.1:{engines}",
             in_flight=arguments.in_flight,
             completions=arguments.completions,
-            profile=profile,
         )
-    if profile:
-        pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
 
 
 if __name__ == "__main__":

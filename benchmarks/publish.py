@@ -9,8 +9,7 @@ tensors and holds them in its own model. Receivers are processes with the client
 receiving code of the rollout nodes and the embedded engine. A plain copy of the same bytes stands
 beside each figure. For http and shared it is a concurrent `cp` to as many files, alternating with
 the versions; for distributed, one gloo broadcast to as many processes. CPU seconds cover all
-processes; their ratio does not depend on other work on the machine. `--mbit` limits file transfers
-to a network of this many megabits per second, shared by the receivers.
+processes; their ratio does not depend on other work on the machine.
 """
 
 import argparse
@@ -25,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.command import command_parser
-from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.wire.schemas import WeightChecksums, WeightManifest, WorkerReport
@@ -202,34 +200,6 @@ def _processor_s(processes: Iterable[int]) -> float:
     return sum(each.ru_utime + each.ru_stime for each in used) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-class Network:
-    """A relay to a local port, limited to this many bytes per second."""
-
-    def __init__(self, port: int, bytes_s: float) -> None:
-        self._to = port
-        self._bytes_s = bytes_s
-        self._free_at = 0.0
-
-    async def open(self) -> int:
-        """Starts the relay; returns its port."""
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._to)
-        with suppress(ConnectionError):
-            await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 18):
-            now = time.monotonic()
-            self._free_at = max(now, self._free_at) + len(data) / self._bytes_s
-            await asyncio.sleep(self._free_at - now)
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-
 def published(
     way: str,
     receivers: int,
@@ -238,7 +208,6 @@ def published(
     share: float,
     rounds: int,
     scratch: Path,
-    mbit: float | None,
 ) -> tuple[Took, Took, int]:
     """Returns the cost of each publishing round and of the plain copies between, and the bytes of
     the last delta or 0.
@@ -276,13 +245,10 @@ def published(
             BackgroundServer(create_trainer_app(board, Metrics("trainer")), "127.0.0.1", 0)
         )
         stack.callback(board.close)
-        port = server.port
-        if mbit is not None:
-            port = stack.enter_context(LoopThread()).call(Network(port, mbit * 1e6 / 8).open())
         for index in range(receivers):
             words = [
                 f"receiver-{index}",
-                f"http://127.0.0.1:{port}",
+                f"http://127.0.0.1:{server.port}",
                 str(size),
                 str(receivers),
                 str(scratch / f"r{index}"),
@@ -371,9 +337,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument(
-        "--mbit", type=float, help="megabits per second of the simulated network for files"
-    )
     parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.update(Topology().loopback_env())
@@ -400,7 +363,6 @@ def main() -> None:
                     share=arguments.changed if "delta" in way else 1.0,
                     rounds=arguments.rounds,
                     scratch=Path(folder),
-                    mbit=arguments.mbit,
                 )
             if kind == "distributed":
                 plain = broadcast(receivers, size, arguments.rounds)
