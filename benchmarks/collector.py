@@ -10,10 +10,8 @@ at once. Measured are completions per second, this process's CPU seconds per 1,0
 (split into parsing SGLang's JSON and the rest), and the resident memory over time.
 """
 
-import argparse
 import asyncio
 import gc
-import json
 import logging
 import os
 import time
@@ -25,7 +23,7 @@ import orjson
 from aiohttp import web
 
 from benchmarks.command import command_parser, setting_words
-from benchmarks.processes import ROOT, free_port, processes
+from benchmarks.processes import ROOT, calling, free_port, processes
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
@@ -74,7 +72,7 @@ def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
     return found
 
 
-def rollout_app() -> web.Application:
+def serve_rollout(port: int) -> None:
     """Stands in for the router and the engines behind it."""
     rng = np.random.default_rng(0)
     pool = [orjson.dumps(answers(rng)) for _ in range(POOL)]
@@ -90,10 +88,10 @@ def rollout_app() -> web.Application:
 
     app = web.Application()
     app.router.add_post("/generate", generate)
-    return app
+    web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
 
 
-def services_app() -> web.Application:
+def serve_services(port: int) -> None:
     """Stubs for data, reward and replay, which only answer in the right form."""
     position = stored = 0
 
@@ -133,7 +131,7 @@ def services_app() -> web.Application:
     app.router.add_get("/prompts", prompts)
     app.router.add_post("/batch_reward", reward)
     app.router.add_post("/groups", add)
-    return app
+    web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
 
 
 class FreeingReplay(ReplayClient):
@@ -242,13 +240,7 @@ def main() -> None:
         "--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8"
     )
     parser.add_argument("--completions", type=int, default=40_000)
-    parser.add_argument("--app", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.app:
-        name, port = json.loads(arguments.app)
-        app = rollout_app() if name == "rollout" else services_app()
-        web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
-        return
     logging.getLogger("httpx").setLevel(logging.WARNING)
     engines = free_port()
     services = free_port()
@@ -261,11 +253,7 @@ def main() -> None:
         "reward.port": services,
         "replay.port": services,
     }
-    apps = [
-        ["-m", "benchmarks.collector", "--app", json.dumps(pair)]
-        for pair in (("rollout", engines), ("services", services))
-    ]
-    with processes(apps):
+    with processes([calling(serve_rollout, engines), calling(serve_services, services)]):
         measure(
             load(setting_words(settings), {}),
             f"http://127.0.0.1:{engines}",

@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.command import command_parser, figures_table, setting_words
-from benchmarks.processes import engine_command, local_url, processes, run
+from benchmarks.processes import calling, engine_command, local_url, processes, run
 from common.settings.algorithm import RECIPES
 from common.settings.config import Config, load
 from trainer import train_in_process
@@ -131,10 +131,13 @@ def run_words(directory: Path, settings: Settings) -> list[str]:
 
 def train(directory: Path, settings: Settings, *, threads: int = 1) -> None:
     """Makes a run in `directory`, which must not contain another run, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.learning", "--run"]
+    command = calling(train_here, run_words(directory, settings))
     log = directory.with_suffix(".txt")
-    words = run_words(directory, settings)
-    run(log, *command, *words, OMP_NUM_THREADS=str(threads))
+    run(log, sys.executable, *command, OMP_NUM_THREADS=str(threads))
+
+
+def train_here(words: list[str]) -> None:
+    train_in_process(load(words, {}), Console(quiet=True))
 
 
 def train_each(arms: Mapping[str, Settings], seeds: int, directory: Path) -> dict[str, list[Curve]]:
@@ -259,9 +262,6 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--run"]:
-        train_in_process(load(sys.argv[2:], {}), Console(quiet=True))
-        return
     parser = command_parser("learning", __doc__)
     parser.add_argument("study", choices=STEPS, nargs="?", default="recipes")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default 3)")

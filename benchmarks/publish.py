@@ -12,14 +12,12 @@ the versions; for distributed, one gloo broadcast to as many processes. CPU seco
 processes; their ratio does not depend on other work on the machine.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.command import command_parser
+from benchmarks.processes import calling, processes
 from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.wire.schemas import WeightChecksums, WeightManifest, WorkerReport
@@ -149,6 +148,10 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
             serves = WeightId.of(manifest)
 
 
+def serve_receiver(name: str, url: str, size: int, receivers: int, directory: str) -> None:
+    asyncio.run(receive(name, url, size, receivers, Path(directory)))
+
+
 async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates, group: str) -> str:
     """Receives a broadcast, joining the group if it is new; returns the group's name."""
     plan = manifest.broadcast
@@ -238,7 +241,7 @@ def published(
     )
     took = Took()
     plain = Took()
-    processes: list[int] = []
+    receiver_ids: list[int] = []
 
     with ExitStack() as stack:
         server = stack.enter_context(
@@ -246,24 +249,16 @@ def published(
         )
         stack.callback(board.close)
         for index in range(receivers):
-            words = [
-                f"receiver-{index}",
-                f"http://127.0.0.1:{server.port}",
-                str(size),
-                str(receivers),
-                str(scratch / f"r{index}"),
-            ]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.publish", "--receive", *words]
-            )
-            processes.append(process.pid)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
+            name = f"receiver-{index}"
+            url = f"http://127.0.0.1:{server.port}"
+            command = calling(serve_receiver, name, url, size, receivers, str(scratch / name))
+            (process,) = stack.enter_context(processes([command]))
+            receiver_ids.append(process.pid)
         while len(board.workers()) < receivers:
             time.sleep(0.1)
         for version in range(FIRST + rounds):
             move(weights, share)
-            with took.measured(*processes):
+            with took.measured(*receiver_ids):
                 publisher.publish(weights.items(), version)
             source = board.directory / version_name(version) / "model.safetensors"
             if source.exists():
@@ -317,9 +312,9 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
     group = _gloo_group(store.port, 0, world_size)
     flat = torch.ones(size, dtype=torch.uint8)
     took = Took()
-    processes = [process.pid or 0 for process in running]
+    ids = [process.pid or 0 for process in running]
     for _ in range(FIRST + rounds):
-        with took.measured(*processes):
+        with took.measured(*ids):
             dist.broadcast(flat, src=0, group=group)
             dist.barrier(group=group)
     for process in running:
@@ -337,13 +332,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.update(Topology().loopback_env())
-    if arguments.receive:
-        name, url, size, count, directory = arguments.receive
-        asyncio.run(receive(name, url, int(size), int(count), Path(directory)))
-        return
     weights = model_like(int(arguments.gb * 1e9))
     size = sum(tensor.nbytes for tensor in weights.values())
     machine = f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"

@@ -7,7 +7,6 @@ training, or share their first 600 tokens, as in a few-shot evaluation. The work
 that answer after a second without computing. smg is skipped if it is not installed.
 """
 
-import argparse
 import asyncio
 import importlib.util
 import random
@@ -22,7 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from benchmarks.command import command_parser
-from benchmarks.processes import free_port, local_url, processes
+from benchmarks.processes import calling, free_port, local_url, processes
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
@@ -81,8 +80,8 @@ async def answer_json(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 def start_workers(stack: ExitStack, count: int) -> list[str]:
     """Starts workers that end with `stack`; returns their URLs."""
     urls = [local_url() for _ in range(count)]
-    ports = [url.rpartition(":")[2] for url in urls]
-    commands = [["-m", "benchmarks.router", "--worker", port] for port in ports]
+    ports = [int(url.rpartition(":")[2]) for url in urls]
+    commands = [calling(work, port) for port in ports]
     stack.enter_context(processes(commands, urls, disposable=True))
     return urls
 
@@ -126,7 +125,7 @@ async def balance(
     assert set(statuses) == {200}, statuses
     after = [(await answer_json(http, f"{each}/server_info"))["asked"] for each in workers]
     asked = [new - old for new, old in zip(after, before, strict=True)]
-    return max(asked) / statistics.mean(asked)
+    return float(max(asked) / statistics.mean(asked))
 
 
 async def measure() -> None:
@@ -154,13 +153,8 @@ async def measure() -> None:
 
 
 def main() -> None:
-    parser = command_parser("router", __doc__)
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        work(arguments.worker)
-    else:
-        asyncio.run(measure())
+    command_parser("router", __doc__).parse_args()
+    asyncio.run(measure())
 
 
 if __name__ == "__main__":

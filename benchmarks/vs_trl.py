@@ -336,7 +336,7 @@ class Half:
     steps: list[Step]
 
     def mean(self, name: str) -> float:
-        return mean(getattr(step, name) for step in self.steps)
+        return float(mean(getattr(step, name) for step in self.steps))
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class Replay:
     def largest(self, name: str) -> float:
         """Returns the largest difference in any step."""
         pairs = zip(self.ours.steps, self.trl.steps, strict=True)
-        return max(abs(getattr(a, name) - getattr(b, name)) for a, b in pairs)
+        return float(max(abs(getattr(a, name) - getattr(b, name)) for a, b in pairs))
 
     def norms(self) -> list[float]:
         """Returns the relative difference of the gradient norms of every step."""
