@@ -106,6 +106,10 @@ def serve_services(port: int) -> None:
         position += count
         return web.json_response(body)
 
+    async def listed(_: web.Request) -> web.Response:
+        """Lists no prompts: there are no ground truths to check."""
+        return web.json_response({"prompts": [], "total_available": 0})
+
     async def reward(request: web.Request) -> web.Response:
         items = orjson.loads(await request.read())["items"]
         result = {
@@ -129,6 +133,8 @@ def serve_services(port: int) -> None:
 
     app = web.Application(client_max_size=1 << 30)
     app.router.add_get("/prompts", prompts)
+    for page in ("/train_prompts", "/eval_prompts"):
+        app.router.add_get(page, listed)
     app.router.add_post("/batch_reward", reward)
     app.router.add_post("/groups", add)
     web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)

@@ -61,11 +61,10 @@ def versions(setting: Setting) -> list[list[str]]:
             rows.append([name, "not installed"])
     if setting.on_gpu:
         properties = torch.cuda.get_device_properties(setting.device)
+        memory = f"{properties.total_memory / 1e9:.1f} GB"
+        capability = f"capability {properties.major}.{properties.minor}"
         rows += [
-            [
-                "GPU",
-                f"{properties.name}, {properties.total_memory / 1e9:.1f} GB, capability {properties.major}.{properties.minor}",
-            ],
+            ["GPU", f"{properties.name}, {memory}, {capability}"],
             ["CUDA of torch", str(torch.version.cuda)],
             ["cuDNN", str(torch.backends.cudnn.version())],
             ["NCCL", ".".join(map(str, torch.cuda.nccl.version()))],

@@ -40,7 +40,8 @@ def _publish(found: Findings, setting: Setting, policy: Policy) -> None:
     copy = HostCopy()
     first = setting.timed(lambda: copy.fill(policy.weights(), 0))
     times = [setting.timed(lambda: copy.fill(policy.weights(), 1)) for _ in range(_TIMES)]
-    speed = f"{copy.size / 1e9:.2f} GB: {_rate(copy.size, min(times))} (the first time {_rate(copy.size, first)})"
+    slower = f"the first time {_rate(copy.size, first)}"
+    speed = f"{copy.size / 1e9:.2f} GB: {_rate(copy.size, min(times))} ({slower})"
     found.claim("the weights copied to the host, in the engines' precision", "", speed)
     sent = {name: tensor.to("cpu", copy=True) for name, tensor in policy.weights()}
     with copy.reading(1) as tensors:
