@@ -21,6 +21,15 @@ Read = Callable[[str, Tools], list[Call]]
 """Returns the calls in the text of one block. Raises ValueError for anything else."""
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.DOTALL)
+
+
+# An answer may be anything: no pattern has two neighbours that take the same characters, which would
+# take a time beyond all bounds. The opening mark of thoughts is often in the prompt, so the answer has only the closing one.
+_THINK = _pattern(r"\A\s*+(?:<think>(.*?)(?:</think>|\Z)|(.*?)</think>)")
+
+
 class CallFormat(NamedTuple):
     """How a family writes its answers. The first group of a pattern that took part is the text."""
 
@@ -28,7 +37,7 @@ class CallFormat(NamedTuple):
     block: re.Pattern[str]
     """One block, with one or more calls."""
     read: Read
-    thought: re.Pattern[str]
+    thought: re.Pattern[str] = _THINK
     markup: re.Pattern[str] | None = None
     """What neither a program nor a user should see of the rest."""
 
@@ -126,35 +135,40 @@ def _typed(text: str, schema: Any) -> Any:
 
     Text that is no such value stays text; the tool says what it thinks of it.
     """
-    types = set(_types(schema))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         # Templates that print Python's values write True, False and None.
         value = _PYTHON_WORDS.get(text.strip(), text)
-    if isinstance(value, bool):
-        kinds = {"boolean"}
-    elif isinstance(value, int):
-        kinds = {"integer", "number"}
-    else:
-        kinds = {_KINDS.get(type(value), "string")}
-    return value if not types or kinds & types else text
+    types = set(_types(schema))
+    kinds = _KINDS.get(type(value), set())
+    return value if kinds and (not types or kinds & types) else text
 
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_KINDS = {float: "number", dict: "object", list: "array", type(None): "null"}
+_KINDS = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    dict: {"object"},
+    list: {"array"},
+    type(None): {"null"},
+}
+"""The types of a schema that allow a value, by its class. Text is never read as JSON text."""
 
 
 def _types(schema: Any) -> Iterator[str]:
     """Yields the types that a schema names; none, if it allows everything."""
-    if not isinstance(schema, dict):
-        return
-    named = schema.get("type", [])
-    yield from [named] if isinstance(named, str) else named
-    if schema.get("nullable"):
-        yield "null"
-    for choice in [*schema.get("anyOf", []), *schema.get("oneOf", [])]:
-        yield from _types(choice)
+    if isinstance(schema, str):
+        yield schema
+    elif isinstance(schema, list):
+        for choice in schema:
+            yield from _types(choice)
+    elif isinstance(schema, dict):
+        if schema.get("nullable"):
+            yield "null"
+        for name in ("type", "anyOf", "oneOf"):
+            yield from _types(schema.get(name))
 
 
 def _read_python(text: str, tools: Tools) -> list[Call]:
@@ -209,18 +223,12 @@ def _read_gemma(text: str, tools: Tools) -> list[Call]:
     return [(match[1], _mapping(_json("".join(parts))))]
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(text, re.DOTALL)
-
-
-# The opening mark is often in the prompt, so the answer has only the closing one.
-_THINK = _pattern(r"\A\s*(?:<think>(.*?)(?:</think>|\Z)|(.*?)</think>)")
 _TAG = _pattern(r"<tool_call>(.*?)(?:</tool_call>|\Z)")
 _CHANNEL = r"(?:<\|start\|>assistant)?"
 _INVOKE = r"<(?:[^\s<>/]*?)invoke name=\"([^\"]+)\">(.*?)</(?:[^\s<>/]*?)invoke>"
 _PARAMETER = r"<(?:[^\s<>/]*?)parameter name=\"([^\"]+)\"[^>]*>(.*?)</(?:[^\s<>/]*?)parameter>"
 
-HERMES = CallFormat("Hermes", _TAG, _read_object, _THINK)
+HERMES = CallFormat("Hermes", _TAG, _read_object)
 
 FORMATS = (
     HERMES,
@@ -231,67 +239,62 @@ FORMATS = (
             r"<function=([^\s>]+)>(.*?)</function>",
             r"<parameter=([^\s>]+)>\n?(.*?)\n?</parameter>",
         ),
-        _THINK,
     ),
     CallFormat(
         "GLM",
-        _TAG,
+        # With its end: without it, a call that was cut looks like one with fewer arguments.
+        _pattern(r"<tool_call>(.*?(?:</tool_call>|\Z))"),
         _tagged(
-            r"\A\s*([^\s<]+)(.*)\Z",
-            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+            r"\A\s*+([^\s<]++)(.*)</tool_call>\Z",
+            r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>",
         ),
-        _THINK,
     ),
     CallFormat(
         "Python calls",
         _pattern(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)"),
         _read_python,
-        _THINK,
     ),
     CallFormat(
         "Python calls in tags",
         _pattern(r"<function_calls>(.*?)(?:</function_calls>|\Z)"),
         _read_python,
-        _THINK,
     ),
     CallFormat(
         "Gemma 4",
         _pattern(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)"),
         _read_gemma,
-        _pattern(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)"),
+        thought=_pattern(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)"),
     ),
     CallFormat(
         "Harmony",
         _pattern(rf"{_CHANNEL}(?:<\|channel\|>commentary)?\s*to=functions\.(.*?)(?:<\|call\|>|\Z)"),
         _named_json(
-            r"([^\s<]+)(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*(?:json)?<\|message\|>"
+            r"([^\s<]+)(?:<\|channel\|>commentary)?(?:\s*<\|constrain\|>)?\s*(?:json)?<\|message\|>"
         ),
-        _pattern(rf"{_CHANNEL}<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|\Z)"),
-        _pattern(rf"{_CHANNEL}<\|channel\|>(?:final|commentary)<\|message\|>|<\|end\|>"),
+        thought=_pattern(rf"{_CHANNEL}<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|\Z)"),
+        markup=_pattern(rf"{_CHANNEL}<\|channel\|>(?:final|commentary)<\|message\|>|<\|end\|>"),
     ),
     CallFormat(
         "DeepSeek",
         _pattern(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)"),
-        _named_json(r"(?:function<｜tool▁sep｜>)?([^\s<{]+)(?:<｜tool▁sep｜>)?\s*(?:```json)?"),
-        _THINK,
-        _pattern(r"<｜tool▁calls▁(?:begin|end)｜>"),
+        _named_json(r"(?:function<｜tool▁sep｜>)?([^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"),
+        markup=_pattern(r"<｜tool▁calls▁(?:begin|end)｜>"),
     ),
     CallFormat(
         "Kimi",
         _pattern(r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)"),
         _named_json(r"(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"),
-        _THINK,
-        _pattern(r"<\|tool_calls_section_(?:begin|end)\|>"),
+        markup=_pattern(r"<\|tool_calls_section_(?:begin|end)\|>"),
     ),
     CallFormat(
         "invoke",
         _pattern(r"(<[^\s<>/]*invoke name=.*?(?:</[^\s<>/]*invoke>|\Z))"),
         _tagged(_INVOKE, _PARAMETER),
-        _pattern(
-            r"\A\s*(?:<think>(.*?)(?:</think>|\Z)|(.*?)</think>"
+        thought=_pattern(
+            r"\A\s*+(?:<think>(.*?)(?:</think>|\Z)|(.*?)</think>"
             r"|to=self<\|message\|>(.*?)(?:<\|eom\|>|\Z))"
         ),
-        _pattern(
+        markup=_pattern(
             r"</?[^\s<>/]*(?:function_calls|tool_calls?)>"
             rf"|{_CHANNEL} ?to=[^\s<]+<\|message\|>|<\|eom\|>"
         ),
@@ -300,26 +303,24 @@ FORMATS = (
         "Mistral",
         _pattern(r"\[TOOL_CALLS\]([^\[{].*?)(?=\[TOOL_CALLS\]|\Z)"),
         _named_json(r"([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?"),
-        _pattern(r"\A\s*\[THINK\](.*?)(?:\[/THINK\]|\Z)"),
+        thought=_pattern(r"\A\s*+\[THINK\](.*?)(?:\[/THINK\]|\Z)"),
     ),
-    CallFormat("Mistral lists", _pattern(r"\[TOOL_CALLS\](.*)\Z"), _read_list, _THINK),
+    CallFormat("Mistral lists", _pattern(r"\[TOOL_CALLS\](.*)\Z"), _read_list),
     CallFormat(
         "lists after a mark",
         _pattern(r"(?:<\|tool_call\|>|<tool_calls>)(.*?)(?:<\|/tool_call\|>|</tool_calls>|\Z)"),
         _read_list,
-        _THINK,
     ),
     CallFormat(
         "Command",
         _pattern(r"<\|START_ACTION\|>(.*?)(?:<\|END_ACTION\|>|\Z)"),
         _read_list,
-        _pattern(r"<\|START_THINKING\|>(.*?)(?:<\|END_THINKING\|>|\Z)"),
-        _pattern(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
+        thought=_pattern(r"<\|START_THINKING\|>(.*?)(?:<\|END_THINKING\|>|\Z)"),
+        markup=_pattern(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
     ),
     CallFormat(
         "Llama 3",
-        _pattern(r"\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"(?:name|type)\".*)\Z"),
+        _pattern(r"\A\s*+(?:<\|python_tag\|>)?\s*+(\{\s*\"(?:name|type)\".*)\Z"),
         _read_object,
-        _THINK,
     ),
 )

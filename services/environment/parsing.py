@@ -41,6 +41,9 @@ def parse_answer(
     except ValueError as error:
         calls = []
         problem = str(error)
+    except RecursionError:
+        calls = []
+        problem = "the tool call is nested too deeply"
     for number, (name, arguments) in enumerate(calls):
         identifier = f"call_{id_prefix}_{number}" if id_prefix else f"call_{uuid.uuid4().hex[:24]}"
         tool_calls.append(

@@ -235,7 +235,10 @@ def test_thoughts_are_set_apart(name: str, text: str, rest: str) -> None:
         ('{"k": [1]}', {"type": "object"}, {"k": [1]}),
         ("1, 2", {"type": "array"}, "1, 2"),
         ("12", {}, 12),
+        ('"a"', {"type": "string"}, '"a"'),
+        ('"a"', {}, '"a"'),
         ("a\n b", None, "a\n b"),
+        ("12", {"type": 5, "anyOf": "string"}, "12"),
     ],
 )
 def test_bare_arguments_get_a_type_that_the_schema_allows(
@@ -247,6 +250,37 @@ def test_bare_arguments_get_a_type_that_the_schema_allows(
     message, problem = parse_answer(answer, [tool], FORMATS[1])
     assert not problem
     assert message.tool_calls[0]["function"]["arguments"] == {"x": value}
+
+
+HOSTILE = (
+    "<tool_call><function=a>",
+    "<parameter=a>",
+    "<tool_call>a",
+    "<arg_key>a</arg_key><arg_value>",
+    "<|tool_call_start|>[",
+    "<function_calls>" + "a.",
+    "<|tool_call>call:a{",
+    "<|channel|>commentary to=functions.a ",
+    "<｜tool▁call▁begin｜>a ",
+    "<|tool_call_begin|>a:1 ",
+    '<m:invoke name="a"><m:parameter name="b">',
+    "[TOOL_CALLS]a ",
+    "<|START_ACTION|>[",
+    '{"name": ',
+    " ",
+    "(",
+    "{",
+    "}",
+)
+
+
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda each: each.name)
+def test_an_answer_that_repeats_parts_of_a_call_is_read_in_little_time(call_format: Any) -> None:
+    for start in HOSTILE:
+        for part in HOSTILE:
+            text = start + part * (8000 // len(part))
+            message, _ = parse_answer(text, [ADD], call_format)
+            assert not message.tool_calls
 
 
 class _Adder:
@@ -271,7 +305,7 @@ def test_calls_that_nothing_reads_are_refused_at_the_start_with_what_is_written(
     template = Template(*_tokenizer(UNKNOWN))
     with pytest.raises(ConfigError, match="cannot be read back: '@probe_tool!") as caught:
         EpisodeService(
-            EnvironmentSection(name="python:adder"),
+            EnvironmentSection(name="python:tests.environments.Adder"),
             template,
             router=RolloutClient("rollout-server", "http://127.0.0.1:1"),
             stop_token_ids=[],
