@@ -267,7 +267,7 @@ FORMATS = (
     ),
     CallFormat(
         "Harmony",
-        _pattern(rf"{_CHANNEL}(?:<\|channel\|>commentary)?\s*to=functions\.(.*?)(?:<\|call\|>|\Z)"),
+        _pattern(rf"{_CHANNEL}(?:<\|channel\|>commentary)? ?to=functions\.(.*?)(?:<\|call\|>|\Z)"),
         _named_json(
             r"([^\s<]+)(?:<\|channel\|>commentary)?(?:\s*<\|constrain\|>)?\s*(?:json)?<\|message\|>"
         ),
