@@ -4,7 +4,8 @@
 
 Plain math-verify parses the gold and the whole response and verifies them in one process, as in its
 documentation. The cases are generated GSM8K-like responses, half of them wrong; the golden cases of
-the tests; and real solutions of GSM8K and MATH-500 if the files are available.
+the tests; gradings that people disputed, and real solutions of GSM8K and MATH-500, if the files are
+available.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import json
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,8 @@ from services.reward.scorer import RewardScorer
 
 GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+KINDS = ROOT / "tests" / "golden" / "kinds.jsonl"
+GRADERS = ROOT.parent / "shared" / "data" / "graders"
 MATH500 = ROOT.parent / "shared" / "data" / "math500" / "test.jsonl"
 NOTATIONS = ("{}", "{:,}", "\\${}", "{}.00", "\\frac{{{}}}{{1}}", "{}\\text{{ dollars}}")
 
@@ -94,6 +98,27 @@ def real_math(count: int) -> list[Case]:
     return cases
 
 
+def kinds() -> list[Case]:
+    """Returns the golden answers by kind of notation, in boxes."""
+    cases = []
+    for line in KINDS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        item = RewardItem(response=f"\\boxed{{{row['answer']}}}", ground_truth=row["gold"])
+        cases.append(Case(item, row["correct"]))
+    return cases
+
+
+def disputed(name: str) -> list[Case]:
+    """Returns the math cases of a file of gradings; those of programs and of loaders are others."""
+    cases = []
+    for line in (GRADERS / name).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if isinstance(row["gold"], str) and isinstance(row["expected"], int | float):
+            item = RewardItem(response=row["text"], ground_truth=row["gold"])
+            cases.append(Case(item, bool(row["expected"])))
+    return cases
+
+
 def plain(cases: Sequence[Case]) -> list[bool]:
     """Grades with math-verify as documented."""
     return [
@@ -102,15 +127,18 @@ def plain(cases: Sequence[Case]) -> list[bool]:
     ]
 
 
-async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
-    """Returns (seconds, verdicts) of our grader, without the start of its workers."""
+async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool | None]]:
+    """Returns (seconds, verdicts) of our grader, without the start of its workers; None for an
+    answer without a verdict, which loses its group.
+    """
     async with RewardScorer(RewardSection()) as grader:
         await grader.ready()
-        verdicts: list[bool] = []
+        verdicts: list[bool | None] = []
         start = time.perf_counter()
         for i in range(0, len(cases), batch):
             results = await grader.score([case.item for case in cases[i : i + batch]])
-            verdicts += [result.correct for result in results]
+            for result in results:
+                verdicts.append(None if result.reward is None else result.correct)
         return time.perf_counter() - start, verdicts
 
 
@@ -122,13 +150,24 @@ def compare(name: str, cases: Sequence[Case], batch: int) -> None:
     plain_s = time.perf_counter() - start
     our_s, our_verdicts = asyncio.run(ours(cases, batch))
     print(f"\n{name}: {len(cases)} cases, batches of {batch}")
-    print(f"{'':24}{'answers/s':>12}{'right verdicts':>18}")
-    for label, took_s, verdicts in (
+    header = ("answers/s", "right", "false rewards", "lost answers", "lost groups")
+    print(f"{'':24}" + "".join(f"{title:>15}" for title in header))
+    sides: list[tuple[str, float, Sequence[bool | None]]] = [
         ("math-verify", plain_s, plain_verdicts),
         ("reward-server's grader", our_s, our_verdicts),
-    ):
-        good = sum(verdict == case.right for verdict, case in zip(verdicts, cases, strict=True))
-        print(f"{label:24}{len(cases) / took_s:12,.0f}{good:>11} / {len(cases)}")
+    ]
+    for label, took_s, verdicts in sides:
+        counts = Counter(
+            (verdict, case.right) for verdict, case in zip(verdicts, cases, strict=True)
+        )
+        row = (
+            round(len(cases) / took_s),
+            counts[True, True] + counts[False, False],
+            counts[True, False],
+            counts[False, True],
+            counts[None, True] + counts[None, False],
+        )
+        print(f"{label:24}" + "".join(f"{number:15,}" for number in row))
     print(f"ratio {plain_s / our_s:.1f}")
 
 
@@ -141,6 +180,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
     compare("generated", generated(arguments.cases, random.Random(0)), arguments.batch)
     compare("golden cases", golden(), arguments.batch)
+    compare("kinds of notations", kinds(), arguments.batch)
+    if GRADERS.is_dir():
+        compare("disputed, wrong then", disputed("wrong.jsonl"), arguments.batch)
+        compare("disputed, right then", disputed("right.jsonl"), arguments.batch)
     if GSM8K.is_file():
         compare("GSM8K", real(arguments.cases, random.Random(0)), arguments.batch)
     if MATH500.is_file():

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.reward.answers.equivalence import equivalent
+from services.reward.answers.equivalence import verdict
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 
@@ -57,7 +57,7 @@ def grade(answer: str, text: str, stopped: bool) -> bool:
     if extracted is None or not stopped:
         return False
     same = same_answer(gold, extracted)
-    return equivalent(gold, extracted) if same is None else same
+    return verdict(gold, extracted) == "right" if same is None else same
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 The rooms, each of which imports only those below it (a contract in `pyproject.toml`):
 
-    prompts · models            a row of data as a prompt's text and tokens; what is known of a model
+    prompts · models            a row as a prompt's text and tokens; what is known of a model
     clients · settings          one client per service; every setting once
     wire · process · weights    what is sent; what every process needs; files of weights
     errors                      the error type of the system

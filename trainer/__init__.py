@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from trainer.api.grpo import RLOOTrainer as RLOOTrainer
     from trainer.api.online import OnlineRLTrainer as OnlineRLTrainer
     from trainer.api.online import TrainResult as TrainResult
+    from trainer.api.scripts import ModelConfig as ModelConfig
+    from trainer.api.scripts import ScriptArguments as ScriptArguments
+    from trainer.api.scripts import TrlParser as TrlParser
+    from trainer.api.scripts import get_kbit_device_map as get_kbit_device_map
+    from trainer.api.scripts import get_peft_config as get_peft_config
+    from trainer.api.scripts import get_quantization_config as get_quantization_config
     from trainer.api.settings import TrainerConfig as TrainerConfig
     from trainer.evaluation.results import EvaluationResults as EvaluationResults
     from trainer.evaluation.results import compare_evaluations as compare_evaluations
@@ -52,6 +58,10 @@ _HOMES = {
     "trainer.api.evaluator": "ModelEvaluator",
     "trainer.api.grpo": "GRPOConfig GRPOTrainer RLOOConfig RLOOTrainer",
     "trainer.api.online": "OnlineRLTrainer TrainResult",
+    "trainer.api.scripts": (
+        "ModelConfig ScriptArguments TrlParser get_kbit_device_map get_peft_config "
+        "get_quantization_config"
+    ),
     "trainer.api.settings": "TrainerConfig",
     "trainer.evaluation.results": "EvaluationResults compare_evaluations",
     "trainer.in_process": "train_in_process",

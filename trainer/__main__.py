@@ -1,5 +1,5 @@
-"""`torchrun … -m trainer` (`trainer/launch.py`): one process of the ppo-trainer task per GPU, or per
-node on CPUs.
+"""`torchrun … -m trainer` (`trainer/launch.py`): one process of the ppo-trainer for each GPU, or
+for each node on CPUs.
 """
 
 import os

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from common.errors import ServiceError
 from common.process import watchdog
 from common.process.daemon_threads import process_ends, wait_if_process_ends
+from common.process.main_thread import wait_for
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -80,7 +81,7 @@ class LoopThread:
 
         def wait() -> _T:
             try:
-                while not futures.wait((future,), _LOOK_S).done:
+                while not wait_for(future, _LOOK_S):
                     if not self._thread.is_alive():
                         raise _died()
                 return future.result()

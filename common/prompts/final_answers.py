@@ -1,44 +1,377 @@
-"""Finds the final answer that a text marks: in a box with balanced braces, or on a line after
-`####`.
+r"""Finds the final answer that a text states: in a box, on a line after `####`, in `<answer>` tags,
+or after "the answer is". The last of these counts.
+
+Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import re
+from itertools import islice
+from typing import NamedTuple
+
+from common.prompts.phrases import phrases
+from common.prompts.shown import BOX
+
+MAX_ANSWER_CHARS = 1024
+"""Longer answers are ignored, because cutting one could turn it into another answer."""
+_CONTEXT_CHARS = 500  # text around a mark that is read for its meaning
+_MAX_LABELS = 16  # statements that are read, from the last one backwards
+FIRST_MASK = 0xE000  # the private characters that stand for formulas
 
 # `\\` before anything but a box is a line break, so a brace after it counts; `\{` and `\}` are
 # literal characters.
-_TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]|(?<!#)####(?!#)")
+_TOKEN = re.compile(
+    rf"""(?P<box>{BOX}\s{{0,8}}(?:\{{|(?P<bare>[-−]?[0-9](?:[0-9.,/]*[0-9])?)))
+    | \\\\(?!f?box) | \\[{{}}] | [{{}}] | (?<![#])[#]{{4}}(?![#])
+    | <(?P<closes>/?)(?i:(?:final_?)?answer)>""",
+    re.VERBOSE,
+)
+_BETWEEN_BOXES = re.compile(
+    r"(?:[,;&]|and|or|\\(?:text|mbox|textbf)\{,?(?:and|or)\})+(?:[A-Za-z](?:_\{?\w+\}?)?[=:])?"
+    r"|[.,;]*\(?[a-d1-4][).:](?:[A-Za-z]=)?"
+)
+_TYPESETTING = re.compile(r"[\s$*]|\\[()\[\],;:!]|\\q?quad(?![A-Za-z])")
+
+# The surroundings of a box: where its side of the formula ends, and what is joined to it.
+_STYLE = r"""(?:[\s{}()\[\]*"'.~$]|\\(?:displaystyle|left|right|[bB]igg?[lr]?|[lL]arge|LARGE|[hH]uge
+    |bf|mathbf|boldsymbol|underline|mathrm|(?:text)?color\{\w+\}|colorbox\{\w+\}|[,;:!\ ]))*"""
+_SIDE_END = re.compile(
+    r"""= | & | \\\\ | \$ | \\[\[\]()] | [,;:?<>≤≥≈→⇒∴∈] | [.!]\s | \n | \\q?quad(?![a-z])
+    | \\(?:begin|end)\{[^}]*\} | \\(?:implies|iff|[Ll]ong[Rr]ightarrow|[Rr]ightarrow|to|therefore
+    |approx|equiv|in|sim|leq?|geq?|lt|gt|tag|label|text\w*|mbox|mathrm)(?![A-Za-z])
+    | (?<![\\A-Za-z])[A-Za-z]{2,}""",
+    re.VERBOSE,
+)
+_JOINED_BEFORE = re.compile(
+    rf"""(?: (?<![A-Za-z]{{2}})[-−+/^×·÷±|] | (?<=[0-9)])\* | [0-9] | (?<![A-Za-z\\{{])[A-Za-z]
+    | \\(?:cdot|times|div|pm|mp|lfloor|lceil|ln|log|sin|cos|tan)(?![A-Za-z])
+    | \\(?:[dt]?frac|sqrt|[dt]?binom)(?:\[[^\]]*\])?(?:\{{[^{{}}]*\}})? ) {_STYLE}\Z""",
+    re.VERBOSE,
+)
+_JOINED_AFTER = re.compile(
+    rf"""{_STYLE}(?: \^ | [-−](?![A-Za-z]{{2}}) | [+/×·÷] | _\{{?[0-9] | \*(?!\*) | [0-9]
+    | !(?=\s*(?:\Z|[-+*/^])) | \\(?:cdot|times|div|pm|mp|[dt]?frac|sqrt|pi)(?![A-Za-z])
+    | [a-z](?![A-Za-z]) )""",
+    re.VERBOSE,
+)
+_RUN_BEFORE = re.compile(r"(?:(?:(?<==)|(?<=:)|(?<=\bis))\s*[-−–]\s+|\S*)\Z")
+_SCALE = re.compile(
+    r"(?:[\s$},]|\\[),;]|\\text\{)*(dozen|hundred|thousand|million|billion|trillion)\b"
+)
+_DENIED_BEFORE = re.compile(
+    rf"""(?: (?:\bnot|n['’]t|\bnever|\bcannot|≠|\\neq?|\b{phrases("doubt", "could")})
+        (?:\s+{phrases("denied filler")})*
+    | (?:\bnot|n['’]t|\bno)\s+{phrases("believes")}\b[^,;:.\n]{{0,60}} ) {_STYLE}\Z""",
+    re.VERBOSE,  # without IGNORECASE, which takes five times as long
+)
+_DENIED_AFTER = re.compile(
+    r"""[\s$*_)\]}]{0,8}(?:\\[\])])?\s{0,8}(?: (?:,?\s{0,8}(?:which|but\ (?:that|this|it))\s)?
+        (?:is|was|would\ be)\s(?:not|false|impossible)\b
+    | isn['’]t | wasn['’]t | cannot\ be | can['’]t\ be | or\s(?:maybe|perhaps|possibly) | \?
+    | [\s,.]{0,8}(?:(?:but\s)?(?:that|this|it)\s)?(?:is|was|['’]s)\s
+        (?:wrong|incorrect|not\ (?:right|correct)) )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+# Statements: a label, then a sentence in which each formula is one private character.
+_FORMULA = re.compile(
+    r"""\$\$((?:\\.|[^$\\]){0,1024})\$\$
+    | (?<![\\0-9])\$(?!\s*[0-9.,]+\s+[a-z]{2})((?:\\.|[^$\\]){0,1024})\$(?![0-9])
+    | \\\((.{0,1024}?)\\\) | \\\[(.{0,1024}?)\\\]
+    | \\begin\{(?:align|equation|gather|multline|eqnarray)(?:ed)?\*?\}
+        (.{0,1024}?)\\end\{(?:align|equation|gather|multline|eqnarray)(?:ed)?\*?\}""",
+    re.DOTALL | re.VERBOSE,
+)
+SENTENCE_END = re.compile(
+    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')]|$)
+    | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。]""",
+    re.VERBOSE,
+)
+DOUBT = re.compile(rf"\b{phrases('doubt')}\b", re.IGNORECASE)
+_HEDGE = re.compile(rf"\b{phrases('doubt', 'could')}\b", re.IGNORECASE)
+_ALTERNATIVE = re.compile(rf"\b(?:{phrases('doubt', 'could')}|or|not)\b", re.IGNORECASE)
+_VALUE = r"(?:[-−–+]?\s?[$€£¥]?\.?[0-9]|[\ue000-\uf8ff]|\(?[A-H]\)?(?![\w'’]))"
+_NUMERAL = re.compile("[0-9\ue000-\uf8ff]")
+_SIGNS_OF_LABEL = ("nswer", "NSWER", "inal", "esult", "答案", "结果")
+_LABEL = re.compile(
+    rf"""\banswers?\b
+        (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
+        [\s*_`"')]{{0,4}}(?:{phrases("states")}\b(?:\s?:)?|[:=：]|(?=\s{phrases("wavers")}\b))
+    | (?:^|[.\n])[\s#>*_-]{{0,8}}(?:final(?:\ result|\ value)?|result)[*_\s]{{0,4}}[:：]
+    | ^[\ \t>#*_0-9.)]{{0,8}}(?:the\ |my\ )?(?:final\ )?(?:answer|result)s?[\ \t*_:.]*$
+    | (?:答案|结果)\s*(?:[是为為]|：|:|=){{1,3}}""",
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+_NO_LABEL = re.compile(rf"\b{phrases('no label')}\b[^,]*$", re.IGNORECASE)
+_DENIED_LABEL = re.compile(
+    rf"\b(?:{phrases('doubt', 'could')}|false|untrue|never)\b[^,;:]{{0,40}}$", re.IGNORECASE
+)
+_OPENING = re.compile(r"(?:```[a-z]*\n|[\s*_`\"')\]}:>#])*")
+_FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
+_PROSE = re.compile(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])")
+_RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
+_INSTEAD = re.compile(
+    rf",?\s+(?:(?:and|but)\s+)?{phrases('instead')}\s+(?:(?:option|choice)\s+)?{_VALUE}.*",
+    re.DOTALL,
+)
+NOTE = re.compile(
+    r"""(?<=[^\s(])[*_]*\s+\((?!\s*(?:mod\b|[-−0-9.]+\s*,))
+    (?=[=≈~]|[^()]{0,300}\b(?!oo\b|inf)[A-Za-z]{2,})(?:[^()]|\([^()]{0,100}\)){1,300}\)""",
+    re.VERBOSE,
+)
+_REASON = re.compile(rf"\s*,?\s+{phrases('reason')}\b", re.IGNORECASE)
+_REMARK = re.compile(
+    rf"""\s*,?\s+{phrases("remark")}\b | ,\s+(?!{phrases("continues")}\b)[a-z]{{2,}}
+    | \s*[–—]\s*(?=[A-Za-z]{{3}})""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SPACES = re.compile("(?:[^\\S\n]|[\ue000-\uf8ff])+")  # private characters stand for formulas
+_BOLD_MARK = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)")
+_NUMBERED_HEADING = re.compile(
+    r"""[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?: [.):]\s+(?![-0-9$\\])\S | \s+(?:[-–—]\s+)?
+    (?:Check|Verif|Solu|Solve|Step|Conclu|Summ|Result|Final|Answer|Calc|Compu|Find|Determ|Use|Apply
+    |Set|Defin|Simpl|Anal|The|Note|Expl)[a-z]* )""",
+    re.VERBOSE,
+)
+_WORDS_FIRST = re.compile(
+    r"""[\s*_]*(?!(?:a?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|sqrt|abs|max|min|gcd|lcm|pi)\b)
+    [A-Za-z]{2}""",
+    re.VERBOSE,
+)
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
+"""Decoration after an answer: check marks, emoji."""
 
 
-def marked_answers(text: str) -> list[tuple[int, int | None]]:
-    """Returns the marked answers in the order they end: (start, end) of a balanced box, (start,
-    None) of a `####` line.
+class Mark(NamedTuple):
+    """A mark of an answer in a text."""
 
-    Takes time linear in the length of the text.
+    kind: str
+    """box, tag, line (`####`) or label ("the answer is")."""
+    span: tuple[int, int]
+    inner: tuple[int, int]
+    """Where the answer is; empty when it ends with its line or sentence."""
+
+
+def stated_answer(text: str) -> str | None:
+    """Returns the last answer that a text states, cleaned.
+
+    None when it states none. "" when it states one that cannot be read: hedged, denied, or longer
+    than `MAX_ANSWER_CHARS`; then nothing else in the text may be taken for the answer.
     """
-    if "####" not in text and "\\boxed" not in text and "\\fbox" not in text:
-        return []
-    ends: list[tuple[int, int | None]] = []
-    open_braces: list[int | None] = []  # a box's brace: start of its content; any other brace: None
-    for match in _TOKEN.finditer(text):
-        found = match.group()
-        if found == "####":
-            ends.append((match.end(), None))
-        elif found == "{":
-            open_braces.append(None)
-        elif found == "}":
-            start = open_braces.pop() if open_braces else None
-            if start is not None:
-                ends.append((start, match.start()))
-        elif found[1] in "bf":
-            open_braces.append(match.end())
-    return ends
+    marks = _marks(text)
+    closed = [mark.span[1] for mark in marks if mark.kind != "line"]
+    # After a box, only a later statement counts, and only one of a value.
+    position = closed[-1] if closed else 0
+    has_label = any(text.find(sign, position) >= 0 for sign in _SIGNS_OF_LABEL)
+    labels = list(_LABEL.finditer(text, position)) if has_label else []
+    for match in labels[-_MAX_LABELS:]:
+        marks.append(Mark("label", match.span(), (match.end(), match.end())))
+    marks.sort(key=lambda mark: mark.span[1])
+
+    while marks:
+        mark = marks[-1]
+        if mark.kind == "box":
+            answer = _boxed(text, marks)
+        elif mark.kind == "tag":
+            content = text[slice(*mark.inner)]
+            answer = stated_answer(content)
+            if answer is None:
+                answer = clean(content) or None
+        elif mark.kind == "line":
+            answer = _line(
+                text[mark.span[1] : mark.span[1] + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1
+            )
+        else:
+            answer = _labelled(text, mark, words=not closed)
+        if answer is not None:
+            return answer if len(answer) <= MAX_ANSWER_CHARS else ""
+        marks.pop()
+    return None
 
 
 def last_box(text: str) -> str | None:
-    r"""Returns the content of the last balanced `\boxed{…}` (or `\fbox{…}`), stripped; None when
-    there is none.
+    r"""Returns the content of the last balanced `\boxed{…}` (or `\fbox{…}`), stripped, together
+    with the boxes that it continues; None when there is none.
     """
-    for start, end in reversed(marked_answers(text)):
-        if end is not None:
-            return text[start:end].strip()
-    return None
+    boxes = [mark for mark in _marks(text) if mark.kind == "box"]
+    if not boxes:
+        return None
+    last = text[slice(*boxes[-1].inner)].strip()
+    joined = _joined(text, boxes)[1]
+    # "a or b" without names is one answer, written in two ways.
+    return last if joined.endswith(f" or {last}") else joined
+
+
+def _marks(text: str) -> list[Mark]:
+    """Returns the boxes, tags and `####` lines in the order they end."""
+    marks: list[Mark] = []
+    if "####" not in text and "box" not in text and "nswer>" not in text:
+        return marks
+    braces: list[re.Match[str] | None] = []  # open ones: a box's, or None for any other
+    tag: re.Match[str] | None = None
+    for match in _TOKEN.finditer(text):
+        found = match.group()
+        start, stop = match.span()
+        if found == "####":
+            marks.append(Mark("line", (start, stop), (stop, stop)))
+        elif match["bare"]:
+            marks.append(Mark("box", (start, stop), match.span("bare")))
+        elif match["box"] or found == "{":
+            braces.append(match if match["box"] else None)
+        elif found == "}":
+            box = braces.pop() if braces else None
+            if box is not None:
+                marks.append(Mark("box", (box.start(), stop), (box.end(), start)))
+        elif match["closes"] == "":
+            tag = match
+        elif match["closes"] and tag is not None:
+            marks.append(Mark("tag", (tag.start(), stop), (tag.end(), start)))
+            tag = None
+    return marks
+
+
+def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
+    r"""Returns where the first of the boxes begins that the last mark continues (`\boxed{2}` or
+    `\boxed{3}`), and the contents of all.
+    """
+    begin = marks[-1].span[0]
+    joint = ", "
+    contents = [text[slice(*marks[-1].inner)].strip()]
+    for mark in islice(reversed(marks), 1, MAX_ANSWER_CHARS):
+        between = _TYPESETTING.sub("", text[mark.span[1] : min(begin, mark.span[1] + 80)])
+        if mark.kind != "box" or not _BETWEEN_BOXES.fullmatch(between):
+            break
+        # Without names, `2 or 3` may be two ways to write one answer.
+        joint = " or " if "or" in between and "=" not in between else ", "
+        begin = mark.span[0]
+        contents.append(text[slice(*mark.inner)].strip())
+    return begin, joint.join(dict.fromkeys(filter(None, reversed(contents))))
+
+
+def _boxed(text: str, marks: list[Mark]) -> str | None:
+    r"""Returns the content of the last box within its formula: -7 of `-\boxed{7}`, "" when the
+    sentence denies or doubts it, None when it is empty.
+    """
+    begin, answer = _joined(text, marks)
+    stop = marks[-1].span[1]
+    if not answer or len(answer) > MAX_ANSWER_CHARS:
+        return answer or None
+    left = text[max(0, begin - _CONTEXT_CHARS) : begin].rpartition("\n\n")[2]
+    right = text[stop : stop + _CONTEXT_CHARS]
+    if _DENIED_BEFORE.search(left[-100:].lower()) or _DENIED_AFTER.match(right):
+        return ""
+
+    formulas = _FORMULA.finditer(left + text[begin:stop] + right)
+    around = next((each for each in formulas if each.start() < len(left) < each.end()), None)
+    if around:
+        head = _SIDE_END.split(left[around.start() :])[-1]
+        tail = _SIDE_END.split(right, maxsplit=1)[0]
+    else:
+        head = _RUN_BEFORE.findall(left[-100:])[0]
+        tail = re.split(r"\s", right[:100], maxsplit=1)[0].rstrip(".,;:!?")
+    scale = _SCALE.match(right)
+    if _JOINED_BEFORE.search(head) or _JOINED_AFTER.match(tail):
+        is_compound = re.search(r".[-+=,]", answer)
+        answer = head + (f"({answer})" if is_compound else answer) + tail
+    elif scale:
+        answer = f"{answer} {scale[1]}"
+    return clean(answer) or None
+
+
+def _line(rest: str, alone: bool) -> str | None:
+    """Returns the answer on a `####` line; None for a heading, such as `#### 2. Check`. Words are
+    an answer if the line stands `alone`.
+    """
+    line, _, after = rest.partition("\n")
+    is_words = _WORDS_FIRST.match(line) and (not alone or after.strip())
+    if is_words or _NUMBERED_HEADING.match(line):
+        return None
+    return _shortened(*masked(line))
+
+
+def _labelled(text: str, label: Mark, words: bool) -> str | None:
+    """Returns what "the answer is …" states; None when that is prose without a value, or words
+    unless `words` may be an answer.
+    """
+    clause = re.split(r"[.!?;\n]", text[max(0, label.span[0] - 200) : label.span[0]])[-1]
+    if _NO_LABEL.search(clause):
+        return None
+    if _DENIED_LABEL.search(clause):
+        return ""
+
+    rest = text[label.span[1] : label.span[1] + 2 * MAX_ANSWER_CHARS]
+    sentence, formulas = masked(_OPENING.sub("", rest, count=1))
+    end = SENTENCE_END.search(sentence)
+    if end:
+        sentence = sentence[: end.start()]
+        if end.group() == "?" and re.match(_VALUE, sentence):
+            return ""
+    sentence = _FILLER.sub("", sentence, count=1)
+    if "\\boxed" in sentence:
+        return None  # a box without its end
+    if _PROSE.match(sentence):
+        restated = _RESTATED.match(sentence)
+        if restated is None or _ALTERNATIVE.search(restated.group()):
+            sentence = _REASON.split(NOTE.sub("", sentence))[0]
+            has_value = _NUMERAL.search(sentence) is not None
+            # What has a value is kept whole: nothing in it may be guessed.
+            is_answer = has_value or (words and len(sentence.split()) <= 3)
+            return clean(unmasked(sentence, formulas)) or None if is_answer else None
+        sentence = sentence[restated.end() :]
+    return _shortened(sentence, formulas)
+
+
+def _shortened(sentence: str, formulas: list[str]) -> str | None:
+    """Returns an answer without the remarks and reasons after it; "" when they hedge, None when
+    nothing is left.
+    """
+    sentence = _INSTEAD.sub("", _BOLD_MARK.sub("", sentence))
+    if any(_ALTERNATIVE.search(note) for note in NOTE.findall(sentence)):
+        return ""
+    sentence = _REASON.split(NOTE.sub("", sentence))[0]
+    if _HEDGE.search(sentence):
+        return ""
+    remark = _REMARK.search(sentence, 1)
+    if remark:
+        before = sentence[: remark.start()]
+        in_text = before.count("{") > before.count("}")  # \text{ of the pie}
+        sentence = sentence if in_text else before
+    return clean(unmasked(sentence, formulas)) or None
+
+
+def masked(text: str) -> tuple[str, list[str]]:
+    """Returns the text with one private character for each formula, and the formulas."""
+    formulas: list[str] = []
+
+    def hide(formula: re.Match[str]) -> str:
+        formulas.append(formula.group())
+        return chr(FIRST_MASK + len(formulas) - 1)
+
+    return _FORMULA.sub(hide, _SPACES.sub(" ", text)), formulas
+
+
+def unmasked(text: str, formulas: list[str]) -> str:
+    """Returns the text with its formulas, without their delimiters."""
+
+    def content(mask: re.Match[str]) -> str:
+        return _FORMULA.sub(
+            lambda formula: next(filter(None, formula.groups()), ""),
+            formulas[ord(mask.group()) - FIRST_MASK],
+        )
+
+    return re.sub("[\ue000-\uf8ff]", content, text)
+
+
+def clean(answer: str) -> str:
+    """Removes decoration from an answer: math mode, bold type, final punctuation. Currency signs
+    stay: they are units.
+    """
+    text = answer
+    for _ in range(3):  # decorations nest: **\(42\).**
+        text = text.rstrip(_SYMBOLS).strip().strip("*_`").strip()
+        is_money = len(_DOLLAR.findall(text)) == 1 and re.search(r"\$[-\s]*[0-9.]", text)
+        text = text if is_money else _DOLLAR.sub("", text)
+        text = re.sub(r"(?<!\.)[.,。]\Z|(?<=\.)[,。]\Z", "", text)
+        if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):
+            text = text[2:-2]
+    return text.replace("\\$", "$").rstrip("\\ ").strip()

@@ -350,6 +350,8 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
         yield names, f"algorithm.advantage {algorithm.advantage} has no critic"
     if config.model.dtype == "float32":
         yield ("model.fp32_head",), "model.dtype is float32"
+    if config.trainer.lr_schedule == "constant":
+        yield ("trainer.min_lr_share",), "trainer.lr_schedule is constant"
     if algorithm.kl_coef == 0:
         yield ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
     if algorithm.rollout_correction == "none":

@@ -494,7 +494,9 @@ class TrainerSection(Section):
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""
     lr_schedule: InHelp[Literal["constant", "linear", "cosine"]] = "constant"
-    """Learning rate after the warm-up: `constant`, or falling to zero at the last step."""
+    """Learning rate after the warm-up: `constant`, or falling until the last step."""
+    min_lr_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the learning rate at which it ends. 0: it falls to zero."""
     max_grad_norm: PositiveFloat = 1.0
     """Norm to which the gradients of policy and critic are clipped."""
     micro_batch_tokens: InHelp[PositiveInt] = 16_384

@@ -22,6 +22,7 @@ from msgspec import Meta, ValidationError
 from common.errors import InvalidInput, TooLarge
 from common.wire.schemas import (
     FLOAT32_MAX,
+    MAX_LISTED,
     Completion,
     Float32,
     Group,
@@ -110,7 +111,8 @@ def unpack(body: bytes) -> Any:
             raise ValueError(f"it has more than {MAX_ITEMS} items")
         return items
 
-    limits = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS, "max_ext_len": 0}
+    # A longer list or mapping is refused by its header, before its items are built.
+    limits = {"max_array_len": MAX_LISTED, "max_map_len": MAX_LISTED, "max_ext_len": 0}
     try:
         return msgpack.unpackb(
             body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, **limits

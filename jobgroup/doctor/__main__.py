@@ -3,7 +3,8 @@
 Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it?
 In a pod of a running group (`SKYPILOT_JOBGROUP_NAME` is set): is it ready for `--task`? With
 `--plan MODEL`: how much memory does this model need on GPUs of every size? Only its `config.json`
-is read. With `--data`: can every ground truth of the data set be graded? Exit status 0: nothing failed, 1: something did, 2: wrong usage.
+is read. With `--data`: can every ground truth of the data set be graded? Exit status 0: nothing
+failed, 1: something did, 2: wrong usage.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Whether every problem of a data set can be solved: its ground truth graded against itself, as a run
-does at its start.
-"""
+"""Grades every ground truth of a data set against itself, as a run does at its start."""
 
 import asyncio
 from collections.abc import Iterator

@@ -20,7 +20,6 @@ longer on the hub."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _LEVEL = re.compile(r"(?:level\s*)?(\d+)(?:\.0)?", re.IGNORECASE)
 _UNKNOWN_LEVEL = re.compile(r"level\s*\?", re.IGNORECASE)
-_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^{}$\n]+)\$")
 _MATH_COLUMNS = ("problem", "solution", "answer", "level", "subject", "type", "id")
 
 
@@ -170,8 +169,7 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> str:
     if row.get("answer") is not None:
         return text_of(row, "answer", where, "the column answer").strip()
     solution = text_of(row, "solution", where, "the column answer, or solution")
-    bare = _BARE_BOX.findall(solution)  # a few solutions have \boxed 5 without braces
-    answer = last_box(solution) or (str(bare[-1]).strip() if bare else "")
+    answer = last_box(solution)
     if not answer:
         stop_at(
             where,

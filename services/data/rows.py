@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from pydantic_core import to_jsonable_python
 
 from common.errors import ConfigError
-from common.prompts.final_answers import last_box
+from common.prompts.final_answers import stated_answer as last_stated_answer
+from common.prompts.shown import answering_part, without_thoughts
 from common.wire.schemas import Prompt
 
 Row = tuple[str, dict[str, Any]]
@@ -102,10 +103,10 @@ def final_answer(text: str) -> str:
 
 
 def stated_answer(solution: str) -> str:
-    """Returns the final answer of a worked solution: after its last `####`, else in its last box,
-    else all of it.
-    """
-    return final_answer(solution) if "####" in solution else last_box(solution) or solution.strip()
+    """Returns the final answer that a worked solution states outside thoughts, else all of it."""
+    text = answering_part(solution)
+    answer = last_stated_answer(text) or without_thoughts(solution).strip()
+    return final_answer(f"#### {answer}") if _GROUPED.fullmatch(answer) else answer
 
 
 def further_columns(

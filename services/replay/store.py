@@ -171,7 +171,8 @@ class Store(Reading):
                     f"version {rows[0][1]} on",
                     field="request_id",
                     value=request.request_id,
-                    remedy="use a new id for every request; only a retry of the same request repeats "
+                    remedy="use a new id for every request; only a retry of the same request "
+                    "repeats "
                     "its id",
                 )
             if not rows:

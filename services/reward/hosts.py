@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
+from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.fair_slots import FairSlots
 from services.reward.functions.base import Message, RewardFunction, Score, WrongScores, reason_of
@@ -159,6 +160,7 @@ class ThreadHost(Host):
         self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)
+        self._needs_main_thread = False
         self.call_items = call_items
 
     async def _call(
@@ -167,13 +169,32 @@ class ThreadHost(Host):
         async with self._slots.slot(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await in_thread(lambda: self._function.scores(completions, **columns))
+                    return await self._scores(completions, columns)
             except TimeoutError as error:
                 reason = f"no answer within {self._timeout_s} s {error}"
                 raise CallFailed("timeout", reason) from None
             except Exception as error:
                 always = isinstance(error, WrongScores)
                 raise CallFailed("error", reason_of(error), always=always) from error
+
+    async def _scores(
+        self, completions: list[list[Message]], columns: dict[str, list[Any]]
+    ) -> list[Score]:
+        """Calls the function in a new thread, or in the main thread if it sets signal handlers, as
+        a limit of time by `signal.alarm` does.
+        """
+
+        def scores() -> list[Score]:
+            return self._function.scores(completions, **columns)
+
+        if not self._needs_main_thread:
+            try:
+                return await in_thread(scores)
+            except Exception as error:
+                if not needs_main_thread(error):
+                    raise
+                self._needs_main_thread = True
+        return await asyncio.wrap_future(in_main_thread(scores))
 
 
 class ProcessHost(Host):

@@ -4,6 +4,7 @@ HTTP.
 
 import asyncio
 import json
+import re
 import subprocess
 import time
 from collections import Counter
@@ -53,6 +54,10 @@ _CHECK_S = 300.0
 _MODEL_START_S = 1800.0  # a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_SENTENCE = 4
+"""Words of a sentence. The ground truths of MATH-500 have at most two, those of GSM8K none."""
 _DIFFERS = "it does not match itself"
 _SELF_REASONS = {"unparsable": "it cannot be read", "unevaluated": "it is not worked out"}
 
@@ -228,8 +233,12 @@ class RewardScorer:
             try:
                 for host in self._hosts_of(item, ""):
                     host.check(item, "")
-                    if host.verifies_answers:
-                        verified.setdefault(host, []).append(i)
+                    if not host.verifies_answers:
+                        continue
+                    verified.setdefault(host, []).append(i)
+                    problem = _readable_by_nobody(item.ground_truth)
+                    if problem:
+                        reasons[i] = problem
             except InvalidInput as error:
                 reasons[i] = f"{error.field}: {error.message}"
 
@@ -398,6 +407,16 @@ def _shared(entry: Reward) -> dict[str, Any]:
         "target": f"services.reward.functions:{function.__name__}",
         "arguments": arguments,
     }
+
+
+def _readable_by_nobody(ground_truth: str) -> str:
+    """Returns why only an identical text would match a ground truth; empty when others may."""
+    if ground_truth.count("{") != ground_truth.count("}"):
+        return "its braces are not balanced"
+    words = _WORD.findall(_COMMAND.sub(" ", ground_truth))
+    if len(words) >= _SENTENCE and not any(map(str.isdigit, ground_truth)):
+        return "it is a sentence, and only the same words match it"
+    return ""
 
 
 def _boxed(ground_truth: str) -> str:

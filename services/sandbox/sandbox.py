@@ -98,7 +98,8 @@ class Sandbox:
         self._python = candidates[0]
         if kind == "none":
             log.warning(
-                "programs run WITHOUT a sandbox, as this user: the reward function code has sandbox none"
+                "programs run WITHOUT a sandbox, as this user: "
+                "the reward function code has sandbox none"
             )
             return
         self._filter = base_filter()

@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.prompts.final_answers import MAX_ANSWER_CHARS, clean
+from common.prompts.shown import without_thoughts
 from services.reward.answers.exact import quantity, same_answer
-from services.reward.answers.extract import (
-    MAX_ANSWER_CHARS,
-    clean,
-    extract_answer,
-    gold_answer,
-    without_thoughts,
-)
+from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.functions.answers import MathRewardFunction
 from services.reward.functions.programs import MAX_SOURCE_CHARS, extract_program
 from services.reward.functions.text import (

@@ -26,7 +26,7 @@ from learning.loading import SafetensorsReader
 from learning.ranks import Ranks
 from services.engine.model import Model
 from services.http.app import create_app
-from services.reward.answers.equivalence import equivalent
+from services.reward.answers.equivalence import verdict
 from tests.support.certificates import Certificates
 from tests.support.engines import write_model
 
@@ -97,7 +97,7 @@ async def test_a_compressed_request_is_not_unpacked() -> None:
 def test_an_answer_of_a_model_is_never_run(answer: str, tmp_path: Path) -> None:
     """math-verify passes only digits and operators to sympy, and so to Python's parser."""
     mark = tmp_path / "mark"
-    equivalent("42", answer.replace("MARK", str(mark)))
+    verdict("42", answer.replace("MARK", str(mark)))
     assert not mark.exists()
 
 

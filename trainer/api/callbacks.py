@@ -17,18 +17,6 @@ from trainer.observe.run_dir import append_line
 from trainer.run import Listener, Run
 
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end")
-_NEVER_CALLED = (
-    "init_end",
-    "epoch_begin",
-    "epoch_end",
-    "substep_end",
-    "pre_optimizer_step",
-    "optimizer_step",
-    "predict",
-    "prediction_step",
-    "push_begin",
-)
-"""Hooks of transformers that a run here never calls."""
 
 
 @dataclass(slots=True)
@@ -70,54 +58,19 @@ class TrainerControl:
 class TrainerCallback:
     """Base class of callbacks. Override any of the hooks; transformers callbacks are accepted too.
 
-    A hook gets `args` (the `TrainerConfig`), `state` and `control`, and as keyword arguments
-    `model`, `processing_class`, `logs` (`on_log`), `metrics` (`on_evaluate`) or `checkpoint`
-    (`on_save`). It may accept fewer of them, by name.
+    Hooks: `on_train_begin` (models and services are ready), `on_step_begin`, `on_step_end` (the
+    step has been recorded), `on_log` (its record: `logs`), `on_evaluate` (`metrics`), `on_save`
+    (the writing of a `checkpoint` has started), `on_train_end`; and transformers' `on_init_end`,
+    `on_epoch_begin`, `on_epoch_end` and `on_optimizer_step`. A hook gets `args` (the
+    `TrainerConfig`), `state` and `control`, and as keyword arguments also `model` and
+    `processing_class`. It may accept fewer of them, by name.
     """
-
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
-        """Called when models and services are ready, before the first step."""
-
-    def on_step_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
-        """Called before a step."""
-
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
-        """Called after a step has been recorded."""
-
-    def on_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
-        """Another name for `on_step_end`."""
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Called after `on_step_end` with the record of the step (`logs`)."""
-
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
-        """Called after an evaluation with its result (`metrics`)."""
-
-    def on_save(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
-        """Called when the writing of a checkpoint has started (`checkpoint`)."""
-
-    def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
-        """Called after the last step."""
 
 
 class Callbacks(Listener):
     """Calls the callbacks of a run, and collects what its reward functions log (`FunctionLog`).
 
-    Raises ConfigError for an object without hooks, and for a hook that a run never calls.
+    Raises ConfigError for an object without hooks.
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, extras: Path) -> None:
@@ -136,7 +89,14 @@ class Callbacks(Listener):
 
     def add(self, callback: Any) -> None:
         """Adds a callback. Raises ConfigError as the constructor does."""
-        _check(callback)
+        hooks = [name for name in dir(callback) if name.startswith("on_")]
+        if isinstance(callback, type) or not hooks:
+            raise ConfigError(
+                "this is not a callback",
+                field="callbacks",
+                value=callback,
+                remedy=f"give an object (not its class) with any of on_{', on_'.join(EVENTS)}",
+            )
         self.callbacks.append(callback)
 
     def begin(self, problems: int) -> None:
@@ -218,14 +178,29 @@ class Callbacks(Listener):
 
         control = TrainerControl()
         keywords = {"model": run.policy.model, "processing_class": run.tokenizer, **about}
-        names = ["on_step_end", "on_step"] if event == "step_end" else [f"on_{event}"]
-        for callback in self.callbacks:
-            for name in names:
+        for name in self._hooks(
+            event, drawn=step * settings.batch_size, of_step=settings.batch_size
+        ):
+            for callback in self.callbacks:
                 hook = getattr(callback, name, None)
                 if hook is not None:
-                    answer = _call(hook, self._args, state, control=control, keywords=keywords)
+                    answer = _call(hook, self._args, state, control, keywords=keywords)
                     control = answer or control
         self._carry_out(run, control)
+
+    def _hooks(self, event: str, drawn: int, of_step: int) -> list[str]:
+        """Returns the hooks of an event after `drawn` problems, in transformers' order."""
+        is_between_epochs = drawn // self._num_problems != (drawn - of_step) // self._num_problems
+        hooks = [f"on_{event}"]
+        if event == "train_begin":
+            hooks.insert(0, "on_init_end")
+        elif event == "step_begin" and is_between_epochs:
+            hooks.insert(0, "on_epoch_begin")
+        elif event == "step_end":
+            hooks.insert(0, "on_optimizer_step")
+            if is_between_epochs:
+                hooks.append("on_epoch_end")
+        return hooks
 
     def _note_best(self, metrics: dict[str, Any], step: int) -> None:
         found = metrics["mean_reward"] if metrics["accuracy"] is None else metrics["accuracy"]
@@ -251,49 +226,15 @@ class Callbacks(Listener):
             self._carrying_out = False
 
 
-def _check(callback: Any) -> None:
-    names = [f"on_{event}" for event in EVENTS]
-    has_hook = any(callable(getattr(callback, name, None)) for name in [*names, "on_step"])
-    if isinstance(callback, type) or not has_hook:
-        hint = f"give an object with any of {', '.join(names)}"
-        if isinstance(callback, type):
-            hint = "add parentheses to make an instance"
-        raise ConfigError("this is not a callback", field="callbacks", value=callback, remedy=hint)
-
-    # A transformers callback inherits every hook; only those that it overrides are its own.
-    kind = type(callback)
-    library = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
-    inherited_from = library[0] if library else object
-    for event in _NEVER_CALLED:
-        name = f"on_{event}"
-        own = getattr(kind, name, None)
-        if own is not None and own is not getattr(inherited_from, name, None):
-            raise ConfigError(
-                f"{name} would never be called: a step here is one batch, with its updates, "
-                "evaluation and checkpoint",
-                field="callbacks",
-                value=kind.__name__,
-                remedy="move its work to on_step_begin or on_step_end",
-            )
-
-
-def _call(
-    hook: Any,
-    args: Any,
-    state: TrainerState,
-    control: TrainerControl,
-    keywords: dict[str, Any],
-) -> Any:
+def _call(hook: Any, *given: Any, keywords: dict[str, Any]) -> Any:
     """Calls a hook with (args, state, control) and those of `keywords` that it accepts, or only
     with what it names.
     """
     parameters = inspect.signature(hook).parameters
+    if next(iter(parameters), "state") in ("state", "control"):
+        keywords = dict(zip(("args", "state", "control"), given, strict=True)) | keywords
+        given = ()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-    def accepted(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if takes_all or name in parameters}
-
-    first = next(iter(parameters), "state")
-    if first in ("state", "control"):
-        return hook(**accepted({"state": state, "control": control, "args": args} | keywords))
-    return hook(args, state, control, **accepted(keywords))
+    if not takes_all:
+        keywords = {name: keywords[name] for name in parameters if name in keywords}
+    return hook(*given, **keywords)

@@ -18,12 +18,13 @@ from common.settings.chat_templates import OWN
 from common.settings.config import Config, from_mapping
 from common.settings.sections import RewardSection
 from common.wire.schemas import Prompt
-from learning.device import DeviceKind, choose_device
+from learning.device import DeviceKind
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
-from trainer.api.datasets import as_prompts, as_rewards
+from trainer.api.datasets import as_prompts, as_rewards, weights_of
+from trainer.api.settings import renamed
 from trainer.evaluation.evaluator import graded_answers
-from trainer.evaluation.generation import GenerationSettings, Generator, together
+from trainer.evaluation.generation import Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
 from trainer.evaluation.results import EvaluationResults, results_of
 from trainer.observe.run_dir import progress_bar
@@ -81,21 +82,6 @@ class ModelEvaluator:
     ) -> None:
         self.model = str(model)
         self._served = self.model.startswith(("http://", "https://"))
-        positive = {
-            "max_new_tokens": max_new_tokens,
-            "concurrency": concurrency,
-            "timeout_s": timeout_s,
-        }
-        for name, value in positive.items():
-            if value <= 0:
-                raise ConfigError("this is not above 0", field=name, value=value, remedy="raise it")
-        if temperature <= 0:
-            raise ConfigError(
-                "samples at this temperature are all the same",
-                field="temperature",
-                value=temperature,
-                remedy="set it above 0; the first answer to every problem is greedy anyway",
-            )
         of_server = {"tokenizer": tokenizer, "model_id": model_id, "api_key": api_key}
         for name, setting in of_server.items():
             if setting is not None and not self._served:
@@ -110,25 +96,27 @@ class ModelEvaluator:
                 field="tokenizer",
                 remedy="leave it out",
             )
+        if concurrency < 1:
+            raise ConfigError(
+                "this is not above 0", field="concurrency", value=concurrency, remedy="raise it"
+            )
 
         own = {
-            "system_prompt": system_prompt,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "request_timeout_s": timeout_s,
+            "sampling.system_prompt": system_prompt,
+            "sampling.max_new_tokens": max_new_tokens,
+            "sampling.temperature": temperature,
+            "sampling.request_timeout_s": timeout_s,
+            "seed": seed,
+            "rollout.device": device,
+            "model.dtype": dtype,
+            "model.name": str(tokenizer or model),
         }
-        config = _config(own, settings)
+        self._config = _config(own, settings)
         if self._served and tokenizer is None:
-            _refuse_unsent(config, settings)
-        self._style = PromptStyle.of(config)
-        self._sampling = config.sampling
-        self._section = config.model
-        self._seed = seed
+            _refuse_unsent(self._config, settings)
         self._concurrency = concurrency
         self._progress = progress
-        self._device = device
-        self._dtype = dtype
-        self._tokenizer = tokenizer
+        self._has_tokenizer = tokenizer is not None
         self._model_id = model_id
         self._api_key = api_key
 
@@ -152,42 +140,16 @@ class ModelEvaluator:
         server does not respond, and another ServiceError when any answer is missing.
         """
         if k < 1:
-            raise ConfigError(
-                "this is not above 0",
-                field="k",
-                value=k,
-                remedy="give 1, or as many samples as pass@k needs",
-            )
+            raise ConfigError("this is not above 0", field="k", value=k, remedy="give at least 1")
         prompts = as_prompts(dataset, "dataset")
         rewards = as_rewards(reward_fn)
-        weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
-        if len(weights) != len(rewards):
-            raise ConfigError(
-                f"there are {len(rewards)} reward functions",
-                field="reward_weights",
-                value=weights,
-                remedy="give one weight for each function",
-            )
-        names = [function.name for function in rewards]
-        weight_by_name = dict(zip(names, weights, strict=True))
-        section = RewardSection().for_objects(weight_by_name)
+        section = RewardSection().for_objects(weights_of(rewards, reward_weights))
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
             return loop.call(self._evaluate(prompts, rewards, k, section))
 
     async def _evaluate(
         self, prompts: list[Prompt], rewards: list[RewardFunction], k: int, section: RewardSection
     ) -> EvaluationResults:
-        sampling = self._sampling
-        settings = GenerationSettings(
-            style=self._style,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            seed=self._seed,
-            timeout_s=sampling.request_timeout_s,
-            cuts=sampling.truncation(),
-            sampling=sampling,
-            slots=asyncio.Semaphore(self._concurrency),
-        )
         samples = k if k > 1 else 0
         app = create_reward_app(section, functions=rewards)
         bar = progress_bar("evaluating", Console(stderr=True), hidden=not self._progress)
@@ -196,7 +158,7 @@ class ModelEvaluator:
             RewardClient(
                 "reward functions", "http://in-process", transport=httpx.ASGITransport(app)
             ) as reward,
-            self._generator(prompts, settings) as generator,
+            self._generator(prompts) as generator,
         ):
             reward.gets_tokens = True
             with bar:
@@ -208,17 +170,16 @@ class ModelEvaluator:
                 answers = await together(work, lambda: bar.advance(task))
         return results_of(self.model, prompts, answers, k)
 
-    def _generator(
-        self, prompts: Sequence[Prompt], settings: GenerationSettings
-    ) -> AbstractAsyncContextManager[Generator]:
+    def _generator(self, prompts: Sequence[Prompt]) -> AbstractAsyncContextManager[Generator]:
+        slots = asyncio.Semaphore(self._concurrency)
+        config = self._config
         if not self._served:
-            section = self._section.model_copy(update={"name": self.model})
-            device = choose_device(self._device, "device")
-            return local_generator(section, prompts, settings, device=device, dtype=self._dtype)
-        if self._tokenizer is not None:
-            section = self._section.model_copy(update={"name": str(self._tokenizer)})
-            return sglang_generator(self.model, section, self._api_key, settings=settings)
-        return openai_generator(self.model, self._model_id, self._api_key, settings=settings)
+            return local_generator(config, prompts, slots)
+        if self._has_tokenizer:
+            return sglang_generator(self.model, config, self._api_key, slots=slots)
+        return openai_generator(
+            self.model, config, self._api_key, slots=slots, model_id=self._model_id
+        )
 
 
 def is_read(setting: str) -> bool:
@@ -232,26 +193,27 @@ def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
     """Returns the settings of an evaluation. Raises ConfigError for a setting that is wrong or not
     read.
     """
-    mapped = {f"sampling.{name}": value for name, value in own.items()}
     for name, value in settings.items():
-        if name in mapped:
-            raise ConfigError(
-                "this setting has its own argument",
-                field="settings",
-                value={name: value},
-                remedy=f"give the argument {name.partition('.')[2]} instead",
-            )
-        if not is_read(name):
+        if name in own or not is_read(name):
+            remedy = f"give {', '.join(_READ)} or settings of sampling"
+            if name in own:
+                remedy = f"give the argument {name.partition('.')[2]} instead"
             raise ConfigError(
                 "an evaluation does not read this setting",
                 field="settings",
                 value={name: value},
-                remedy=f"give {', '.join(_READ)} or settings of sampling",
+                remedy=remedy,
             )
-    mapped["rollout.engine"] = "embedded"
     # Room for any answer; the model's own context decides once it is loaded.
-    mapped["rollout.max_context_tokens"] = own["max_new_tokens"] + 1
-    return from_mapping({**mapped, **settings})
+    context = {"rollout.max_context_tokens": own["sampling.max_new_tokens"] + 2}
+    try:
+        config = from_mapping({"rollout.engine": "embedded", **context, **own, **settings})
+    except ConfigError as error:
+        raise renamed(error, {name: name.partition(".")[2] for name in own}) from None
+    sampling = config.sampling
+    bounds = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
+    config.evaluation = config.evaluation.model_copy(update=bounds)
+    return config
 
 
 def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:

@@ -2,17 +2,19 @@
 `OnlineRLTrainer`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from common.errors import ConfigError
 from common.settings.algorithm import RECIPES, Recipe
-from trainer.api.online import OnlineRLTrainer
 from trainer.api.settings import TrainerConfig
-from trainer.api.trl import TRAINER, refuse
+from trainer.api.transformers_names import WithTransformersNames
+from trainer.api.trl import of_trainer
+
+_log = logging.getLogger(__name__)
 
 
 class GRPOConfig(TrainerConfig):
@@ -28,14 +30,28 @@ class GRPOConfig(TrainerConfig):
     loss_type: str | None = "dapo"
     num_generations: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, gt=0)
-    num_train_epochs: int = Field(3, gt=0)
+    num_train_epochs: float = Field(3, gt=0)
     gradient_accumulation_steps: int = Field(1, gt=0)
     max_new_tokens: int = Field(512, gt=0)
     kl_coef: float = Field(0.0, ge=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    save_steps: int = Field(500, ge=0)
+    save_steps: float | Literal["epoch"] = 500
     save_total_limit: int = Field(1_000_000, gt=0)
     seed: int = Field(42, ge=0)
+
+    def get_process_log_level(self) -> int:
+        """Returns the level that a script gives its loggers."""
+        return logging.INFO
+
+    @property
+    def device(self) -> str:
+        """The device of this process."""
+        return "cuda" if self.use_gpu else "cpu"
+
+    @property
+    def n_gpu(self) -> int:
+        """Number of GPUs that this process uses."""
+        return int(self.use_gpu)
 
     def _defaults(self) -> dict[str, Any]:
         advantage = self.settings.get(
@@ -52,24 +68,15 @@ class GRPOConfig(TrainerConfig):
     @model_validator(mode="before")
     @classmethod
     def _as_trl(cls, data: Any) -> Any:
-        """Chooses device and precision as TRL does. Raises ConfigError for a `loss_type` of
-        None.
-        """
+        """Chooses device and precision as TRL does."""
         if not isinstance(data, dict):
             return data
         if not {"use_gpu", "use_cpu"} & data.keys():
             import torch
 
             data = data | {"use_gpu": torch.cuda.is_available()}
-        if data.get("use_gpu") and "bf16" not in data:
-            data = data | {"bf16": True}
-        if data.get("loss_type", "dapo") is None:
-            raise ConfigError(
-                "TRL has no such loss",
-                field="loss_type",
-                value=None,
-                remedy="leave it out to use dapo",
-            )
+        if data.get("use_gpu"):
+            data = {"bf16": True} | data
         return data
 
 
@@ -81,7 +88,7 @@ class RLOOConfig(GRPOConfig):
     num_generations: int = Field(2, ge=1)
 
 
-class GRPOTrainer(OnlineRLTrainer):
+class GRPOTrainer(WithTransformersNames):
     """`OnlineRLTrainer` with the arguments of TRL's GRPOTrainer; unsupported ones are refused with
     the reason.
 
@@ -109,13 +116,15 @@ class GRPOTrainer(OnlineRLTrainer):
         *,
         engine: str | Sequence[str] = "embedded",
     ) -> None:
-        others = {
-            "reward_processing_classes": reward_processing_classes,
-            "quantization_config": quantization_config,
-            "rollout_func": rollout_func,
-        }
-        for name, value in others.items():
-            refuse(name, TRAINER[name], value)
+        if eval_dataset is not None:
+            _log.warning("eval_dataset is evaluated before and after training too")
+        of_trainer(
+            {
+                "reward_processing_classes": reward_processing_classes,
+                "quantization_config": quantization_config,
+                "rollout_func": rollout_func,
+            }
+        )
         args = self._config() if args is None else args
         train_dataset, plain = _is_plain(train_dataset)
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}

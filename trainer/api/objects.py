@@ -6,6 +6,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from common.errors import ConfigError, shorten
 from common.settings.sections import ModelSection
 from trainer.api.settings import TrainerConfig
@@ -24,20 +26,28 @@ class CallerModel:
     """
 
     def __init__(self, model: Any, tokenizer: Any, directory: Path) -> None:
-        self.model = model
+        # An adapter that the model has is merged, and a new one of the same kind is trained.
+        self.peft_config = getattr(model, "peft_config", {}).get("default")
+        self.model = model if self.peft_config is None else model.merge_and_unload()
         self._tokenizer = tokenizer
         self._directory = directory
         self._is_saved = False
         self.is_object = model is not None and not isinstance(model, str | Path)
-        if hasattr(model, "peft_config"):
-            raise ConfigError(
-                "the model already has an adapter",
-                field="model",
-                value=type(model).__name__,
-                remedy="give the model without the adapter, and its LoraConfig as peft_config",
-            )
-        _check_object(model, "model", method="save_pretrained")
-        _check_object(tokenizer, "processing_class", method="encode")
+        for field, given, method in (
+            ("model", model, "save_pretrained"),
+            ("processing_class", tokenizer, "encode"),
+        ):
+            if (
+                given is not None
+                and not isinstance(given, str | Path)
+                and not hasattr(given, method)
+            ):
+                raise ConfigError(
+                    "an object of this type cannot be saved",
+                    field=field,
+                    value=type(given).__name__,
+                    remedy="give a transformers object, or a name",
+                )
 
     def saved(self, config: TrainerConfig) -> str:
         """Returns the name or directory of the model; the first call writes the directory."""
@@ -46,20 +56,20 @@ class CallerModel:
         if self._is_saved:
             return str(self._directory)
 
-        trust = bool(config.settings.get("model.trust_remote_code", False))
-        section = ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
-        model = self.model if self.is_object else load_model(section)
-        tokenizer: Any = self._tokenizer
-        if tokenizer is None or isinstance(tokenizer, str | Path):
-            own_name = getattr(model, "name_or_path", "")
-            name = str(tokenizer or own_name or config.model_name_or_path)
-            tokenizer = load_tokenizer(section.model_copy(update={"name": name}))
-
         self._directory.mkdir(parents=True, exist_ok=True)
+        model = self.model if self.is_object else load_model(_section(config))
         model.save_pretrained(self._directory)
-        tokenizer.save_pretrained(self._directory)
+        self.tokenizer(config).save_pretrained(self._directory)
         self._is_saved = True
         return str(self._directory)
+
+    def tokenizer(self, config: TrainerConfig) -> Any:
+        """Returns the given tokenizer, or loads the one that is named or belongs to the model."""
+        if self._tokenizer is not None and not isinstance(self._tokenizer, str | Path):
+            return self._tokenizer
+        own_name = getattr(self.model, "name_or_path", "")
+        name = str(self._tokenizer or own_name or config.model_name_or_path)
+        return load_tokenizer(_section(config).model_copy(update={"name": name}))
 
     def load(self, directory: Path) -> None:
         """Loads the weights in a directory into the caller's model object."""
@@ -67,16 +77,9 @@ class CallerModel:
         self.model.load_state_dict(trained.state_dict())
 
 
-def _check_object(given: Any, field: str, method: str) -> None:
-    """Raises ConfigError for an object without the method of its kind; a name needs none."""
-    if given is None or isinstance(given, str | Path) or hasattr(given, method):
-        return
-    raise ConfigError(
-        "an object of this type cannot be saved",
-        field=field,
-        value=type(given).__name__,
-        remedy="give a transformers object, or a name",
-    )
+def _section(config: TrainerConfig) -> ModelSection:
+    trust = bool(config.settings.get("model.trust_remote_code", False))
+    return ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
 
 
 def optimizer_settings(optimizers: Any) -> dict[str, Any]:
@@ -93,35 +96,19 @@ def optimizer_settings(optimizers: Any) -> dict[str, Any]:
         )
     if optimizer is None:
         return {}
-    import torch
 
-    if type(optimizer) is not torch.optim.AdamW:
-        raise ConfigError(
-            "the trainer supports only AdamW, whose state it shards and saves with the weights",
-            field="optimizers",
-            value=type(optimizer).__name__,
-            remedy="give torch.optim.AdamW, or leave it out",
-        )
-    if optimizer.state or len(optimizer.param_groups) != 1:
-        reason = f"it has {len(optimizer.param_groups)} groups of parameters"
-        if optimizer.state:
-            reason = "it has already taken steps"
-        raise ConfigError(
-            reason,
-            field="optimizers",
-            value="AdamW",
-            remedy="give a new optimiser with one group of parameters",
-        )
-    (group,) = optimizer.param_groups
+    group = optimizer.param_groups[0]
     fixed = {"eps": 1e-8, "amsgrad": False, "maximize": False}
-    for name, value in fixed.items():
-        if group[name] != value:
-            raise ConfigError(
-                "the trainer's AdamW has another value",
-                field=f"optimizers: {name}",
-                value=group[name],
-                remedy=f"leave it at {value}",
-            )
+    others = {name: group.get(name) for name in fixed if group.get(name) != fixed[name]}
+    is_new = not optimizer.state and len(optimizer.param_groups) == 1
+    if type(optimizer).__name__ != "AdamW" or others or not is_new:
+        raise ConfigError(
+            "the trainer makes its own AdamW, whose state it shards and saves, and takes only "
+            "learning rate, betas and weight decay from this one",
+            field="optimizers",
+            value=f"{type(optimizer).__name__} {others or ''}".strip(),
+            remedy=f"give a new torch.optim.AdamW of one group with {fixed}, or leave it out",
+        )
     return {
         "learning_rate": float(group["lr"]),
         "weight_decay": float(group["weight_decay"]),
@@ -130,9 +117,7 @@ def optimizer_settings(optimizers: Any) -> dict[str, Any]:
 
 
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
-_ANY = (
-    "task_type",
-    "peft_type",
+_FREE = (
     "auto_mapping",
     "peft_version",
     "base_model_name_or_path",
@@ -141,14 +126,19 @@ _ANY = (
     "megatron_core",
     "qalora_group_size",
     "runtime_config",
-    "init_lora_weights",
 )
-"""Fields of LoraConfig that do not affect the adapter, or have separate checks."""
+"""Fields of LoraConfig that do not affect the adapter."""
+_CHOICES: dict[str, Any] = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "init_lora_weights": (True,),
+}
+"""Values of other fields that are what an adapter is here."""
 
 
-def lora_settings(config: Any) -> dict[str, Any]:
-    """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for unsupported
-    options.
+def lora_settings(config: Any, model: Any) -> dict[str, Any]:
+    """Returns the settings of `lora` for a LoraConfig on `model`, an object or a name. Raises
+    ConfigError for unsupported options, all at once.
     """
     if type(config).__name__ != "LoraConfig":
         raise ConfigError(
@@ -157,31 +147,21 @@ def lora_settings(config: Any) -> dict[str, Any]:
             value=type(config).__name__,
             remedy="give a peft.LoraConfig, or leave it out to train all weights",
         )
+    refused = {}
     for field in fields(config):
-        if field.name in _READ or field.name in _ANY:
-            continue
         value = getattr(config, field.name)
+        if field.name in (*_READ, *_FREE) or value in _CHOICES.get(field.name, ()):
+            continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if value and value != default:
-            raise ConfigError(
-                "an adapter of this trainer consists only of two matrices beside each linear layer",
-                field=f"peft_config.{field.name}",
-                value=shorten(value),
-                remedy="leave it out",
-            )
-    if config.task_type not in (None, "CAUSAL_LM"):
+        if field.name in _CHOICES or (value and value != default):
+            refused[field.name] = shorten(value)
+    if refused:
         raise ConfigError(
-            "the policy must be a causal language model",
-            field="peft_config.task_type",
-            value=config.task_type,
-            remedy="set task_type to CAUSAL_LM",
-        )
-    if config.init_lora_weights is not True:
-        raise ConfigError(
-            "an adapter of this trainer starts with B = 0",
-            field="peft_config.init_lora_weights",
-            value=config.init_lora_weights,
-            remedy="leave it at True",
+            "an adapter of this trainer is two matrices beside each linear layer of a causal "
+            "language model, the second of them 0 at first",
+            field=", ".join(f"peft_config.{name}" for name in refused),
+            value=", ".join(refused.values()),
+            remedy="leave it out",
         )
     alpha = float(config.lora_alpha)
     if config.use_rslora:
@@ -191,26 +171,24 @@ def lora_settings(config: Any) -> dict[str, Any]:
         "lora.rank": config.r,
         "lora.alpha": alpha,
         "lora.dropout": config.lora_dropout,
-        "lora.target_modules": _targets(config),
+        "lora.target_modules": _targets(config.target_modules, model),
     }
 
 
-def _targets(config: Any) -> list[str]:
-    targets = config.target_modules
+def _targets(targets: Any, model: Any) -> list[str]:
+    """Returns the names of layers; if there are none, PEFT's own for the architecture."""
     if targets == "all-linear":
         return []
-    if isinstance(targets, str):
+    if targets is None:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+        architecture = getattr(model, "config", None) or AutoConfig.from_pretrained(model)
+        targets = KNOWN.get(architecture.model_type)
+    if targets is None or isinstance(targets, str):
         raise ConfigError(
-            "a pattern cannot choose the layers, only their names can",
+            "only their names can choose the layers, and PEFT knows none for this model",
             field="peft_config.target_modules",
             value=targets,
-            remedy="name the layers in a list, or all-linear",
-        )
-    if targets is None:
-        raise ConfigError(
-            "PEFT's choice depends on its version and on the model",
-            field="peft_config.target_modules",
-            value=None,
             remedy="name the layers in a list, such as ['q_proj', 'v_proj'], or all-linear",
         )
     return sorted(targets)

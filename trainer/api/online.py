@@ -1,11 +1,14 @@
 """`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
+import json
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,9 +18,8 @@ from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.schemas import Prompt
 from learning.device import choose_device
-from services.reward.functions import RewardFunction
 from trainer.api.callbacks import Callbacks, TrainerState
-from trainer.api.datasets import as_held_out, as_prompts, as_rewards
+from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
 from trainer.api.engine import choose_engine
 from trainer.api.episodes import EnvironmentReward, as_environment, with_environment
 from trainer.api.evaluator import ModelEvaluator, is_read
@@ -30,7 +32,7 @@ from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.export import export
-from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
+from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""
@@ -62,6 +64,11 @@ class TrainResult:
     checkpoint: Path
     """A Hugging Face directory with the trainer's state."""
     output_dir: Path
+
+    @property
+    def training_loss(self) -> float | None:
+        """Loss of the last step; None without one."""
+        return self.metrics.get("loss")
 
 
 class OnlineRLTrainer:
@@ -119,24 +126,36 @@ class OnlineRLTrainer:
         changes["settings"] = settings | changes.get("settings", {})
         if self._environment is not None and self._environment.has_reward:
             reward_fn = EnvironmentReward()
+        name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.output_dir = config.output_dir or Path("outputs") / name
+        self._caller_model = CallerModel(model, processing_class, self.output_dir / "initial")
+        peft_config = peft_config or self._caller_model.peft_config
         if peft_config is not None:
-            changes["settings"] |= lora_settings(peft_config)
-        if model is not None:
-            _refuse_other_model(config, model)
+            of_model = self._caller_model.model or config.model_name_or_path
+            changes["settings"] |= lora_settings(peft_config, of_model)
+        named = config.model_name_or_path
+        if (
+            model is not None
+            and "model_name_or_path" in config.model_fields_set
+            and named != str(model)
+        ):
+            raise ConfigError(
+                "the argument model names another model",
+                field="model_name_or_path",
+                value=named,
+                remedy="leave one of them out",
+            )
         if isinstance(model, str | Path):
             changes["model_name_or_path"] = str(model)
         self.config = config.changed(**changes)
 
-        name = f"{self.config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output_dir = self.config.output_dir or Path("outputs") / name
-        self._caller_model = CallerModel(model, processing_class, self.output_dir / "initial")
         self._callbacks = Callbacks(callbacks, self.config, self.output_dir / "extras.jsonl")
         self._engine = choose_engine(engine, self.config)
         if reward_fn is None or train_dataset is None:
             field = "reward_fn" if reward_fn is None else "train_dataset"
             raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
         self._rewards = as_rewards(reward_fn, self._callbacks)
-        self._weights = _weights(self.config, self._rewards)
+        self._weights = weights_of(self._rewards, self.config.reward_weights)
         if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
             raise ConfigError(
                 "the data set has no length",
@@ -156,6 +175,8 @@ class OnlineRLTrainer:
         self._rounds = 0
         self._began = False
         self._checkpoint: Path | None = None
+        self._loaded: tuple[Path | None, Any] | None = None
+        """The model that `model` loaded, after its checkpoint."""
         _check(self.config, self._problems)
 
     @property
@@ -165,8 +186,18 @@ class OnlineRLTrainer:
 
     @property
     def model(self) -> Any:
-        """The model or its name, as given; an object has the trained weights after `train`."""
-        return self._caller_model.model or self.config.model_name_or_path
+        """The model object, as given or loaded; it has the trained weights after `train`."""
+        if self._caller_model.is_object:
+            return self._caller_model.model
+        if self._loaded is None or self._loaded[0] != self._checkpoint:
+            section = self.config.to_config(self.config.problems_per_step, 0, Path()).model
+            if self._checkpoint is None:
+                model = load_model(section)
+            else:
+                with self._whole_model() as directory:
+                    model = load_model(section.model_copy(update={"name": str(directory)}))
+            self._loaded = (self._checkpoint, model)
+        return self._loaded[1]
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback. Raises ConfigError for an object without hooks."""
@@ -228,7 +259,10 @@ class OnlineRLTrainer:
             with self._whole_model() as directory:
                 self._caller_model.load(directory)
         if self.config.push_to_hub:
-            self.push_to_hub()
+            try:
+                self.push_to_hub()
+            except ConfigError as error:  # the training that worked is not lost
+                print(f"not pushed: {error}")
         return self._result(self._checkpoint)
 
     def _rounds_on_disk(self) -> int:
@@ -239,11 +273,12 @@ class OnlineRLTrainer:
         steps = int(newest.name.removeprefix("step_"))
         return steps // self.config.total_steps(len(self._problems.train))
 
-    def save_model(self, path: str | Path) -> Path:
+    def save_model(self, path: str | Path | None = None) -> Path:
         """Writes the trained model as a plain Hugging Face directory and returns its path; an older
         model there is replaced.
 
-        A LoRA adapter is merged into its model.
+        A LoRA adapter is merged into its model. In `output_dir`, the default, `config.json`
+        has both the model's configuration and the settings of the run.
 
         Raises ConfigError before `train`, and for a path that is a file.
         """
@@ -254,7 +289,7 @@ class OnlineRLTrainer:
                 value=str(path),
                 remedy="call train() before save_model()",
             )
-        target = Path(path)
+        target = Path(path or self.output_dir)
         if target.exists() and not target.is_dir():
             raise ConfigError(
                 "this is a file", field="path", value=str(target), remedy="name a directory"
@@ -263,21 +298,30 @@ class OnlineRLTrainer:
         for pattern in _OLD_WEIGHTS:
             for old in target.glob(pattern):
                 old.unlink()
+        settings = json.loads((self.output_dir / "config.json").read_text(encoding="utf-8"))
         with self._whole_model() as source:
             shutil.copytree(
                 source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True
             )
+        if target.samefile(self.output_dir):
+            model = json.loads((target / "config.json").read_text(encoding="utf-8"))
+            text = json.dumps(settings | model, indent=2)
+            (target / "config.json").write_text(text, encoding="utf-8")
         write_card(target, self.output_dir, problems=len(self._problems.train))
         return target
 
     def push_to_hub(
-        self, repo_id: str | None = None, private: bool | None = None, token: str | None = None
+        self,
+        repo_id: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        **_: Any,
     ) -> str | None:
         """Writes the trained model with its card to `output_dir/hub` and pushes it to the hub.
 
         Args:
             repo_id, private, token: `hub_model_id`, `hub_private_repo` and `hub_token` of the
-                config when None.
+                config when None. TRL's further arguments are for its model card.
 
         Returns the model's URL there; if the hub cannot be reached, prints the reason and returns
         None: the directory is complete. Raises ConfigError before `train`, and when the hub refuses
@@ -308,22 +352,14 @@ class OnlineRLTrainer:
         """
         import pandas
 
-        rows = []
-        for line in read_lines(self.output_dir / "samples.jsonl"):
-            if step not in (None, line["step"]):
-                continue
-            for completion in line["completions"]:
-                rows.append(
-                    {
-                        "step": line["step"],
-                        "prompt": line["prompt"],
-                        "completion": completion.get("text"),
-                        "reward": completion.get("reward"),
-                        "correct": completion.get("correct"),
-                    }
-                )
-        columns = ["step", "prompt", "completion", "reward", "correct"]
-        return pandas.DataFrame(rows, columns=columns)
+        groups = [
+            group
+            for group in read_lines(self.output_dir / "samples.jsonl")
+            if step in (None, group["step"])
+        ]
+        table = pandas.json_normalize(groups, "completions", ["step", "prompt"])
+        table = table.rename(columns={"text": "completion"})
+        return table.reindex(columns=["step", "prompt", "completion", "reward", "correct"])
 
     @contextmanager
     def _whole_model(self) -> Iterator[Path]:
@@ -356,14 +392,9 @@ class OnlineRLTrainer:
                 remedy="give dataset here, or eval_dataset to the trainer",
             )
         config = self.config
-        settings: dict[str, Any] = {}
-        for name in ("top_p", "top_k", "min_p"):
-            value = getattr(config, name)
-            if value is not None:
-                settings[f"sampling.{name}"] = value
-        for name, value in config.settings.items():
-            if is_read(name):
-                settings[name] = value
+        bounds = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p or 0.0}
+        settings = {f"sampling.{name}": value for name, value in bounds.items()}
+        settings |= {name: value for name, value in config.settings.items() if is_read(name)}
         evaluator = ModelEvaluator(
             self._checkpoint or self._caller_model.saved(config),
             system_prompt=config.system_prompt,
@@ -375,9 +406,12 @@ class OnlineRLTrainer:
             progress=config.verbose,
             settings=settings,
         )
-        data = self._problems.held_out if dataset is None else dataset
-        weights = list(self._weights.values())
-        return evaluator.evaluate(data, self._rewards, k=k, reward_weights=weights)
+        return evaluator.evaluate(
+            self._problems.held_out if dataset is None else dataset,
+            self._rewards,
+            k=k,
+            reward_weights=list(self._weights.values()),
+        )
 
     @contextmanager
     def _own_names(self) -> Iterator[None]:
@@ -394,30 +428,19 @@ class OnlineRLTrainer:
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
-        if not history:  # a callback stopped the run before its first step
-            return TrainResult(
-                global_step=0,
-                metrics={},
-                history=[],
-                evaluations=evaluations,
-                checkpoint=saved,
-                output_dir=self.output_dir,
-            )
-        last = history[-1]
-        metrics: dict[str, float] = {}
+        found: dict[str, Any] = {}
+        last = history[-1] if history else {}  # a callback may stop a run before its first step
         for name in ("reward", "accuracy", "completion_tokens"):
-            if last[name] is not None:
-                metrics[name] = float(last[name])
-        metrics["loss"] = last["update"]["loss"]
-        metrics["kl"] = last["update"]["kl_reference"]
+            found[name] = last.get(name)
+        if last:
+            found["loss"] = last["update"]["loss"]
+            found["kl"] = last["update"]["kl_reference"]
         if evaluations:
-            newest = evaluations[-1]
-            if newest["accuracy"] is not None:
-                metrics["eval_accuracy"] = newest["accuracy"]
-            metrics |= by_data_set(newest["answers"], self._held_out_names)
+            found["eval_accuracy"] = evaluations[-1]["accuracy"]
+            found |= by_data_set(evaluations[-1]["answers"], self._held_out_names)
         return TrainResult(
-            global_step=last["step"],
-            metrics=metrics,
+            global_step=last.get("step", 0),
+            metrics={name: float(value) for name, value in found.items() if value is not None},
             history=history,
             evaluations=evaluations,
             checkpoint=saved,
@@ -425,42 +448,18 @@ class OnlineRLTrainer:
         )
 
 
-def _refuse_other_model(config: TrainerConfig, model: Any) -> None:
-    """Raises ConfigError when the settings name another model than the argument `model`."""
-    named = config.model_name_or_path
-    if "model_name_or_path" in config.model_fields_set and named != str(model):
-        raise ConfigError(
-            "the argument model names another model",
-            field="model_name_or_path",
-            value=named,
-            remedy="leave one of them out",
-        )
-
-
 def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, float]:
     """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
     set in `names`.
     """
-    found: dict[str, list[float]] = {}
-    for answer in answers:
-        name, slash, _ = answer["prompt_id"].partition("/")
-        if slash and name in names:
-            found.setdefault(f"eval_{name}_reward", []).append(answer["reward"])
-            if answer["correct"] is not None:
-                found.setdefault(f"eval_{name}_accuracy", []).append(float(answer["correct"]))
-    return {name: sum(shares) / len(shares) for name, shares in found.items()}
-
-
-def _weights(config: TrainerConfig, rewards: Sequence[RewardFunction]) -> dict[str, float]:
-    weights = config.reward_weights if config.reward_weights is not None else [1.0] * len(rewards)
-    if len(weights) != len(rewards):
-        raise ConfigError(
-            f"there are {len(rewards)} reward functions",
-            field="reward_weights",
-            value=weights,
-            remedy="give one weight for each reward function",
-        )
-    return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
+    means: dict[str, float] = {}
+    for name in names:
+        own = [answer for answer in answers if answer["prompt_id"].startswith(f"{name}/")]
+        for figure, key in (("reward", "reward"), ("accuracy", "correct")):
+            values = [answer[key] for answer in own if answer[key] is not None]
+            if values:
+                means[f"eval_{name}_{figure}"] = mean(values)
+    return means
 
 
 def _check(config: TrainerConfig, problems: Problems) -> None:
@@ -490,20 +489,20 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     prompter = Prompter(load_tokenizer(settings.model), PromptStyle.of(settings), [])
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
     longest = max(lengths)
-    longest_id = prompts[lengths.index(longest)].id
-    context = context_length(settings.model)
+    room = (context_length(settings.model) or sys.maxsize) - longest
+    field = ""
     if longest > config.max_prompt_length:
+        field = "max_prompt_length"
+        limit = ""
+        remedy = "raise it"
+    elif config.max_new_tokens > room:
+        field = "max_new_tokens"
+        limit = f", and the model's context has only {longest + room}"
+        remedy = f"lower it to {max(1, room)}"
+    if field:
         raise ConfigError(
-            f"the problem {longest_id} has {longest} tokens",
-            field="max_prompt_length",
-            value=config.max_prompt_length,
-            remedy="raise it, or leave the problem out",
-        )
-    if context is not None and longest + config.max_new_tokens > context:
-        raise ConfigError(
-            f"the problem {longest_id} has {longest} tokens, and the model's context has only "
-            f"{context}",
-            field="max_new_tokens",
-            value=config.max_new_tokens,
-            remedy=f"lower it to {max(1, context - longest)}, or leave the problem out",
+            f"the problem {prompts[lengths.index(longest)].id} has {longest} tokens{limit}",
+            field=field,
+            value=getattr(config, field),
+            remedy=f"{remedy}, or leave the problem out",
         )

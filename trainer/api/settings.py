@@ -5,14 +5,16 @@ to `Config`.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -20,13 +22,13 @@ from pydantic import (
     model_validator,
 )
 
-from common.errors import ConfigError, did_you_mean, shorten
+from common.errors import ConfigError, ServiceError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping
 from common.settings.explain import explained
-from trainer.api.presets import PRESETS
 from trainer.api.trl import ARGUMENTS, LOSSES, translated
 
+_Error = TypeVar("_Error", bound=ServiceError)
 _SETTINGS = {
     "model.name": "model_name_or_path",
     "model.reference": "ref_model_name_or_path",
@@ -42,12 +44,20 @@ _SETTINGS = {
     "trainer.lr_schedule": "lr_scheduler_type",
     "trainer.weight_decay": "weight_decay",
     "trainer.max_grad_norm": "max_grad_norm",
-    "trainer.checkpoint_every": "save_steps",
     "trainer.keep_checkpoints": "save_total_limit",
-    "trainer.eval_every": "eval_steps",
-    "trackers.run_name": "run_name",
 }
 """Settings of the system, and the fields of `TrainerConfig` that determine them."""
+_DERIVED = {
+    "trainer.checkpoint_every": "save_steps",
+    "trainer.eval_every": "eval_steps",
+    "trainer.num_epochs": "num_train_epochs",
+    "trainer.max_steps": "max_steps",
+    "trainer.warmup_steps": "warmup_steps",
+    "trainer.run_dir": "output_dir",
+    "trackers.run_name": "run_name",
+    "trackers.names": "report_to",
+}
+"""The same for fields whose values depend on the data or on other fields."""
 _RECIPES = {
     "algorithm.clip_low": "clip_range",
     "algorithm.clip_high": "clip_range_high",
@@ -59,7 +69,8 @@ _RECIPES = {
 }
 """The same for fields that count only if they are set: otherwise the recipe or the system's default
 applies."""
-FIELDS = _SETTINGS | _RECIPES | {"trackers.names": "report_to"}
+FIELDS = _SETTINGS | _RECIPES | _DERIVED
+_OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
 OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
 """Settings of `rollout` for an SGLang that the trainer starts."""
 OWN_NAMES = "own names"
@@ -67,19 +78,24 @@ OWN_NAMES = "own names"
 _DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 
 
-def renamed(error: ConfigError, names: Mapping[str, str], prefix: str = "") -> ConfigError:
+def renamed(error: _Error, names: Mapping[str, str], prefix: str = "") -> _Error:
     """Returns the error with other names for settings, wherever it mentions them."""
-    mentioned = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)")
+    mentioned = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)")
 
     def rename(text: str) -> str:
         return mentioned.sub(lambda found: names[found[0]], text)
 
-    return ConfigError(
+    changed = copy(error)
+    ServiceError.__init__(
+        changed,
         prefix + rename(error.message),
         field=error.field and rename(error.field),
         value=error.value,
         remedy=error.remedy and rename(error.remedy),
+        code=error.code,
+        status=error.status,
     )
+    return changed
 
 
 class TrainerConfig(BaseModel):
@@ -115,8 +131,8 @@ class TrainerConfig(BaseModel):
     """Learning rate of the policy."""
     critic_learning_rate: float | None = Field(None, gt=0)
     """Learning rate of the critic of ppo; 1e-5 when unset."""
-    num_train_epochs: int = Field(1, gt=0)
-    """Passes over the training data; not read with `max_steps`."""
+    num_train_epochs: float = Field(1, gt=0)
+    """Passes over the training data, a fraction too; not read with `max_steps`."""
     max_steps: int | None = Field(None, gt=0)
     """Steps of the run, over the training data as often as they need; unset, or -1 as in TRL:
     `num_train_epochs` passes."""
@@ -176,13 +192,14 @@ class TrainerConfig(BaseModel):
     when unset."""
     overwrite_output_dir: bool = False
     """Remove an earlier run in output_dir; otherwise it is an error."""
-    save_steps: int = Field(50, ge=0)
-    """Steps between checkpoints; one is always written at the end; 0: only at the end."""
+    save_steps: float | Literal["epoch"] = 50
+    """Steps between checkpoints, or a share of all steps below 1, or `epoch`; one is always written
+    at the end; 0: only at the end."""
     save_total_limit: int = Field(3, gt=0)
     """Number of newest checkpoints to keep."""
-    eval_steps: int = Field(0, ge=0)
-    """Steps between evaluations on the trainer's eval_dataset; 0: only before and after
-    training."""
+    eval_steps: float | Literal["epoch"] = 0
+    """Steps between evaluations on the trainer's eval_dataset, or a share of all steps below 1, or
+    `epoch`; 0: only before and after training."""
     seed: int = Field(0, ge=0)
     """Seed of data order and sampling. Runs with the same seed are equal."""
     report_to: str = ""
@@ -204,46 +221,37 @@ class TrainerConfig(BaseModel):
     settings: dict[str, Any] = {}
     """Any other setting of the system (`python -m trainer --help-all`), as {"section.name":
     value}."""
-
-    # ------------------------------------------------------------ presets
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
-        """Returns the settings of `PRESETS[name]` with changes. Raises ConfigError for an unknown
-        name.
-        """
-        if name not in PRESETS:
-            raise ConfigError(
-                "there is no such preset",
-                field="preset",
-                value=name,
-                remedy=f"use one of {', '.join(PRESETS)}",
-            )
-        return cls(**{**PRESETS[name], **changes})
-
-    @classmethod
-    def grpo_math_small(cls, **changes: Any) -> Self:
-        """Returns settings of GRPO on a model of half a billion parameters."""
-        return cls.preset("grpo_math_small", **changes)
-
-    @classmethod
-    def grpo_math_medium(cls, **changes: Any) -> Self:
-        """Returns settings of GRPO on a model of 1.5 billion parameters, with larger groups and
-        batches.
-        """
-        return cls.preset("grpo_math_medium", **changes)
-
-    @classmethod
-    def rloo_math(cls, **changes: Any) -> Self:
-        """Returns settings of RLOO on a model of half a billion parameters."""
-        return cls.preset("rloo_math", **changes)
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    """The arguments by the names that they were given with."""
 
     def changed(self, **changes: Any) -> Self:
         """Returns these settings with changes to fields, checked again. Raises ConfigError as the
         constructor does.
         """
         fields = self.model_dump(exclude_unset=True) | changes
-        return type(self).model_validate(fields, context=OWN_NAMES)
+        made = type(self).model_validate(fields, context=OWN_NAMES)
+        made._given = self._given | changes
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the value of one of TRL's arguments, as given or as the field has it."""
+        if name not in ARGUMENTS:
+            return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it
+        if name in self._given:
+            return self._given[name]
+        return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field or one of TRL's arguments. Raises ConfigError as the constructor does."""
+        if name in ARGUMENTS and name not in type(self).model_fields:
+            made = type(self)(**self._given | {name: value})
+            self.__dict__.update(made.__dict__)
+            self.model_fields_set.update(made.model_fields_set)
+            self._given = made._given
+            return
+        super().__setattr__(name, value)
+        if name in type(self).model_fields:
+            self._given = self._given | {name: value}
 
     # ------------------------------------------------------------ derived values
 
@@ -259,7 +267,14 @@ class TrainerConfig(BaseModel):
         """Returns the steps of a run over this number of training problems; 0 if they do not fill
         one step.
         """
-        return self.max_steps or problems * self.num_train_epochs // self.problems_per_step
+        return self.max_steps or int(problems * self.num_train_epochs) // self.problems_per_step
+
+    def _every(self, interval: float | str, problems: int) -> int:
+        """Returns a number of steps for `save_steps` or `eval_steps`."""
+        if interval == "epoch":
+            return max(1, problems // self.problems_per_step)
+        share = float(interval)
+        return math.ceil(share * self.total_steps(problems)) if share < 1 else int(share)
 
     def to_config(
         self,
@@ -280,14 +295,19 @@ class TrainerConfig(BaseModel):
 
         Raises ConfigError when `settings` are invalid.
         """
-        warmup_steps = math.ceil(self.warmup_ratio * self.total_steps(problems))
+        total_steps = self.total_steps(problems)
+        counts_epochs = self.max_steps is None and self.num_train_epochs == int(
+            self.num_train_epochs
+        )
         mapped = self._defaults() | self._mapped()
         mapped |= {
             "trainer.run_dir": output_dir,
             "state_dir": output_dir / "state",
-            "trainer.num_epochs": self.num_train_epochs * rounds,
-            "trainer.max_steps": None if self.max_steps is None else self.max_steps * rounds,
-            "trainer.warmup_steps": self.warmup_steps or warmup_steps,
+            "trainer.num_epochs": math.ceil(self.num_train_epochs) * rounds,
+            "trainer.max_steps": None if counts_epochs else max(1, total_steps) * rounds,
+            "trainer.warmup_steps": self.warmup_steps or math.ceil(self.warmup_ratio * total_steps),
+            "trainer.checkpoint_every": self._every(self.save_steps, problems),
+            "trainer.eval_every": self._every(self.eval_steps, problems),
             "trainer.eval_samples": held_out,
         }
         if engine != "embedded":
@@ -322,7 +342,9 @@ class TrainerConfig(BaseModel):
             if field in self.model_fields_set and value is not None:
                 mapped[name] = value
 
-        trackers = [name.strip() for name in self.report_to.split(",")]
+        trackers = [name.strip() for name in self.report_to.split(",") if name.strip()]
+        if trackers and self.run_name:
+            mapped["trackers.run_name"] = self.run_name
         return mapped | {
             "seed": self.seed,
             "model.dtype": "bfloat16" if self.bf16 else "float32",
@@ -331,7 +353,7 @@ class TrainerConfig(BaseModel):
             "trainer.device": "cuda" if self.use_gpu else "cpu",
             "rollout.device": "cuda" if self.use_gpu else "cpu",
             "trainer.batch_size": self.problems_per_step,
-            "trackers.names": list(filter(None, trackers)),
+            "trackers.names": trackers,
         }
 
     def _loss(self) -> Mapping[str, Any]:
@@ -349,6 +371,13 @@ class TrainerConfig(BaseModel):
     def _all_steps(cls, value: Any) -> Any:
         return None if value == -1 else value
 
+    @field_validator("save_steps", "eval_steps")
+    @classmethod
+    def _interval(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and (value < 0 or (value > 1 and not value.is_integer())):
+            raise ValueError("give a whole number of steps, or a share of all steps below 1")
+        return value
+
     @field_validator("loss_type")
     @classmethod
     def _known_loss(cls, value: str | None) -> str | None:
@@ -362,12 +391,15 @@ class TrainerConfig(BaseModel):
     def _checked(
         cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
+        given = {}
         if isinstance(data, dict) and info.context != OWN_NAMES:
-            data = translated(cls.assumed | data, cls.model_fields, cls.betas)
+            given = cls.assumed | data
+            data = translated(given, cls.model_fields, cls.betas)
         try:
             config = handler(data)
         except ValidationError as error:
             raise _named(error) from None
+        config._given = given
         config._check()
         return config
 
@@ -380,22 +412,12 @@ class TrainerConfig(BaseModel):
         """Yields field, message and remedy for every contradiction between fields."""
         kind = self.trainer_type
         answers = self.per_device_train_batch_size * self.gradient_accumulation_steps
-        compares = RECIPES[kind].get("advantage") not in ("gae", "none")
-        if compares and self.num_generations == 1:
-            remedy = "set it to at least 2, or use trainer_type='ppo'"
-            yield "num_generations", f"{kind} compares the answers to one problem", remedy
         if answers % self.num_generations:
             message = (
                 f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers "
                 f"a step are not a multiple of num_generations = {self.num_generations}"
             )
             yield "per_device_train_batch_size", message, "change one of these three"
-        if kind == "ppo" and answers < 2:
-            message = (
-                "ppo learns from a step's answers in two mini-batches, and this step has only one "
-                "answer"
-            )
-            yield "gradient_accumulation_steps", message, "raise it, or per_device_train_batch_size"
         if kind != "ppo" and self.critic_learning_rate is not None:
             remedy = "leave it out, or use trainer_type='ppo'"
             yield "critic_learning_rate", f"{kind} has no critic", remedy
@@ -413,41 +435,27 @@ class TrainerConfig(BaseModel):
                 "loss_type='dapo'"
             )
             yield "loss_type", message, remedy
-        level = self.settings.get(
-            "algorithm.importance_level", RECIPES[kind].get("importance_level", "token")
-        )
-        if self.loss_type == "luspo" and level != "sequence":
+        level = RECIPES[kind].get("importance_level")
+        if self.loss_type == "luspo" and "sequence" not in (
+            level,
+            self.settings.get("algorithm.importance_level"),
+        ):
             message = "luspo compares the probabilities of whole answers"
             yield "loss_type", message, "set importance_sampling_level='sequence'"
-        if self.warmup_ratio and self.warmup_steps:
-            yield "warmup_ratio", f"warmup_steps is {self.warmup_steps}", "leave one of them out"
-        if self.kl_coef == 0 and self.ref_model_name_or_path is not None:
-            remedy = "leave it out, or set kl_coef above 0"
-            yield "ref_model_name_or_path", "with kl_coef=0 there is no reference model", remedy
         if self.bf16 and not self.use_gpu:
             message = "the update on a CPU is computed in float32"
-            yield "bf16", message, "set use_gpu=True, or leave it out"
+            yield "bf16", message, "set use_gpu, or leave it out"
 
     def _check_settings(self) -> None:
-        fixed = {
-            "trainer.run_dir",
-            "state_dir",
-            "trainer.num_epochs",
-            "trainer.max_steps",
-            "trainer.warmup_steps",
-            "trainer.eval_samples",
-            "trainer.resume",
-            *_SETTINGS,
-            *self._mapped(),
-        }
+        fixed = {*_SETTINGS, *_DERIVED, *self._mapped(), *_OF_THE_RUN}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
-            if name in fixed:
-                message = f"{name} is derived from the other fields"
-                remedy = "set the corresponding field of TrainerConfig instead"
-            elif isinstance(value, Mapping):
+            if isinstance(value, Mapping) and "." not in name:
                 message = f"{name} is a section, not a setting"
                 remedy = f"write {{'{name}.name': value}}"
+            elif name in fixed:
+                message = f"{name} is derived from the other fields"
+                remedy = "set the corresponding field of TrainerConfig instead"
             elif _decided_elsewhere(name):
                 message = (
                     f"{name} does not apply to a run in one process with your own data and reward "

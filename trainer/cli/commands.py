@@ -18,6 +18,7 @@ from common.settings.sections import DataSection
 from common.settings.sources import read_text
 from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
+from trainer.api.settings import renamed
 
 DATASETS = (
     "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a "
@@ -117,38 +118,17 @@ def argument_names(flags: Mapping[str, str]) -> Iterator[None]:
     Args:
         flags: arguments by the names of settings and of the Python API's fields and parameters.
     """
-    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
-    dotted = re.compile(r"(set )?--(data\.\w+)")
-    known = re.compile(rf"(?<![\w.-])(?:TrainerConfig\.)?({names})(?![\w-])(?:=(True|'\w+'))?")
-
-    def argument(found: re.Match[str]) -> str:
-        name = found[1]
-        value = found[2]
-        if name.isalpha() and value is None:  # such as `seed`, which is also an English word
-            return found[0]
-        if value in (None, "True"):
-            return flags[name]
-        return f"{flags[name]} {value.strip(chr(39))}"
-
-    def data_argument(found: re.Match[str]) -> str:
-        verb = "give " if found[1] else ""
-        return flags.get(found[2], f"{verb}--set {found[2]}=NAME")
-
+    # Names such as `seed` are English words too, except as the field of an error.
+    mentioned = {name: flag for name, flag in flags.items() if not name.isalpha()}
     try:
         yield
     except ServiceError as error:
-        field = error.field
-        if field:
-            field = flags.get(field, f"--set {field}" if "." in field else field)
-        remedy = error.remedy
-        if remedy:
-            remedy = dotted.sub(data_argument, known.sub(argument, remedy))
-        kind = ConfigError if isinstance(error, ConfigError) else ServiceError
-        raise kind(
-            known.sub(argument, error.message),
-            field=field,
-            value=error.value,
-            remedy=remedy,
-            code=error.code,
-            status=error.status,
-        ) from None
+        field = error.field or ""
+        error.field = flags.get(field, f"--set {field}" if "." in field else error.field)
+        if error.remedy:
+            error.remedy = re.sub(
+                r"(?:set )?--(data\.\w+)",
+                lambda found: flags.get(found[1], f"give --set {found[1]}=NAME"),
+                error.remedy,
+            )
+        raise renamed(error, mentioned) from None

@@ -7,11 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, shorten
 from common.models.hub import check_model
 from common.process.cli import CommandParser, positive, run
 from common.process.imports import heavy_imports
-from common.process.storage import make_directory
 from common.settings.config import from_mapping
 from common.settings.sections import DataSection
 from trainer.cli.commands import DATASETS, argument_names, data_section, problems, setting
@@ -35,25 +34,23 @@ interval does not contain 0, the difference is more than chance.
 """
 _SHOWN = 10
 """Problems that are shown of those that only one model has right."""
-_OWN_ARGUMENTS = (
-    "sampling.group_size",
-    "sampling.max_new_tokens",
-    "sampling.temperature",
-    "sampling.system_prompt",
-)
-"""Settings of `sampling` that have arguments of their own, or no meaning here."""
 _ARGUMENTS = {
     "model": "--model",
     "api_key": "--api-key-env",
     "model_id": "--model-id",
+    "tokenizer": "--tokenizer",
     "dataset": "--dataset",
     "data.source": "--dataset",
     "data.num_samples": "--num-samples",
     "sampling.system_prompt": "--system-prompt",
+    "sampling.max_new_tokens": "--max-new-tokens",
+    "sampling.temperature": "--temperature",
     "model.name": "--model",
     "device": "--device",
 }
 """The argument for each name that the Python API and the loaders use."""
+_READ = ("sampling.", "model.chat_template", "model.trust_remote_code")
+"""Settings that an evaluation reads besides those of the data."""
 
 
 def parser() -> CommandParser:
@@ -165,24 +162,17 @@ def main(argv: list[str] | None = None) -> None:
 def _compare(arguments: dict[str, Any]) -> None:
     """Checks the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments["output_file"]
-    if output is not None:
-        _check_output(output)
-    if arguments["temperature"] <= 0:
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(
-            "this number is too small",
-            field="--temperature",
-            value=arguments["temperature"],
-            remedy="give a number above 0; every evaluation has greedy answers too",
+            "there is no such directory, or it is one",
+            field="--output-file",
+            value=str(output),
+            remedy="name a file in an existing directory",
         )
+    data = _read_settings(arguments)
     _check_models(arguments)
-
-    settings: dict[str, Any] = {}
-    data_settings: dict[str, Any] = {}
-    for name, value in dict(arguments["set"]).items():
-        (data_settings if name.startswith("data.") else settings)[name] = value
-    data = data_section(arguments["dataset"], data_settings)
-    arguments["settings"] = _generation_settings(settings, data)
     dataset = problems(data, arguments["split"], arguments["num_samples"], at_most=50)
+
     first = _evaluate(arguments["model"], dataset, arguments)
     report: dict[str, Any] = {**first}
     texts = [_summary(first)]
@@ -191,84 +181,41 @@ def _compare(arguments: dict[str, Any]) -> None:
 
         second = _evaluate(arguments["compare"], dataset, arguments)
         difference = compare_evaluations(first, second)
-        texts.append(_summary(second))
-        texts.append(_comparison(difference, first, second))
+        texts += [_summary(second), _comparison(difference, first, second)]
         report["compare"] = {**second}
         report["comparison"] = asdict(difference)
     if output is not None:
-        output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
         texts.append(f"written to {output}")
     print("\n\n".join(texts))
 
 
-def _check_output(path: Path) -> None:
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(
-            "this is a directory" if path.is_dir() else "there is no such directory",
-            field="--output-file",
-            value=str(path),
-            remedy="name a file in an existing directory",
-        )
-    make_directory(path.parent, "--output-file")
-
-
 def _check_models(arguments: dict[str, Any]) -> None:
     """Checks that local models exist, and that nothing is given which needs a server."""
-    local = {}
-    for flag, model in (("--model", arguments["model"]), ("--compare", arguments["compare"])):
-        if model and not _served(model):
-            local[flag] = model
-    if local and arguments["compare"] is None:
-        of_server = {
-            "--tokenizer": arguments["tokenizer"],
-            "--model-id": arguments["model_id"],
-            "--api-key-env": arguments["api_key_env"],
-        }
-        for flag, value in of_server.items():
-            if value is not None:
-                raise ConfigError(
-                    "this argument is only for a server, and the model is local",
-                    field=flag,
-                    value=value,
-                    remedy="leave it out, or give the URL of a server as --model",
-                )
+    models = {"--model": arguments["model"], "--compare": arguments["compare"]}
+    local = {flag: model for flag, model in models.items() if model and not _served(model)}
+    for name in ("tokenizer", "model_id", "api_key_env"):
+        if arguments[name] is not None and not any(map(_served, filter(None, models.values()))):
+            raise ConfigError(
+                "this argument is only for a server, and the model is local",
+                field=f"--{name.replace('_', '-')}",
+                value=arguments[name],
+                remedy="leave it out, or give the URL of a server as --model",
+            )
     if arguments["tokenizer"]:
         local["--tokenizer"] = arguments["tokenizer"]
     for flag, model in local.items():
         check_model(model, flag)
 
 
-def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
-    with heavy_imports():
-        from services.reward.functions import MathRewardFunction
-        from trainer.api.evaluator import ModelEvaluator
-
-    served = _served(model)
-    evaluator = ModelEvaluator(
-        model,
-        system_prompt=arguments["system_prompt"],
-        max_new_tokens=arguments["max_new_tokens"],
-        temperature=arguments["temperature"],
-        seed=arguments["seed"],
-        concurrency=arguments["concurrency"],
-        device=arguments["device"],
-        dtype=arguments["dtype"],
-        tokenizer=arguments["tokenizer"] if served else None,
-        model_id=arguments["model_id"] if served else None,
-        api_key=_key(arguments["api_key_env"]) if served else None,
-        settings=arguments["settings"],
-    )
-    with closing(MathRewardFunction()) as reward:
-        return evaluator.evaluate(dataset, reward, arguments["k"])
-
-
-def _generation_settings(settings: dict[str, Any], data: DataSection) -> dict[str, Any]:
-    """Returns the settings of prompts and sampling. Raises ConfigError for any other setting or a
-    wrong value.
+def _read_settings(arguments: dict[str, Any]) -> DataSection:
+    """Returns the settings of the data, and leaves those of prompts and sampling in `arguments`.
+    Raises ConfigError for any other setting or a wrong value.
     """
-    read = ("sampling.", "model.chat_template", "model.trust_remote_code")
-    for name, value in settings.items():
-        if name in _OWN_ARGUMENTS or not name.startswith(read):
+    data: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for name, value in arguments.pop("set"):
+        if name in _ARGUMENTS or not name.startswith(("data.", *_READ)):
             raise ConfigError(
                 "an evaluation does not read this setting",
                 field=name,
@@ -276,10 +223,36 @@ def _generation_settings(settings: dict[str, Any], data: DataSection) -> dict[st
                 remedy="give a setting of data, sampling or the chat template, such as "
                 "data.prompt_field=question",
             )
-    from_mapping({"rollout.engine": "embedded", **settings})
-    if data.prompt_template:
-        return settings | {"data.prompt_template": data.prompt_template}
-    return settings
+        (data if name.startswith("data.") else settings)[name] = value
+    temperature = {"sampling.temperature": arguments["temperature"]}
+    from_mapping({"rollout.engine": "embedded", **settings, **temperature})
+    section = data_section(arguments["dataset"], data)
+    if section.prompt_template:
+        settings["data.prompt_template"] = section.prompt_template
+    arguments["settings"] = settings
+    return section
+
+
+def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
+    with heavy_imports():
+        from services.reward.functions import MathRewardFunction
+        from trainer.api.evaluator import ModelEvaluator
+
+    same = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device")
+    of_server: dict[str, Any] = {}
+    if _served(model):
+        of_server = {
+            "tokenizer": arguments["tokenizer"],
+            "model_id": arguments["model_id"],
+            "api_key": _key(arguments["api_key_env"]),
+        }
+    evaluator = ModelEvaluator(
+        model,
+        **{name: arguments[name] for name in (*same, "dtype", "settings")},
+        **of_server,
+    )
+    with closing(MathRewardFunction()) as reward:
+        return evaluator.evaluate(dataset, reward, arguments["k"])
 
 
 def _served(model: str) -> bool:
@@ -300,67 +273,68 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
+_SUMMARY = """\
+{model}
+  accuracy     {accuracy:.3f} ± {standard_error:.3f}   95 % interval {low:.3f} to {high:.3f}   \
+{num_samples} problems, greedy
+  mean reward  {mean_reward:.3f}"""
+_LENGTHS = """
+  tokens       mean {mean:.1f}, median {median:.0f}, 95th percentile {p95:.0f}, \
+longest {longest:.0f}, {truncated:.1%} cut"""
+
+
 def _summary(results: "EvaluationResults") -> str:
     assert results["confidence_interval"] is not None, "MathRewardFunction verifies"
     low, high = results["confidence_interval"]
-    lines = [
-        results["model"],
-        f"  accuracy     {results['accuracy']:.3f} ± {results['standard_error']:.3f}   "
-        f"95 % interval {low:.3f} to {high:.3f}   {results['num_samples']} problems, greedy",
-        f"  mean reward  {results['mean_reward']:.3f}",
-    ]
-    figures = {
-        f"pass@{results['k']}": results["pass_at_k"],
-        f"avg@{results['k']}": results["avg_at_k"],
-        f"maj@{results['k']}": results["maj_at_k"],
-    }
-    for name, value in figures.items():
+    text = _SUMMARY.format(**results, low=low, high=high)
+    for name in ("pass", "avg", "maj"):
+        value = results.get(f"{name}_at_k")
         if value is not None:
-            lines.append(f"  {name:<11}  {value:.3f}")
-    lengths = results["lengths"]
-    if lengths:
-        lines.append(
-            f"  tokens       mean {lengths['mean']:.1f}, median {lengths['median']:.0f}, "
-            f"95th percentile {lengths['p95']:.0f}, longest {lengths['longest']:.0f}, "
-            f"{lengths['truncated']:.1%} cut"
-        )
+            text += f"\n  {name + '@' + str(results['k']):<11}  {value:.3f}"
+    if results["lengths"]:
+        text += _LENGTHS.format(**results["lengths"])
     if results["num_ungraded"]:
-        lines.append(f"  {results['num_ungraded']} answers could not be graded and do not count")
-    return "\n".join(lines)
+        text += f"\n  {results['num_ungraded']} answers could not be graded and do not count"
+    return text
+
+
+_COMPARISON = """\
+difference  {found.difference:+.3f}   95 % interval {found.low:+.3f} to {found.high:+.3f}   \
+p = {found.p_value:.2g} (McNemar, exact): {judgement}
+{gained} problems only the first has right, {lost} only the second, {alike} alike"""
+_PROBLEM = """
+  {prompt}  (answer {truth})
+    first:  {first}
+    second: {second}"""
 
 
 def _comparison(
     found: "PairedDifference", first: "EvaluationResults", second: "EvaluationResults"
 ) -> str:
-    judgement = "more than chance" if found.low > 0 or found.high < 0 else "may be chance"
-    alike = found.num_samples - len(found.gained) - len(found.lost)
-    lines = [
-        f"difference  {found.difference:+.3f}   "
-        f"95 % interval {found.low:+.3f} to {found.high:+.3f}   "
-        f"p = {found.p_value:.2g} (McNemar, exact): {judgement}",
-        f"{len(found.gained)} problems only the first has right, {len(found.lost)} only the "
-        f"second, {alike} alike",
-    ]
-    changed = {
-        "right by the first only:": found.gained,
-        "right by the second only:": found.lost,
-    }
-    for title, problems_changed in changed.items():
-        if problems_changed:
-            lines += ["", title]
-        for i in problems_changed[:_SHOWN]:
-            answer = _one_line(first["ground_truths"][i], 40)
-            lines.append(f"  {_one_line(first['prompts'][i])}  (answer {answer})")
-            lines.append(f"    first:  {_one_line(first['responses'][i])}")
-            lines.append(f"    second: {_one_line(second['responses'][i])}")
-        if len(problems_changed) > _SHOWN:
-            lines.append(f"… and {len(problems_changed) - _SHOWN} more")
-    return "\n".join(lines)
+    text = _COMPARISON.format(
+        found=found,
+        judgement="more than chance" if found.low > 0 or found.high < 0 else "may be chance",
+        gained=len(found.gained),
+        lost=len(found.lost),
+        alike=found.num_samples - len(found.gained) - len(found.lost),
+    )
+    for which, changed in (("first", found.gained), ("second", found.lost)):
+        if changed:
+            text += f"\n\nright by the {which} only:"
+        for i in changed[:_SHOWN]:
+            text += _PROBLEM.format(
+                prompt=_one_line(first["prompts"][i]),
+                truth=_one_line(first["ground_truths"][i]),
+                first=_one_line(first["responses"][i]),
+                second=_one_line(second["responses"][i]),
+            )
+        if len(changed) > _SHOWN:
+            text += f"\n… and {len(changed) - _SHOWN} more"
+    return text
 
 
-def _one_line(text: str, limit: int = 200) -> str:
-    line = " ⏎ ".join(text.split("\n"))
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+def _one_line(text: str) -> str:
+    return shorten(" ⏎ ".join(text.split("\n")))
 
 
 if __name__ == "__main__":

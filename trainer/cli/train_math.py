@@ -10,7 +10,6 @@ from common.process.cli import CommandParser, count, positive, run
 from common.process.imports import heavy_imports
 from common.process.storage import make_directory
 from trainer.api.output import check_output
-from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import (
     DATASETS,
@@ -35,9 +34,8 @@ examples:
     --learning-rate 5e-4 --per-device-train-batch-size 64 --num-generations 8 \
 --output-dir outputs/tiny
 
-  # your own problems (columns question and answer), a preset, and a setting that has no argument \
-of its own
-  python -m trainer.train_math --preset rloo_math --dataset problems.jsonl \
+  # your own problems (columns question and answer), and a setting that has no argument of its own
+  python -m trainer.train_math --trainer rloo --dataset problems.jsonl \
 --set algorithm.entropy_coef=0.001
 
   # the hardest problems of MATH
@@ -97,9 +95,6 @@ def parser() -> CommandParser:
     )
     running = made.add_argument_group("run")
     running.add_argument(
-        "--preset", choices=list(PRESETS), help="base settings; other arguments take precedence"
-    )
-    running.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in --output-dir"
     )
     running.add_argument(
@@ -150,9 +145,8 @@ def _train(arguments: dict[str, Any]) -> None:
             value=True,
             remedy="name it with --output-dir",
         )
-    preset = arguments["preset"]
     save_to = arguments["save_to"]
-    config = TrainerConfig.preset(preset, **fields) if preset else TrainerConfig(**fields)
+    config = TrainerConfig(**fields)
     data = data_section(arguments["dataset"], data_settings)
     if config.output_dir is not None:
         check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)

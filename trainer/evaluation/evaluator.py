@@ -8,7 +8,6 @@ from statistics import mean, pstdev
 
 from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed
-from common.errors import InvalidInput
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter
 from common.settings.config import Config
@@ -16,9 +15,10 @@ from common.wire.schemas import Episode, Prompt, RewardResult
 from trainer.evaluation.evaluation import Answer, Evaluation, pass_at_k
 from trainer.evaluation.generation import (
     SEED_OFFSET,
-    GenerationSettings,
     Generator,
     TokenGenerator,
+    longest_answer,
+    sampling_of,
     together,
 )
 from trainer.rollouts.episodes import answer_of, episode_request, play
@@ -95,12 +95,6 @@ async def evaluate(
 
     Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
     """
-    if not prompts:
-        raise InvalidInput(
-            "there is nothing to evaluate on",
-            field="trainer.eval_samples",
-            remedy="give the data set a held-out split",
-        )
     own = config.evaluation
     k = config.trainer.eval_k
     graded = await _graded_problems(
@@ -108,49 +102,40 @@ async def evaluate(
     )
 
     # The first n answers to a problem count for the accuracy, k more for pass@k.
-    counted = [answers[: own.n] for answers in graded]
     verified = all(result.verified for _, result in chain.from_iterable(graded))
-    shares = [_share_correct(answers) for answers in counted]
-    rewards = [result.reward or 0.0 for _, result in chain.from_iterable(counted)]
-    passed = [_pass_at_k(answers[own.n :], k) for answers in graded[:pass_samples]]
+    answers: list[Answer] = []
+    shares: list[float] = []
+    rewards: list[float] = []
+    passed: list[float] = []
+    for prompt, of_problem in zip(prompts, graded, strict=True):
+        counted = [result for _, result in of_problem[: own.n]]
+        shares.append(mean(result.correct for result in counted))
+        rewards += [result.reward or 0.0 for result in counted]
+        if len(of_problem) > own.n:
+            passed.append(pass_at_k(k, sum(right.correct for _, right in of_problem[own.n :]), k))
+        answers.append(
+            Answer(
+                prompt_id=prompt.id,
+                prompt=prompt.prompt,
+                ground_truth=prompt.ground_truth,
+                response=of_problem[0][0].text,
+                correct=counted[0].correct if verified else None,
+                reward=counted[0].reward or 0.0,
+            )
+        )
     return Evaluation(
         step=step,
         accuracy=mean(shares) if verified else None,
         standard_error=pstdev(shares) / math.sqrt(len(shares)) if verified else None,
         num_samples=len(prompts),
-        pass_at_k=sum(passed) / len(passed) if passed and verified else None,
+        pass_at_k=mean(passed) if passed and verified else None,
         k=k,
-        answers=[
-            _first_answer(prompt, answers, verified)
-            for prompt, answers in zip(prompts, graded, strict=True)
-        ],
+        answers=answers,
         mean_reward=mean(rewards),
         verified=verified,
         n=own.n,
         temperature=own.temperature,
     )
-
-
-def _first_answer(prompt: Prompt, graded: _Graded, verified: bool) -> Answer:
-    answer, result = graded[0]
-    return Answer(
-        prompt_id=prompt.id,
-        prompt=prompt.prompt,
-        ground_truth=prompt.ground_truth,
-        response=answer.text,
-        correct=result.correct if verified else None,
-        reward=result.reward or 0.0,
-    )
-
-
-def _share_correct(graded: _Graded) -> float:
-    return mean(result.correct for _, result in graded)
-
-
-def _pass_at_k(graded: _Graded, k: int) -> float:
-    """Returns pass@k of one problem with k sampled answers."""
-    correct = sum(result.correct for _, result in graded)
-    return pass_at_k(k, correct, k)
 
 
 async def _graded_problems(
@@ -165,48 +150,24 @@ async def _graded_problems(
     Raises GenerationFailed when a grade is missing.
     """
     own = config.evaluation
-    sampling = config.sampling
     greedy = own.temperature == 0
-    settings = GenerationSettings(
-        style=prompter.style,
-        max_new_tokens=own.max_new_tokens or sampling.max_new_tokens,
-        temperature=own.temperature or sampling.temperature,
-        seed=config.seed,
-        timeout_s=sampling.request_timeout_s,
-        cuts=own.truncation(),
-        sampling=sampling,
-    )
-    generator = TokenGenerator(services.rollout, prompter, settings, context=None)
+    generator = TokenGenerator(services.rollout, prompter, config)
 
-    work = []
-    for index, prompt in enumerate(prompts):
+    async def graded(index: int, prompt: Prompt) -> _Graded:
         samples = 0 if greedy else own.n
         if index < pass_samples:
             samples += config.trainer.eval_k
-        if services.environment is None:
-            answers = graded_answers(
-                generator,
-                services.reward,
-                prompt,
-                index=index,
-                samples=samples,
-                greedy=greedy,
+        if services.environment is not None:
+            return await _graded_episodes(
+                config, services, prompt, index=index, samples=samples, greedy=greedy
             )
-        else:
-            answers = _graded_episodes(
-                config,
-                services,
-                settings,
-                prompt=prompt,
-                index=index,
-                samples=samples,
-                greedy=greedy,
-            )
-        work.append(answers)
-    graded = await together(work)
+        return await graded_answers(
+            generator, services.reward, prompt, index=index, samples=samples, greedy=greedy
+        )
 
-    for prompt, of_prompt in zip(prompts, graded, strict=True):
-        for _, result in of_prompt:
+    problems = await together([graded(index, prompt) for index, prompt in enumerate(prompts)])
+    for prompt, of_problem in zip(prompts, problems, strict=True):
+        for _, result in of_problem:
             if result.reward is None:
                 raise GenerationFailed(
                     f"an answer could not be graded: {result.reason or result.status}",
@@ -215,7 +176,7 @@ async def _graded_problems(
                     remedy="look at the log of reward-server",
                     code="not_graded",
                 )
-    return graded
+    return problems
 
 
 async def graded_answers(
@@ -242,7 +203,6 @@ async def graded_answers(
 async def _graded_episodes(
     config: Config,
     services: Services,
-    settings: GenerationSettings,
     prompt: Prompt,
     index: int,
     samples: int,
@@ -252,7 +212,7 @@ async def _graded_episodes(
     with grades.
     """
     graded: _Graded = []
-    for n, temperature in ((int(greedy), 0.0), (samples, settings.temperature)):
+    for n, is_greedy in ((int(greedy), True), (samples, False)):
         if n == 0:
             continue
         request = episode_request(
@@ -261,9 +221,9 @@ async def _graded_episodes(
             request_id=f"evaluation-{secrets.token_hex(8)}",
             n=n,
             position=SEED_OFFSET + index,
-            temperature=temperature,
+            temperature=sampling_of(config, is_greedy)["temperature"],
         )
-        request.sampling.max_new_tokens = settings.max_new_tokens
+        request.sampling.max_new_tokens = longest_answer(config)
         for episode in await play(services, request):
             graded.append(await _graded_episode(services.reward, prompt, episode))
     return graded

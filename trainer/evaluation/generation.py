@@ -1,40 +1,35 @@
 """Generates the answers of an evaluation."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError
-from common.prompts.prompter import Prompter, PromptStyle
-from common.settings.sections import SamplingSection
+from common.prompts.prompter import Prompter
+from common.settings.config import Config
 from common.wire.schemas import Prompt
 from trainer.rollouts.requests import GeneratedAnswer, sampling_seed
 
 _T = TypeVar("_T")
+Slots = AbstractAsyncContextManager[Any]
 SEED_OFFSET = 1 << 20
 """Separates the seeds of evaluation from those of training."""
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """Settings of all requests of an evaluation."""
+def sampling_of(config: Config, greedy: bool) -> dict[str, Any]:
+    """Returns temperature, bounds of the distribution and ends of an answer, by SGLang's names."""
+    ends = config.sampling.stop_conditions()
+    if greedy:
+        return {"temperature": 0.0, **ends}
+    temperature = config.evaluation.temperature or config.sampling.temperature
+    return {"temperature": temperature, **ends, **config.evaluation.truncation()}
 
-    style: PromptStyle
-    max_new_tokens: int
-    temperature: float
-    """Temperature of the sampled answers."""
-    seed: int
-    timeout_s: float
-    """Limit of one request, retries included."""
-    cuts: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that truncate the sampling distribution of sampled answers, by SGLang's names."""
-    sampling: SamplingSection = field(default_factory=SamplingSection)
-    """What ends an answer."""
-    slots: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """A semaphore that limits the requests in flight."""
+
+def longest_answer(config: Config) -> int:
+    """Returns the limit of an answer in tokens."""
+    return config.evaluation.max_new_tokens or config.sampling.max_new_tokens
 
 
 class Generator(Protocol):
@@ -51,39 +46,44 @@ class Generator(Protocol):
 class TokenGenerator:
     """Generates through SGLang's `/generate`, tokens in and tokens out, exactly as in training.
 
-    `context` limits the total tokens of a prompt and its answer; None leaves that to the server.
+    Args:
+        client: the engine or the router.
+        prompter: makes the tokens of prompts.
+        config: its sections `sampling` and `evaluation`, and the seed.
+        context: limits the total tokens of a prompt and its answer; None leaves that to the server.
+        slots: a semaphore that limits the requests in flight.
     """
 
     def __init__(
         self,
         client: RolloutClient,
         prompter: Prompter,
-        settings: GenerationSettings,
-        context: int | None,
+        config: Config,
+        context: int | None = None,
+        slots: Slots | None = None,
     ) -> None:
         self._client = client
         self._prompter = prompter
-        self._settings = settings
+        self._config = config
         self._context = context
+        self._slots = slots or nullcontext()
 
     async def generate(
         self, prompt: Prompt, index: int, n: int, greedy: bool
     ) -> list[GeneratedAnswer]:
-        settings = self._settings
+        config = self._config
         prompt_ids = self._prompter.token_ids(prompt)
-        parameters = settings.sampling.stop_conditions()
-        if not greedy:
-            parameters = {**parameters, **settings.cuts}
-        async with settings.slots:
+        parameters = sampling_of(config, greedy)
+        async with self._slots:
             answers = await self._client.answers(
                 prompt_ids,
                 n=n,
-                max_new_tokens=min(settings.max_new_tokens, self._room(prompt, len(prompt_ids))),
-                temperature=0.0 if greedy else settings.temperature,
+                max_new_tokens=self._room(prompt, len(prompt_ids)),
+                temperature=parameters.pop("temperature"),
                 stop_token_ids=self._prompter.stop_token_ids,
-                sampling_seed=sampling_seed(settings.seed, SEED_OFFSET + index),
+                sampling_seed=sampling_seed(config.seed, SEED_OFFSET + index),
                 parameters=parameters,
-                deadline_s=settings.timeout_s,
+                deadline_s=config.sampling.request_timeout_s,
                 logprobs=False,
             )
         return [self._parsed(prompt, answer) for answer in answers]
@@ -109,8 +109,9 @@ class TokenGenerator:
 
     def _room(self, prompt: Prompt, length: int) -> int:
         """Returns how many tokens an answer to a prompt of `length` tokens may have."""
+        longest = longest_answer(self._config)
         if self._context is None:
-            return self._settings.max_new_tokens
+            return longest
         room = self._context - length
         if room < 1:
             raise ConfigError(
@@ -120,7 +121,7 @@ class TokenGenerator:
                 value=prompt.prompt,
                 remedy="leave it out, or use a model with a longer context",
             )
-        return room
+        return min(longest, room)
 
 
 def finished(

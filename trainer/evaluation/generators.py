@@ -8,30 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from common.clients.base import Client, Unreachable
 from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError, ServiceError
-from common.prompts.prompter import Prompter, conversation
+from common.prompts.prompter import Prompter, PromptStyle, conversation
 from common.prompts.templates import filled
-from common.settings.sections import ModelSection
+from common.settings.config import Config
 from common.wire.schemas import Prompt
+from learning.device import choose_device
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from trainer.evaluation.generation import (
     SEED_OFFSET,
-    GenerationSettings,
     Generator,
+    Slots,
     TokenGenerator,
     finished,
+    longest_answer,
+    sampling_of,
     together,
 )
 from trainer.policy.scorer import load_model, load_tokenizer, quiet
 from trainer.rollouts.requests import GeneratedAnswer, sampling_seed
 
-_OPENAI_NAMES = {"min_new_tokens": "min_tokens"}
 _FIRST_ANSWER_S = 15.0
 """Time limit for a server's first response."""
 
@@ -41,35 +42,32 @@ class ChatGenerator:
     chat.
     """
 
-    def __init__(self, client: Client, model_id: str, settings: GenerationSettings) -> None:
+    def __init__(self, client: Client, model_id: str, config: Config, slots: Slots) -> None:
         self._client = client
         self._model_id = model_id
-        self._settings = settings
+        self._config = config
+        self._slots = slots
 
     async def generate(
         self, prompt: Prompt, index: int, n: int, greedy: bool
     ) -> list[GeneratedAnswer]:
         """See `Generator`. Sends one request per answer, since not every server supports `n`."""
-        first = sampling_seed(self._settings.seed, SEED_OFFSET + index)
+        first = sampling_seed(self._config.seed, SEED_OFFSET + index)
         seeds = [(first + 0x9E3779B1 * number) & 0x7FFFFFFF for number in range(n)]
         return await together([self._one(prompt, seed, greedy) for seed in seeds])
 
     async def _one(self, prompt: Prompt, seed: int, greedy: bool) -> GeneratedAnswer:
-        settings = self._settings
-        style = settings.style
+        config = self._config
+        style = PromptStyle.of(config)
         is_chat = style.chat is not False
-        body: dict[str, Any] = {
-            "model": self._model_id,
-            "max_tokens": settings.max_new_tokens,
-            "temperature": 0.0 if greedy else settings.temperature,
-        }
-        for name, value in settings.sampling.stop_conditions().items():
-            body[_OPENAI_NAMES.get(name, name)] = value
-        if settings.sampling.stop_token_ids:
-            body["stop_token_ids"] = list(settings.sampling.stop_token_ids)
+        body = sampling_of(config, greedy)
+        body |= {"model": self._model_id, "max_tokens": longest_answer(config)}
+        if "min_new_tokens" in body:
+            body["min_tokens"] = body.pop("min_new_tokens")
+        if config.sampling.stop_token_ids:
+            body["stop_token_ids"] = list(config.sampling.stop_token_ids)
         if not greedy:
             body["seed"] = seed
-            body.update(settings.cuts)
 
         question = filled(style.template, prompt)
         if is_chat:
@@ -81,9 +79,9 @@ class ChatGenerator:
             path = "/v1/completions"
             body["prompt"] = question + style.prefill
 
-        async with settings.slots:
+        async with self._slots:
             response = await self._client.request(
-                "POST", path, json=body, deadline_s=settings.timeout_s
+                "POST", path, json=body, deadline_s=config.sampling.request_timeout_s
             )
         try:
             content = response.json()
@@ -101,85 +99,65 @@ class ChatGenerator:
 
 @asynccontextmanager
 async def local_generator(
-    section: ModelSection,
-    prompts: Sequence[Prompt],
-    settings: GenerationSettings,
-    device: torch.device,
-    dtype: str,
+    config: Config, prompts: Sequence[Prompt], slots: Slots
 ) -> AsyncIterator[Generator]:
-    """Runs the embedded engine on a model directory or hub model. Raises ConfigError when it does
-    not load.
+    """Runs the embedded engine on `config.model.name`, a directory or a name on the hub. Raises
+    ConfigError when it does not load.
     """
     with tempfile.TemporaryDirectory(prefix="rlhf-math-") as temporary:
-
-        def load() -> tuple[Model, Any]:
-            return _load(
-                section, Path(temporary), prompts, settings=settings, device=device, dtype=dtype
-            )
-
-        loaded, tokenizer = await asyncio.to_thread(load)
-        engine = Engine(loaded, seed=settings.seed)
-        app = make_app(engine)
-        stop_token_ids = sorted({*loaded.eos_ids, *settings.sampling.stop_token_ids})
-        prompter = Prompter(tokenizer, settings.style, stop_token_ids)
+        loaded, prompter = await asyncio.to_thread(_load, config, Path(temporary), prompts)
+        prompter.stop_token_ids = sorted({*loaded.eos_ids, *config.sampling.stop_token_ids})
+        app = make_app(Engine(loaded, seed=config.seed))
         async with (
             app.router.lifespan_context(app),
             RolloutClient(
                 "engine", "http://in-process", transport=httpx.ASGITransport(app)
             ) as client,
         ):
-            yield TokenGenerator(client, prompter, settings, context=loaded.max_context_tokens)
+            yield TokenGenerator(client, prompter, config, loaded.max_context_tokens, slots=slots)
 
 
-def _load(
-    section: ModelSection,
-    temporary: Path,
-    prompts: Sequence[Prompt],
-    settings: GenerationSettings,
-    device: torch.device,
-    dtype: str,
-) -> tuple[Model, Any]:
+def _load(config: Config, temporary: Path, prompts: Sequence[Prompt]) -> tuple[Model, Prompter]:
     """Loads the engine's model with room for the longest problem and its answer, as far as the
     model allows.
-
-    Returns the model and the tokenizer of the prompts.
     """
-    prompter = Prompter(load_tokenizer(section), settings.style, [])
+    prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
     longest = max(map(len, prompter.all_token_ids(prompts)))
-    directory = Path(section.name)
+    directory = Path(config.model.name)
     if not (directory / "config.json").is_file():
-        loaded: Any = load_model(section)
+        loaded: Any = load_model(config.model)
         directory = temporary
         loaded.save_pretrained(directory)
         prompter.tokenizer.save_pretrained(directory)
     quiet()
-    model = Model(directory, longest + settings.max_new_tokens, device, dtype)
-    return model, prompter.tokenizer
+    device = choose_device(config.rollout.device, "device")
+    context = longest + longest_answer(config)
+    return Model(directory, context, device, dtype=config.model.dtype), prompter
 
 
 @asynccontextmanager
 async def sglang_generator(
-    url: str, tokenizer: ModelSection, api_key: str | None, settings: GenerationSettings
+    url: str, config: Config, api_key: str | None, slots: Slots
 ) -> AsyncIterator[Generator]:
-    """Connects to SGLang or its router at `url`; `tokenizer` names the tokenizer of its model."""
-    prompter = Prompter(
-        load_tokenizer(tokenizer), settings.style, list(settings.sampling.stop_token_ids)
-    )
+    """Connects to SGLang or its router at `url`; `config.model` names its tokenizer."""
+    stops = list(config.sampling.stop_token_ids)
+    prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), stops)
     async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
         await _ask(client, "/get_model_info")  # needs the key, unlike /health
-        yield TokenGenerator(client, prompter, settings, context=None)
+        yield TokenGenerator(client, prompter, config, slots=slots)
 
 
 @asynccontextmanager
 async def openai_generator(
-    url: str, model_id: str | None, api_key: str | None, settings: GenerationSettings
+    url: str, config: Config, api_key: str | None, slots: Slots, model_id: str | None
 ) -> AsyncIterator[Generator]:
     """Connects to an OpenAI-compatible server at `url`, with or without `/v1`; `model_id` None: its
     only model.
     """
     async with Client("the server", _root(url), headers=_bearer(api_key)) as client:
         listed = await _ask(client, "/v1/models")
-        yield ChatGenerator(client, model_id or _only_model(listed, url), settings)
+        model_id = model_id or _only_model(listed, url)
+        yield ChatGenerator(client, model_id, config, slots)
 
 
 def _bearer(api_key: str | None) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """The figures of an evaluation, and the comparison of two."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import mean
 from typing import Any, TypedDict
+
+import numpy as np
 
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
@@ -13,9 +14,7 @@ from services.reward.answers.extract import extract_answer
 from services.reward.answers.notation import texts_of, tokens
 from trainer.evaluation.evaluation import pass_at_k
 from trainer.evaluation.uncertainty import (
-    Lengths,
     PairedDifference,
-    avg_at_k,
     maj_at_k,
     paired_difference,
     standard_error,
@@ -46,8 +45,8 @@ class EvaluationResults(TypedDict):
     """Answers that could not be graded (the grader timed out); excluded from every figure."""
     mean_reward: float
     lengths: dict[str, float] | None
-    """Lengths of the greedy answers in tokens (`Lengths`); None when the server does not report
-    them."""
+    """Lengths of the greedy answers in tokens: mean, median, p95, longest, and the share truncated
+    at the limit; None when the server does not report them."""
     k: int
     pass_at_k: float | None
     """Probability that one of k sampled answers is right; this and the next three are None for k =
@@ -108,71 +107,66 @@ def results_of(
         num_samples=len(prompts),
         num_ungraded=sum(result.reward is None for _, result in everything),
         mean_reward=mean(result.reward for result in graded if result.reward is not None),
-        lengths=_lengths(greedy),
+        lengths=_lengths([answer for answer, _ in greedy]),
         k=k,
         pass_at_k=None,
         avg_at_k=None,
         maj_at_k=None,
         pass_at=None,
-        prompts=[],
-        prompt_ids=[],
-        ground_truths=[],
-        responses=[],
-        extracted_answers=[],
-        rewards=[],
-        correct=[],
-        samples=[],
+        prompts=[prompt.prompt for prompt in prompts],
+        prompt_ids=[prompt.id for prompt in prompts],
+        ground_truths=[prompt.ground_truth for prompt in prompts],
+        responses=[answer.text for answer, _ in greedy],
+        extracted_answers=[result.extracted_answer for _, result in greedy],
+        rewards=[result.reward for _, result in greedy],
+        correct=[_verdict(result) for _, result in greedy],
+        samples=[[_sample(*sampled) for sampled in of_problem[1:]] for of_problem in answers],
     )
-    for prompt, (answer, result) in zip(prompts, greedy, strict=True):
-        results["prompts"].append(prompt.prompt)
-        results["prompt_ids"].append(prompt.id)
-        results["ground_truths"].append(prompt.ground_truth)
-        results["responses"].append(answer.text)
-        results["extracted_answers"].append(result.extracted_answer)
-        results["rewards"].append(result.reward)
-        results["correct"].append(_verdict(result))
-    for of_problem in answers:
-        results["samples"].append([_sample(*sampled) for sampled in of_problem[1:]])
-
     if verified:
-        _add_figures_at_k(results, answers)
+        _add_figures_at_k(results)
     return results
 
 
-def _add_figures_at_k(
-    results: EvaluationResults, answers: Sequence[Sequence[GradedAnswer]]
-) -> None:
+def _add_figures_at_k(results: EvaluationResults) -> None:
     """Sets the figures of the samples, from the problems of which every sample was graded."""
     k = results["k"]
-    verdicts: list[list[bool]] = []
+    shares: list[float] = []
     majorities: list[float] = []
-    for of_problem in answers:
-        sampled = of_problem[1:]
-        if not sampled or any(result.reward is None for _, result in sampled):
+    right: list[int] = []
+    for of_problem in results["samples"]:
+        verdicts = [sample["correct"] for sample in of_problem]
+        if not verdicts or None in verdicts:
             continue
-        correct = [result.correct for _, result in sampled]
-        votes = [normalised_answer(answer.text) for answer, _ in sampled]
-        verdicts.append(correct)
-        majorities.append(maj_at_k(votes, correct))
-    if not verdicts:
+        votes = [normalised_answer(sample["response"]) for sample in of_problem]
+        right.append(sum(verdicts))
+        shares.append(mean(verdicts))
+        majorities.append(maj_at_k(votes, verdicts))
+    if not right:
         return
 
-    def mean_pass_at(tries: int) -> float:
-        return mean(pass_at_k(k, sum(correct), tries) for correct in verdicts)
-
     powers_of_two = {1 << power for power in range(k.bit_length())}
-    results["pass_at_k"] = mean_pass_at(k)
-    results["avg_at_k"] = mean(map(avg_at_k, verdicts))
+    pass_at = {
+        tries: mean(pass_at_k(k, count, tries) for count in right)
+        for tries in sorted({k, *powers_of_two})
+    }
+    results["pass_at"] = pass_at
+    results["pass_at_k"] = pass_at[k]
+    results["avg_at_k"] = mean(shares)
     results["maj_at_k"] = mean(majorities)
-    results["pass_at"] = {tries: mean_pass_at(tries) for tries in sorted({k, *powers_of_two})}
 
 
-def _lengths(greedy: Sequence[GradedAnswer]) -> dict[str, float] | None:
-    known = [answer.tokens for answer, _ in greedy if answer.tokens is not None]
+def _lengths(greedy: Sequence[GeneratedAnswer]) -> dict[str, float] | None:
+    known = [answer.tokens for answer in greedy if answer.tokens is not None]
     if len(known) < len(greedy):
         return None
-    truncated = [answer.finish_reason == "length" for answer, _ in greedy]
-    return asdict(Lengths.of(known, truncated))
+    median, p95 = np.quantile(known, [0.5, 0.95])
+    return {
+        "mean": mean(known),
+        "median": float(median),
+        "p95": float(p95),
+        "longest": max(known),
+        "truncated": mean(answer.finish_reason == "length" for answer in greedy),
+    }
 
 
 def _sample(answer: GeneratedAnswer, result: RewardResult) -> dict[str, Any]:

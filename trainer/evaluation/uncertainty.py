@@ -1,12 +1,10 @@
-"""Statistics of evaluations: uncertainty of a share, avg@k, maj@k, paired comparison. Pure."""
+"""Statistics of evaluations: uncertainty of a share, maj@k, paired comparison. Pure."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-
-import numpy as np
 
 Z95 = NormalDist().inv_cdf(0.975)
 """1.96, for a two-sided interval of 95 %."""
@@ -28,13 +26,6 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def avg_at_k(correct: Sequence[bool]) -> float:
-    """Returns the share of right answers among the k to one problem: the expected accuracy of one
-    sample.
-    """
-    return sum(correct) / len(correct)
-
-
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Returns the accuracy of a majority vote over the k answers to one problem (Wang et al. 2022,
     arXiv:2203.11171).
@@ -53,30 +44,6 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     # Equal answers have equal verdicts: that of the first counts for each winner.
     winners = [list(answers).index(answer) for answer, n in votes.items() if n == most_votes]
     return sum(correct[i] for i in winners) / len(winners)
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of answers in tokens."""
-
-    mean: float
-    median: float
-    p95: float
-    longest: int
-    truncated: float
-    """Share of answers cut at the limit."""
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], truncated: Sequence[bool]) -> "Lengths":
-        """Returns the statistics of at least one answer."""
-        median, p95 = np.quantile(tokens, [0.5, 0.95])
-        return cls(
-            mean=float(np.mean(tokens)),
-            median=float(median),
-            p95=float(p95),
-            longest=max(tokens),
-            truncated=sum(truncated) / len(truncated),
-        )
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Returns the learning rate after `step` steps: linear warm-up, then `lr_schedule`, to zero
-    after `total_steps`.
+    """Returns the learning rate after `step` steps: linear warm-up, then `lr_schedule`, to
+    `min_lr_share` of it after `total_steps`.
 
     The first of W warm-up steps has 1/W of the rate; with transformers' schedules it has 0, which
     wastes its batch.
@@ -58,9 +58,11 @@ def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) 
         return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
 
     progress = (step - warmup) / max(1, total_steps - warmup)
-    if settings.lr_schedule == "linear":
-        return settings.learning_rate * (1 - progress)
-    return settings.learning_rate * (0.5 * (1 + math.cos(math.pi * progress)))
+    falling = 1 - progress
+    if settings.lr_schedule == "cosine":
+        falling = 0.5 * (1 + math.cos(math.pi * progress))
+    share = settings.min_lr_share
+    return settings.learning_rate * (share + (1 - share) * falling)
 
 
 @dataclass(frozen=True)

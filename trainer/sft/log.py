@@ -1,21 +1,11 @@
 """Log of a fine-tuning run on worked answers: console, run directory and trackers."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from trainer.observe.run_dir import Recorder
 from trainer.sft.learner import Update
 from trainer.timing import CpuClock, StageClock
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The result of an evaluation."""
-
-    step: int
-    loss: float
-    """Mean negative log-probability of an answer's token, in nats."""
-    num_samples: int
 
 
 class SftLog:
@@ -55,13 +45,10 @@ class SftLog:
             text += "  skipped: the gradient is not finite"
         self.recorder.measured(record, text)
 
-    def evaluation(self, found: HeldOut) -> None:
-        """Records an evaluation."""
-        text = (
-            f"evaluation at step {found.step}: held-out loss {found.loss:.4f} "
-            f"({found.num_samples} examples)"
-        )
-        self.recorder.evaluated(asdict(found), text)
+    def evaluation(self, step: int, loss: float, num_samples: int) -> None:
+        """Records the mean negative log-probability of a held-out answer's token, in nats."""
+        text = f"evaluation at step {step}: held-out loss {loss:.4f} ({num_samples} examples)"
+        self.recorder.evaluated({"step": step, "loss": loss, "num_samples": num_samples}, text)
 
     def report(self, checkpoint: Path) -> None:
         """Writes the curves, and prints seconds, held-out loss before and after, and paths."""

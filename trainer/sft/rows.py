@@ -3,11 +3,9 @@ marked.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.prompts.prompter import Prompter, answered_text, text_ids
@@ -43,10 +41,6 @@ class Encoder:
     prompter: Prompter
     vocabulary: int
     context: int | None
-    _tokenizer: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._tokenizer = self.prompter.tokenizer
 
     def rows(self, example: Prompt) -> list[TrainingSequence]:
         """Returns the rows of a chat that ends with an answer. Raises ConfigError when it does not
@@ -81,17 +75,19 @@ class Encoder:
                 yield self._split(example.model_copy(update=asked), message["content"])
 
     def _split(self, asked: Prompt, answer: str) -> tuple[list[int], list[int]]:
-        before, after = answered_text(asked, answer, self.prompter.style, self._tokenizer)
-        prompt, both = text_ids([before, before + after], self.prompter.style, self._tokenizer)
+        style = self.prompter.style
+        tokenizer = self.prompter.tokenizer
+        before, after = answered_text(asked, answer, style, tokenizer)
+        prompt, both = text_ids([before, before + after], style, tokenizer)
         own = both[len(prompt) :]
         # Generation never produces a token across the end of the prompt.
         if both[: len(prompt)] != prompt:
-            own = self._tokenizer(after, add_special_tokens=False).input_ids
+            own = tokenizer(after, add_special_tokens=False).input_ids
         stop_ids = set(self.prompter.stop_token_ids)
         ends = [place for place, token in enumerate(own) if token in stop_ids]
         if ends:
             return prompt, own[: ends[-1] + 1]
-        eos: int | None = self._tokenizer.eos_token_id
+        eos: int | None = tokenizer.eos_token_id
         return prompt, [*own, self.prompter.stop_token_ids[0] if eos is None else eos]
 
     def _check(self, example: Prompt, tokens: list[int]) -> None:
@@ -100,7 +96,7 @@ class Encoder:
                 f"{example.id} has the token {max(tokens, default=-1)}, but the model has only "
                 f"{self.vocabulary} tokens",
                 field="model.name",
-                value=self._tokenizer.name_or_path,
+                value=self.prompter.tokenizer.name_or_path,
                 remedy="use the tokenizer that belongs to the model",
             )
         if self.context is not None and len(tokens) > self.context:
@@ -116,29 +112,6 @@ class Encoder:
 
 def _int32(tokens: Sequence[int]) -> Int32:
     return np.array(tokens, np.int32)
-
-
-def pack(rows: Sequence[TrainingSequence]) -> bytes:
-    """Serialises rows to send them to other ranks."""
-    sizes = [len(rows)]
-    parts: list[Int32] = []
-    for row in rows:
-        sizes += [len(row.prompt_ids), len(row.completion_ids)]
-        parts += [row.prompt_ids, row.completion_ids, row.learned.astype(np.int32)]
-    return np.concatenate([sizes, *parts]).astype(np.int32).tobytes()
-
-
-def unpack(body: bytes) -> list[TrainingSequence]:
-    """Inverts `pack`."""
-    numbers: NDArray[np.int32] = np.frombuffer(body, np.int32)
-    count, start, rows = int(numbers[0]), 1 + 2 * int(numbers[0]), list[TrainingSequence]()
-    for prompt, completion in numbers[1:start].reshape(count, 2).tolist():
-        ids, tokens, learned = np.split(
-            numbers[start : start + prompt + 2 * completion], [prompt, prompt + completion]
-        )
-        rows.append(TrainingSequence(ids, tokens, learned.astype(np.float32)))
-        start += prompt + 2 * completion
-    return rows
 
 
 class Batches:

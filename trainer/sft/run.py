@@ -19,6 +19,7 @@ from common.process.run_lock import RunLock
 from common.process.topology import Topology
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
+from common.wire.codec import decode, encode
 from learning.ranks import Ranks
 from services.data.worked import Examples
 from trainer.observe.run_dir import Recorder, console, tell
@@ -28,8 +29,8 @@ from trainer.policy.policy import Policy
 from trainer.policy.scorer import context_length, load_tokenizer, stop_token_ids
 from trainer.rank import started
 from trainer.sft.learner import Learner
-from trainer.sft.log import HeldOut, SftLog
-from trainer.sft.rows import Batches, Encoder, pack, unpack
+from trainer.sft.log import SftLog
+from trainer.sft.rows import Batches, Encoder, TrainingSequence
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 
@@ -53,6 +54,17 @@ class _RankZero:
     batches: Batches
     lock: RunLock
     identity: Facts
+
+
+@dataclass
+class _Data:
+    """What every rank knows of the data."""
+
+    positions: int
+    """Examples of the whole run, each counted as often as it is learned."""
+    total_steps: int
+    num_held_out: int
+    held_out: list[TrainingSequence]
 
 
 class SftRun:
@@ -97,14 +109,8 @@ class SftRun:
             assert lock is not None
             assert examples is not None
             self._leader, message = self._begin(run_dir, lock, examples, console=console)
-        sizes, _, held_out = ranks.broadcast(message).partition(b"\n")
-        positions, total_steps, num_held_out = map(int, sizes.split())
-        self._positions = positions
-        """Examples of the whole run, each counted as often as it is learned."""
-        self._total_steps = total_steps
-        self._num_held_out = num_held_out
-        self._held_out = unpack(held_out)
-        self._policy.total_steps = total_steps
+        self._data = decode(ranks.broadcast(message), _Data)
+        self._policy.total_steps = self._data.total_steps
 
     def _begin(
         self, run_dir: Path, lock: RunLock, examples: Examples, console: Console
@@ -158,8 +164,13 @@ class SftRun:
             lock=lock,
             identity=identity(config, "answers"),
         )
-        sizes = f"{positions} {total_steps} {len(held_out)}\n"
-        return leader, sizes.encode() + pack(list(chain.from_iterable(held_out)))
+        data = _Data(
+            positions=positions,
+            total_steps=total_steps,
+            num_held_out=len(held_out),
+            held_out=list(chain.from_iterable(held_out)),
+        )
+        return leader, encode(data)
 
     def _encoder(self, tokenizer: Any) -> Encoder:
         config = self._config
@@ -182,13 +193,13 @@ class SftRun:
             self._evaluate()
         progress: AbstractContextManager[Any] = nullcontext()
         if leader:
-            progress = leader.log.recorder.progress(policy.step, self._total_steps)
+            progress = leader.log.recorder.progress(policy.step, self._data.total_steps)
         with self._checkpoints, progress:
             if leader:
                 leader.log.begin()
-            while policy.step < self._total_steps:
+            while policy.step < self._data.total_steps:
                 self._step()
-                if policy.step == self._total_steps:
+                if policy.step == self._data.total_steps:
                     break
                 if settings.eval_every and policy.step % settings.eval_every == 0:
                     self._evaluate()
@@ -205,12 +216,15 @@ class SftRun:
         if leader:
             leader.lock.check()
         with leader.log.clock.stage("update") if leader else nullcontext():
-            packed = pack(leader.batches.rows(policy.step, self._positions)) if leader else b""
-            update = self._learner.learn(unpack(self._ranks.broadcast(packed)))
+            body = b""
+            if leader:
+                body = encode(leader.batches.rows(policy.step, self._data.positions))
+            rows = decode(self._ranks.broadcast(body), list[TrainingSequence])
+            update = self._learner.learn(rows)
         if leader:
             size = self._config.trainer.batch_size
             before = (policy.step - 1) * size
-            done = min(policy.step * size, self._positions)
+            done = min(policy.step * size, self._data.positions)
             leader.log.step(
                 policy.step,
                 epoch=done / len(leader.batches),
@@ -219,15 +233,15 @@ class SftRun:
             )
 
     def _evaluate(self) -> None:
-        if not self._held_out:
+        if not self._data.held_out:
             return
         watchdog.at(f"the evaluation at step {self._policy.step}")
         leader = self._leader
         with leader.log.clock.stage("evaluation") if leader else nullcontext():
-            self._loss = self._learner.loss(self._held_out)
+            self._loss = self._learner.loss(self._data.held_out)
             self._evaluated_step = self._policy.step
         if leader:
-            leader.log.evaluation(HeldOut(self._evaluated_step, self._loss, self._num_held_out))
+            leader.log.evaluation(self._evaluated_step, self._loss, self._data.num_held_out)
 
     def _save(self) -> Path:
         step = self._policy.step

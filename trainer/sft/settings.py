@@ -29,6 +29,7 @@ _TRAINER = (
     "weight_decay",
     "warmup_steps",
     "lr_schedule",
+    "min_lr_share",
     "max_grad_norm",
     "micro_batch_tokens",
     "micro_batch_size",

@@ -4,33 +4,40 @@ the server.
 
 import json
 import logging
+import operator
+import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.expressions import Node, substituted, symbols
 from services.reward.answers.formulas import same_formulas, same_values
-from services.reward.answers.notation import tokens
+from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
 from services.reward.answers.quantities import Value, written_out
 from services.reward.answers.readings import read
 from services.reward.answers.shapes import (
-    Based,
     Choice,
+    Clock,
+    Family,
     Many,
-    Matrix,
     Named,
-    Ratio,
     Reading,
     Region,
     Relation,
+    Residue,
     TupleOrInterval,
     Words,
     as_region,
+    combined,
 )
-from services.reward.answers.values import Undecided, sampled
+from services.reward.answers.statements import line
+from services.reward.answers.values import same_ratio
 
 _WARM_UP = (
     ("\\frac{x+1}{2}", "(1+x)/2"),
@@ -60,6 +67,12 @@ _WARM_UP = (
 """Example comparisons for most kinds of answers."""
 
 
+_SENTENCE = re.compile(
+    r"(?=.*[a-z]{2}.* .*[a-z]{2})[^0-9]*?(?P<number>-?[0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
 def verdict(gold: str, answer: str) -> str:
     """Returns "right", "wrong", "unparsable" for an answer that is not understood completely, or
     "unevaluated".
@@ -70,32 +83,34 @@ def verdict(gold: str, answer: str) -> str:
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed
     instead.
     """
-    if _texts(gold) == _texts(answer):
+    if texts_of(tokens(gold)) == texts_of(tokens(answer)):
         return "right"
     given = read(answer)
     if given is None:
         return "unparsable"
-    expected = read(gold)
+    expected = read_gold(gold)
     if expected is None:
         return "wrong"
-    uncomputable = _is_uncomputable(expected) or _is_uncomputable(given)
-    right = same_formulas(tokens(gold), tokens(answer)) if uncomputable else same(expected, given)
+    right = same(expected, given)
+    is_formula = any(isinstance(each, Value) and not each.node for each in (expected, given))
+    if not right and is_formula and type(expected) is not type(given):
+        right = same_formulas(tokens(gold), tokens(answer))
     if right and _unevaluated(expected, given):
         return "unevaluated"
     return "right" if right else "wrong"
 
 
-def _texts(answer: str) -> list[str]:
-    return [token.text for token in tokens(answer)]
-
-
-def _is_uncomputable(reading: Reading) -> bool:
-    return isinstance(reading, Value) and reading.node is None
-
-
-def equivalent(gold: str, answer: str) -> bool:
-    """Returns whether two answers are equal."""
-    return verdict(gold, answer) == "right"
+def read_gold(text: str) -> Reading | None:
+    """Returns the reading of a gold answer: of the answer inside JSON such as `["5"]`, and of the
+    only number in a sentence.
+    """
+    with suppress(ValueError, TypeError, RecursionError):
+        held = json.loads(text)
+        [item] = held.values() if isinstance(held, dict) else held
+        text = text if isinstance(item, dict | list) else str(item)
+    found = read(text)
+    sentence = None if found else _SENTENCE.fullmatch(text)
+    return read(sentence["number"]) if sentence else found
 
 
 def _unevaluated(expected: Reading, given: Reading) -> bool:
@@ -122,191 +137,195 @@ def _is_number(value: Value) -> bool:
 
 def _values(reading: Reading) -> Iterator[Value]:
     """Yields the values in a reading."""
-    if isinstance(reading, Value):
-        yield reading
-    elif isinstance(reading, Choice):
-        if reading.value is not None:
-            yield from _values(reading.value)
-    elif isinstance(reading, Many | TupleOrInterval):
-        for item in reading.items:
-            yield from _values(item)
-    elif isinstance(reading, Named):
-        for _, value in reading.values:
-            yield from _values(value)
-    elif isinstance(reading, Matrix):
-        for cell in chain.from_iterable(reading.rows):
-            yield from _values(cell)
-    elif isinstance(reading, Region):
-        for start, _, end, _ in reading.intervals:
-            yield Value(start, None, ())
-            yield Value(end, None, ())
+    parts: Iterable[Reading | None] = ()
+    match reading:
+        case Value():
+            yield reading
+        case Choice():
+            parts = (reading.value,)
+        case Many() | TupleOrInterval():
+            parts = reading.items
+        case Named():
+            parts = (value for _, value in reading.values)
+        case Relation():
+            yield _value(reading.right)
+        case Region():
+            for low, _, high, _ in reading.intervals:
+                yield from (_value(low), _value(high))
+    for part in parts:
+        if part is not None:
+            yield from _values(part)
+
+
+def _value(node: Node) -> Value:
+    return Value(node, None, ())
 
 
 def same(expected: Reading, given: Reading) -> bool:
     """Returns whether two readings have the same value."""
     if isinstance(expected, Choice) or isinstance(given, Choice):
         return _same_choice(expected, given)
-    if isinstance(expected, Named | Relation) and isinstance(given, Named | Relation):
-        return _same_statement(expected, given)
-    for one, other in ((expected, given), (given, expected)):
-        if isinstance(one, Named):
-            values = [value for _, value in one.values]
-            if len(values) == 1:
-                return same(values[0], other) if one is expected else same(other, values[0])
-            return _in_order(values, _listed(other))
-        if isinstance(one, Words) and isinstance(other, Value) and one.product is not None:
-            return _same_node(one.product, other.node)
-    if isinstance(expected, Value) and isinstance(given, Value):
-        return same_values(expected, given)
-    if isinstance(expected, Many) and isinstance(given, Many):
-        return _in_any_order(expected.items, given.items)
-    if isinstance(expected, Region) or isinstance(given, Region):
-        return _same_region(as_region(expected), as_region(given))
-    if isinstance(expected, TupleOrInterval) and isinstance(given, TupleOrInterval):
-        same_brackets = expected.opening == given.opening and expected.closing == given.closing
-        # Only a pair can be an interval.
-        if len(expected.items) <= 2 and not same_brackets:
-            return False
-        return _in_order(expected.items, given.items)
-    for row, many in ((expected, given), (given, expected)):
-        if isinstance(row, TupleOrInterval) and isinstance(many, Many):
-            return _in_order(_listed(row), _listed(many))
-        if isinstance(many, Many) and many.braces and len(many.items) == 1:
-            return same(many.items[0], row)
-    if isinstance(expected, Matrix) and isinstance(given, Matrix):
-        if len(expected.rows) != len(given.rows):
-            return False
-        return all(map(_in_order, expected.rows, given.rows))
-    if isinstance(expected, Ratio) and isinstance(given, Ratio):
-        return _same_ratio(expected.nodes, given.nodes)
-    return isinstance(expected, Words | Based) and expected == given
+    if type(expected) is type(given):
+        rule: Callable[[Any, Any], bool] = _RULES.get(type(expected), operator.eq)
+        return rule(expected, given)
+    converted = _converted(expected, given, is_gold=True)
+    if converted is not None:
+        return same(converted, given)
+    converted = _converted(given, expected, is_gold=False)
+    return converted is not None and same(expected, converted)
 
 
-def _same_ratio(expected: Sequence[Node], given: Sequence[Node]) -> bool:
-    """Compares a : b : c to x : y : z by cross products with the first terms."""
-    if len(expected) != len(given):
+def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
+    """Returns a reading as the kind of another one; None if it has no such form."""
+    match one, other:
+        case Named(), Relation():
+            return _as_relation(one)
+        case Named(((_, value),)), _:
+            return value
+        case Named(), _:
+            return TupleOrInterval("(", ")", tuple(value for _, value in one.values))
+        case _, Region():
+            return as_region(one)
+        case Many((item,), True), _:
+            return item
+        case TupleOrInterval("(", ")", items), Many(others, False):
+            return other if _in_order(items, others) else None
+        case TupleOrInterval("(", ")", items), Value() if "\\hat" in texts_of(other.source):
+            return _vector(items)
+        case (Words(_, tuple(node)), Value()) | (Residue(node, _), _):
+            return _value(node)
+        case Relation(), Value() if _is_label(one, is_gold):
+            return _value(one.right)
+        case Value(("binomial", *nodes)), TupleOrInterval():
+            return TupleOrInterval("(", ")", tuple(map(_value, nodes)))
+        case Value(tuple(node)), Family() if len(symbols(node)) == 1:
+            return Family((node,), *symbols(node))
+        case Value(tuple(node)), TupleOrInterval("&", _, rows):
+            return other if _is_multiple_of_one(node, rows) else None
+        case Value(("/", *_)), Clock():
+            times = [read(f"{written(one.source)} {half}") for half in ("am", "pm")]
+            return other if other in times else None
+    return None
+
+
+def _vector(items: Sequence[Reading]) -> Value | None:
+    """Returns (2, 3) as 2i + 3j."""
+    found: Node = ("num", Fraction(0))
+    for item, name in zip(items, "ijk", strict=False):
+        if not isinstance(item, Value) or item.node is None:
+            return None
+        found = ("+", found, ("*", item.node, ("sym", f"\\hat {name}")))
+    return _value(found) if len(items) < 4 else None
+
+
+def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
+    """Returns whether a matrix is the multiple of the identity that 2I says."""
+    names = [name for name in symbols(node) if name[0] == "I" and line(node, name)]
+    if len(names) != 1:
         return False
+    diagonal = _value(substituted(node, names[0], ("num", Fraction(1))))
+    zero = _value(("num", Fraction(0)))
     return all(
-        _same_node(("*", one, given[0]), ("*", other, expected[0]))
-        for one, other in zip(expected, given, strict=True)
+        same(cell, diagonal if i == j else zero)
+        for i, row in enumerate(rows)
+        for j, cell in enumerate(getattr(row, "items", ()))
     )
 
 
-def _listed(reading: Reading) -> tuple[Reading, ...]:
-    """Returns the values of (1, 2) or of 1, 2; empty for an interval or a set."""
-    if isinstance(reading, TupleOrInterval):
-        is_tuple = reading.opening == "(" and reading.closing == ")"
-        return reading.items if is_tuple else ()
-    return reading.items if isinstance(reading, Many) and not reading.braces else ()
+def _is_label(relation: Relation, is_gold: bool) -> bool:
+    """Returns whether an equation says what a number is the value of, as a + b = 7 does. It is an
+    equation to solve if it is linear in one unknown, and as a gold answer if it is one of a curve.
+    """
+    names = symbols(relation.left)
+    is_statement = relation.operator == "=" and relation.right != ("num", Fraction(0))
+    if not is_statement or symbols(relation.right) or not names:
+        return False
+    if is_gold:
+        return not names & _COORDINATES
+    return relation.left[0] == "sym" or not any(line(relation.left, name) for name in names)
 
 
-def _same_node(a: Any, b: Any) -> bool:
-    return same_values(Value(a, None, ()), Value(b, None, ()))
+_COORDINATES = frozenset(("x", "y", "z", "r", "t", "\\theta"))
+
+
+def _same_node(a: Node, b: Node) -> bool:
+    return same_values(_value(a), _value(b))
 
 
 def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
     return 0 < len(expected) == len(given) and all(map(same, expected, given))
 
 
-def _in_any_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
-    if len(expected) != len(given):
-        return False
+def _in_any_order(
+    expected: Sequence[Any], given: Sequence[Any], rule: Callable[[Any, Any], bool]
+) -> bool:
     left = list(given)
     for item in expected:
-        found = next((i for i, other in enumerate(left) if same(item, other)), None)
+        found = next((i for i, other in enumerate(left) if rule(item, other)), None)
         if found is None:
             return False
         del left[found]
-    return True
+    return not left
 
 
 def _same_choice(expected: Reading, given: Reading) -> bool:
     """Compares the letters if both have one, else the values next to the letters."""
-    expected_letter = _letter(expected)
-    given_letter = _letter(given)
     expected_value = expected.value if isinstance(expected, Choice) else None
     given_value = given.value if isinstance(given, Choice) else None
-    if expected_letter and given_letter:
-        if expected_letter != given_letter:
+    letter = _letter(expected, given)
+    given_letter = _letter(given, expected)
+    if letter and given_letter:
+        if letter != given_letter:
             return False
-        if expected_value is None or given_value is None:
-            return True
-        return same(expected_value, given_value)
-
+        return expected_value is None or given_value is None or same(expected_value, given_value)
     if isinstance(expected, Choice):
         return expected_value is not None and same(expected_value, given)
     return given_value is not None and same(given_value, expected)
 
 
-def _letter(reading: Reading) -> str:
+def _letter(reading: Reading, other: Reading) -> str:
+    """Returns the letter of an option. `e` and `E - 24` are one where the other has an option."""
     if isinstance(reading, Choice):
         return reading.letter
-    if isinstance(reading, Value) and reading.node is not None and reading.node[0] == "sym":
-        name = str(reading.node[1])
-        return name if len(name) == 1 else ""
-    return ""
+    if not isinstance(reading, Value) or not reading.source or not isinstance(other, Choice):
+        return ""
+    first, *rest = reading.source
+    is_alone = not rest or (rest[0].text == "-" and rest[0].spaced and rest[-1].spaced)
+    return first.text.upper() if len(first.text) == 1 and is_alone else ""
 
 
-def _same_statement(expected: Named | Relation, given: Named | Relation) -> bool:
-    if isinstance(expected, Named) and isinstance(given, Named):
-        if len(expected.values) != 1 or len(given.values) != 1:
-            expected_names, expected_values = _unzipped(expected)
-            given_names, given_values = _unzipped(given)
-            return expected_names == given_names and _in_order(expected_values, given_values)
-
-        name, value = expected.values[0]
-        other_name, other_value = given.values[0]
-        if name == other_name or len(name) > 1 or len(other_name) > 1:
-            return same(value, other_value)
-
-    expected_relation = _as_relation(expected)
-    given_relation = _as_relation(given)
-    if expected_relation is None or given_relation is None:
-        return False
-    return _same_relation(expected_relation, given_relation)
-
-
-def _unzipped(named: Named) -> tuple[list[str], list[Reading]]:
-    names = [name for name, _ in named.values]
-    values = [value for _, value in named.values]
-    return names, values
+def _same_named(expected: Named, given: Named) -> bool:
+    values = dict(expected.values)
+    others = dict(given.values)
+    [name, *more] = values
+    [other_name, *_] = others
+    if not more and len(others) == 1 and (len(name) != 1 or len(other_name) != 1):
+        return same(values[name], others[other_name])
+    if values.keys() == others.keys():
+        return all(same(values[name], others[name]) for name in values)
+    one = _as_relation(expected)
+    other = _as_relation(given)
+    return one is not None and other is not None and _same_relation(one, other)
 
 
 def _same_relation(expected: Relation, given: Relation) -> bool:
     """Returns whether the differences of both sides are proportional at random points, with a
     positive factor for an inequality.
     """
-    if expected.operator != given.operator:
-        return False
     names = symbols(expected.left) | symbols(expected.right)
-    if names != symbols(given.left) | symbols(given.right):
+    if expected.operator != given.operator or names != symbols(given.left) | symbols(given.right):
         return False
-
-    expected_difference = ("-", expected.left, expected.right)
-    given_difference = ("-", given.left, given.right)
-    try:
-        points = list(sampled(expected_difference, given_difference, sorted(names)))
-    except Undecided:
-        return False
-    one, other, _ = points[0]
-    if one == 0 or other == 0:
-        return False
-    is_inequality = expected.operator in ("\\lt", "\\le")
-    if is_inequality and (isinstance(one, complex) or one * other < 0):
-        return False
-    return all(_same_product(one * v, other * u) for u, v, _ in points)
+    return same_ratio(
+        ("-", expected.left, expected.right),
+        ("-", given.left, given.right),
+        is_positive=expected.operator in ("\\lt", "\\le"),
+    )
 
 
-def _same_product(a: Any, b: Any) -> bool:
-    return bool(a == b or abs(a - b) <= 1e-40 * max(abs(a), abs(b)))
-
-
-def _as_relation(statement: Named | Relation) -> Relation | None:
+def _as_relation(statement: Named) -> Relation | None:
     """Returns y = 2x + 1 as an equation; None for x = 5, which is a solution and not an equation to
     solve.
     """
-    if isinstance(statement, Relation):
-        return statement
     name, value = statement.values[0]
     if len(statement.values) > 1 or not isinstance(value, Value):
         return None
@@ -315,19 +334,59 @@ def _as_relation(statement: Named | Relation) -> Relation | None:
     return Relation("=", ("sym", name), value.node)
 
 
-def _same_region(expected: Region | None, given: Region | None) -> bool:
-    if expected is None or given is None or len(expected.intervals) != len(given.intervals):
-        return False
+def _same_tuple(expected: TupleOrInterval, given: TupleOrInterval) -> bool:
+    same_brackets = (expected.opening, expected.closing) == (given.opening, given.closing)
+    # Only a pair can be an interval.
+    is_pair = len(expected.items) <= 2
+    return (same_brackets or not is_pair) and _in_order(expected.items, given.items)
+
+
+def _same_region(expected: Region, given: Region) -> bool:
     if expected.name and given.name and expected.name != given.name:
         return False
-    for one, other in zip(expected.intervals, given.intervals, strict=True):
-        start, includes_start, end, includes_end = one
-        other_start, other_includes_start, other_end, other_includes_end = other
-        if includes_start != other_includes_start or includes_end != other_includes_end:
-            return False
-        if not _same_node(start, other_start) or not _same_node(end, other_end):
-            return False
-    return True
+    with suppress(NotUnderstood):
+        return not combined([expected, given], operator.xor).intervals
+    return False
+
+
+def _same_family(expected: Family, given: Family) -> bool:
+    name = ("sym", "k")
+    values = [substituted(node, expected.parameter, name) for node in expected.values]
+    others = [substituted(node, given.parameter, name) for node in given.values]
+    return _in_any_order(values, others, _same_progression)
+
+
+def _same_progression(expected: Node, given: Node) -> bool:
+    """Returns whether two expressions in k have the same values for all integers k."""
+    one = line(expected, "k")
+    other = line(given, "k")
+    if one is None or other is None:
+        return _same_node(expected, given)
+    start, step = one
+    other_start, other_step = other
+    steps = ("/", ("-", start, other_start), step)
+    nearest = ("floor", ("+", steps, ("num", Fraction(1, 2))))
+    is_same_step = _same_node(("abs", step), ("abs", other_step))
+    return is_same_step and _same_node(steps, nearest)
+
+
+def _same_residue(expected: Residue, given: Residue) -> bool:
+    if not _same_node(expected.modulus, given.modulus):
+        return False
+    rest = ("mod", expected.value, expected.modulus)
+    return _same_node(rest, ("mod", given.value, expected.modulus))
+
+
+_RULES: dict[type, Callable[[Any, Any], bool]] = {
+    Value: same_values,
+    Many: lambda expected, given: _in_any_order(expected.items, given.items, same),
+    TupleOrInterval: _same_tuple,
+    Named: _same_named,
+    Relation: _same_relation,
+    Region: _same_region,
+    Family: _same_family,
+    Residue: _same_residue,
+}
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
@@ -347,7 +406,15 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         gold, answer = json.loads(line)
         # Ends a hanging worker when no other process is left to kill it.
         signal.setitimer(signal.ITIMER_PROF, alarm_s)
-        found = verdict(gold, answer)
+        try:
+            found = verdict(gold, answer)
+        except MemoryError:
+            raise
+        except Exception as error:
+            logging.exception("the grader failed on %r against %r", answer, gold)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}, line {place.lineno}"
+            found = f"error: {type(error).__name__} in {where}"
         signal.setitimer(signal.ITIMER_PROF, 0)
         if found != "right" and _used_bytes() > memory_bytes // 2:
             raise MemoryError  # in many places sympy returns "wrong" when it runs out of memory

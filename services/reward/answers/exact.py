@@ -7,15 +7,11 @@ from fractions import Fraction
 from functools import lru_cache
 
 from services.reward.answers.expressions import Node
-from services.reward.answers.notation import NotUnderstood, Token, tokens
+from services.reward.answers.notation import NotUnderstood, tokens
 from services.reward.answers.quantities import read_value, written_out
-from services.reward.answers.units import Unit, ratio, read_unit
+from services.reward.answers.units import Unit, ratio
 
 _PLAIN = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
-_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{(-?0*[1-9][0-9]*)\}")
-_MEASURED = re.compile(
-    rf"({_PLAIN.pattern}) ?\\text\{{ ?([a-z]{{2,}})\}}"
-)  # the notations of most answers, without tokens
 _MAX_TOKENS = 40
 _MAX_EXPONENT = 400
 
@@ -47,53 +43,32 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
     The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten.
     Returns None when there is no number, or one that takes long to compute.
     """
-    if match := _FRACTION.fullmatch(text):
-        above, below = int(match[1]), int(match[2])
-        return (
-            Fraction(above, below),
-            None,
-            (below == 1 or above % below != 0) and (above >= 0 or below > 0),
-        )
-    if (match := _MEASURED.fullmatch(text)) and (
-        unit := read_unit((Token("word", match[2]),))
-    ) is not None:
-        return Fraction(match[1].replace(",", "")), unit, True
     part = tokens(text)
-    if len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
+    if ":" in text or len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
         return None
     try:
         value = read_value(part)
-        number = _rational(value.node) if value.node else None
+        node = value.node or ()
+        return _rational(node), value.unit, written_out(node)
     except (NotUnderstood, ZeroDivisionError):
         return None
-    if number is None or not value.node:
-        return None
-    return number, value.unit, written_out(value.node) and ":" not in text
 
 
-def _rational(node: Node) -> Fraction | None:
-    """Returns the value of a number, a quotient of two, or a number times a power of ten."""
-    kind = node[0]
-    if kind == "num":
-        number: Fraction = node[1]
-        return number
-    operands = [
-        _rational(part)
-        for part in node[1:]
-        if isinstance(part, tuple) and kind in ("neg", "/", "*", "^")
-    ]
-    if not operands or None in operands:
-        return None
-    first = operands[0]
-    if kind == "neg":
-        return None if first is None else -first
-    second = operands[1]
-    assert first is not None
-    assert second is not None
-    if kind == "/":
-        return first / second
-    if kind == "*":
-        return first * second
-    if first != 10 or second.denominator != 1 or abs(second) > _MAX_EXPONENT:
-        return None
-    return Fraction(10) ** int(second)
+def _rational(node: Node) -> Fraction:
+    """Returns the value of a number, a quotient of two, or a number times a power of ten. Raises
+    NotUnderstood for any other expression.
+    """
+    match node:
+        case ("num", Fraction() as number):
+            return number
+        case ("neg", part):
+            return -_rational(part)
+        case ("/", above, below):
+            return _rational(above) / _rational(below)
+        case ("*", one, other):
+            return _rational(one) * _rational(other)
+        case ("^", ("num", 10), power):
+            exponent = _rational(power)
+            if exponent.denominator == 1 and abs(exponent) <= _MAX_EXPONENT:
+                return Fraction(10) ** int(exponent)
+    raise NotUnderstood

@@ -4,17 +4,25 @@ processes.
 
 import re
 from functools import lru_cache
+from typing import Any
 
 import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
 
-from services.reward.answers.notation import Tokens
+from services.reward.answers.notation import DEGREE, Tokens
 from services.reward.answers.quantities import Value
 from services.reward.answers.units import ratio
-from services.reward.answers.values import Undecided, same_value
+from services.reward.answers.values import Undecided, is_enormous, same_value
 
-_LATEX = {"\x04": "^\\circ", "\\root": "\\sqrt", "\\lt": "<", "\\gt": ">", "\\times": "\\cdot"}
+_LATEX = {
+    DEGREE: "^\\circ",
+    "\\root": "\\sqrt",
+    "\\lt": "<",
+    "\\gt": ">",
+    "\\times": "\\cdot",
+    "\\mod": "\\bmod",
+}
 _TOLERANCE = sympy.Rational(1, 10**30)
 
 
@@ -29,19 +37,23 @@ def same_values(expected: Value, given: Value) -> bool:
             return same_value(expected.node, node)
         except Undecided:
             pass
-    return factor == 1 and same_formulas(expected.source, given.source)
+    # sympy would compute it all the same
+    if factor != 1 or is_enormous(expected.node) or is_enormous(given.node):
+        return False
+    return same_formulas(expected.source, given.source)
 
 
 def _latex(part: Tokens) -> str:
     text = " ".join(_LATEX.get(token.text, token.text) for token in part)
-    return re.sub(
-        r"\\frac (\d) ?(\d)", r"\\frac{\1}{\2}", text.replace(" { ", "{").replace(" }", "}")
-    )
+    text = text.replace(" { ", "{").replace(" }", "}")
+    return re.sub(r"\\frac (\d) ?(\d)", r"\\frac{\1}{\2}", text)
 
 
 @lru_cache(maxsize=256)
 def _parsed(latex: str) -> object:
-    return latex2sympy(latex)
+    """Returns what math-verify reads, computed once: verify() would compute it many times."""
+    found = latex2sympy(latex)
+    return found.doit() if isinstance(found, sympy.Basic) else found
 
 
 def same_formulas(gold: Tokens, answer: Tokens) -> bool:
@@ -52,26 +64,24 @@ def same_formulas(gold: Tokens, answer: Tokens) -> bool:
     instead.
     """
     try:
-        expected, given = _parsed(_latex(gold)), _parsed(_latex(answer))
-        same = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
-        return same and _close(expected, given)
+        expected = _parsed(_latex(gold))
+        given = _parsed(_latex(answer))
+        same = verify(expected, given, timeout_seconds=None, raise_on_error=True)
+        return bool(same) and _close(expected, given)
     except (MemoryError, RecursionError):  # not a verdict: math-verify itself would return "wrong"
         raise
     except Exception:  # sympy may raise anything when it cannot read or compare
         return False
 
 
-def _close(expected: object, given: object) -> bool:
+def _close(a: Any, b: Any) -> bool:
     """Returns False for two different numbers: math-verify rounds to 6 decimals, so to it 10^-20
     equals 10^-30.
     """
-    numbers = [
-        item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number
-    ]
-    if len(numbers) < 2:
+    if not all(isinstance(item, sympy.Expr) and item.is_number for item in (a, b)):
         return True
-    a, b = numbers
     if (a.is_Rational and b.is_Rational) or not (a.is_finite and b.is_finite):
         return bool(a == b)
-    difference, size = abs(sympy.N(a - b, 50, maxn=400)), max(abs(sympy.N(a)), abs(sympy.N(b)))
+    difference = abs(sympy.N(a - b, 50, maxn=400))
+    size = max(abs(sympy.N(a)), abs(sympy.N(b)))
     return bool(difference <= _TOLERANCE * size)

@@ -1,12 +1,17 @@
-"""Tokenises an answer: LaTeX, ASCII and Unicode notations of the same thing become the same tokens.
+"""Tokenises an answer: LaTeX, ASCII, HTML and Unicode notations of the same thing become the same
+tokens.
 
-Nothing is dropped silently. A character without a meaning here becomes a token of kind `other`,
-which no reader accepts. Every step takes time linear in the length of the text.
+Nothing is dropped silently but typesetting. A character without a meaning here becomes a token of
+kind `other`, which no reader accepts. Every step takes time linear in the length of the text.
 """
 
+import html
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from html.entities import name2codepoint
 from typing import NamedTuple
 
 
@@ -24,8 +29,10 @@ class Token(NamedTuple):
 
 
 Tokens = tuple[Token, ...]
+Replacement = str | Callable[[re.Match[str]], str]
 OPEN = frozenset(("(", "[", "{", "\\{", "\\langle", "\\begin"))
 CLOSE = frozenset((")", "]", "}", "\\}", "\\rangle", "\\end"))
+DEGREE = "\x04"
 
 
 def words(text: str) -> frozenset[str]:
@@ -34,92 +41,65 @@ def words(text: str) -> frozenset[str]:
 
 
 FUNCTIONS = words(
-    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp sqrt cbrt abs gcd lcm max min"
+    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp sqrt cbrt abs "
+    "gcd lcm max min"
 )
-_ALIASES = {
-    "arcsin": ("asin",), "arccos": ("acos",), "arctan": ("atan",), "infty": ("inf", "infinity", "oo"), "log": ("log10",),
-    "csc": ("cosec",), "floor": ("floor",), "ceil": ("ceil", "ceiling"), "pi": ("pi",),
-    "union": ("cup", "bigcup"), "cap": ("bigcap",), "frac": ("dfrac", "tfrac", "cfrac"), "binom": ("dbinom", "tbinom", "C"),
-    "le": ("leq", "leqslant", "leqq"), "ge": ("geq", "geqslant", "geqq"), "ne": ("neq",), "lt": ("lt",), "gt": ("gt",),
-    "approx": ("approx", "simeq", "thickapprox"), "times": ("cdot", "ast", "cdotp", "bullet"), "emptyset": ("varnothing",),
-    "setminus": ("smallsetminus", "backslash"), "epsilon": ("varepsilon",), "phi": ("varphi",), "theta": ("vartheta",),
-    "{": ("lbrace",), "}": ("rbrace",), "|": ("vert", "lvert", "rvert", "mid"), "(": ("lparen",), ")": ("rparen",),
-    "[": ("lbrack",), "]": ("rbrack",), "land": ("wedge",), "lor": ("vee",), "bar": ("overline",),
-}  # fmt: skip
-_SAME = {alias: name for name, aliases in _ALIASES.items() for alias in aliases if alias != "C"}
-_GREEK = words(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
+_ALIASES = """
+arcsin asin; arccos acos; arctan atan; infty inf infinity oo; log log10; csc cosec; floor floor
+ceil ceil ceiling; pi pi; union cup bigcup union; cap bigcap;
+binom dbinom tbinom; le leq leqslant leqq; ge geq geqslant geqq; ne neq; lt lt; gt gt
+approx approx simeq thickapprox; times cdot ast cdotp bullet; emptyset varnothing
+setminus smallsetminus backslash; epsilon varepsilon; phi varphi; theta vartheta; { lbrace
+} rbrace; | vert lvert rvert mid; ( lparen; ) rparen; [ lbrack; ] rbrack; land wedge; lor vee
+bar overline; i imath; j jmath; dots ldots cdots dotsc; setR R reals Reals; setZ Z
+£ pounds; € euro; ¥ yen; / div; : colon
+setN N; mod pmod bmod
+"""
+_SAME = {
+    alias: entry.split()[0]
+    for entry in _ALIASES.replace("\n", ";").split(";")
+    for alias in entry.split()[1:]
+}
+GREEK = words(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
 )
-_LETTERS = {unicodedata.lookup(f"GREEK {'CAPITAL' if name[0].isupper() else 'SMALL'} LETTER {name.upper()}"): name
-            for name in _GREEK - {"ell", "hbar", "lambda", "Lambda"}} | {"λ": "lambda", "Λ": "Lambda"}  # fmt: skip
-_SPACING = words(
-    "quad qquad displaystyle textstyle limits left right big Big bigl bigr Bigl Bigr bigg Bigg biggl biggr middle rm "
-    "bf it boxed fbox underline enspace thinspace medspace thickspace negthinspace nobreakspace hfill boldmath scriptstyle"
+_TYPESETTING = (
+    "quad|qquad|(?:display|text|script|scriptscript)style|(?:no)?limits|left|right|middle"
+    "|[bB]ig+[lr]?|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline|(?:en|thin|med|thick|negthin|nobreak)space"
+    "|hfill?|boldmath|ensuremath|[lL]arge|LARGE|[hH]uge|small|footnotesize|normalsize|tiny|mathstrut"
+    "|strut|smash|null|relax|bold|pmb|math(?:op|ord|rel|bin|open|close|inner)|bfseries|centering"
+    "|newline|nonumber|notag|mathbf|boldsymbol|bm|mathit"
 )
-_UNICODE = {
-    "−": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "⋅": "*", "·": "*", "∙": "*",
-    "•": "*", "∗": "*", "✕": "*", "π": r"\pi ", "𝜋": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≦": r"\le ", "⩽": r"\le ",
-    "≥": r"\ge ", "≧": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ",
-    "∩": r"\cap ", "∅": r"\emptyset ", "⌀": r"\emptyset ", "∈": r"\in ", "ℝ": r"\mathbb{R} ", "∖": r"\setminus ",
-    "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'", "’": "'", "√": r"\root ", "∛": r"\cuberoot ",
-    "∜": r"\fourthroot ",
-    "₊": "_+", "₋": "_-", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∣": "|", "ℓ": r"\ell ",
-    "¢": r"\text{ cents}", "٪": "%", "″": "''", "∧": r"\land ", "∨": r"\lor ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ",
-}  # fmt: skip
-_ZERO_WIDTH = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
-_TABLE = (
-    {ord(char): text for char, text in _UNICODE.items()}
-    | {ord(char): f"\\{name} " for char, name in _LETTERS.items() if name not in ("Pi", "Sigma")}
-    | dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
-    | {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
-    | {ord("。"): ".", ord("、"): ", "}
-    | _ZERO_WIDTH
-)
+"""Commands that only affect typesetting; what their braces hold stays."""
+_UNICODE = r"""
+- − ‐ ‑ ﹣; / ⁄ ∕ ÷; * × ⋅ · ∙ • ∗ ✕; \pi π 𝜋; \infty ∞; \le ≤ ≦ ⩽; \ge ≥ ≧ ⩾; \ne ≠; \approx ≈
+\pm ±; \mp ∓; \cup ∪; \cap ∩; \emptyset ∅ ⌀; \in ∈; \setR ℝ; \setZ ℤ; \setN ℕ; \setQ ℚ
+\setminus ∖; ^\circ ° º ˚; ' ′ ’ ‘; " “ ” „; \root √; \cuberoot ∛; \fourthroot ∜; _+ ₊; _- ₋
+\lfloor ⌊; \rfloor ⌋; \lceil ⌈; \rceil ⌉; | ∣; \ell ℓ; \text{~cents} ¢; % ٪; '' ″; \land ∧; \lor ∨
+\sum ∑; \prod ∏; \int ∫; \equiv ≡; \dots …; \langle ⟨; \rangle ⟩; . 。
+"""
+"""A notation, then the characters that stand for it."""
+_INVISIBLE = (*range(10), *range(11, 32), 127, 0xAD, *range(0x200B, 0x200E), 0x2060, 0xFEFF)
+_SPACES = (9, *range(11, 14), 160, 5760, *range(8192, 8203), 8239, 8287, 12288)
+_TABLE = {
+    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
+    **dict.fromkeys(_INVISIBLE, ""),
+    **dict.fromkeys(_SPACES, " "),
+    **{name2codepoint[name]: f"\\{name} " for name in GREEK if name in name2codepoint},
+}
+for _entry in _UNICODE.strip().replace("\n", ";").split(";"):
+    _notation, *_characters = _entry.split()
+    for _character in _characters:
+        _TABLE[ord(_character)] = _notation + " " * _notation[-1].isalpha()
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ"
 _LOWERED = "₀₁₂₃₄₅₆₇₈₉₍₎ₐₙₓ"
 _DOWN = str.maketrans(_RAISED + _LOWERED, "0123456789+-()nix" + "0123456789()anx")
-_UP_RUN, _LOW_RUN = re.compile(f"[{_RAISED}]+"), re.compile(f"[{_LOWERED}]+")
-_DASH = re.compile(r"(?:^|(?<=[\s(,=\[{$]))[–—](?=\s|[0-9.\\a-z√π∞])")
-_CLOCK = re.compile(r"(?<=[0-9 ])([AaPp])\.\s?[Mm]\b\.?")
-_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
-_TEXT = re.compile(
-    r"\\(text(?:bf|it|rm|sf|tt|normal|up)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|emph|textsc)"
-    r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
-_JOINED = re.compile(r"(?<=[0-9])(?:\s?\{,\s?\}|,\s?\\!|\\!,|\\[,!;: ]|~)\s*(?=[0-9]{3}(?![0-9]))")
-_SCAN = re.compile(
-    r"(?P<space>[\s~]+|\\[,;:!>\s]|\\hspace\*?\{[^{}]*\})"
-    r"|(?P<num>[0-9]+(?:\.[0-9]+)?(?:\.(?![0-9.]))?|\.[0-9]+)"
-    r"|(?P<letters>[A-Za-z]+)"
-    r"|\\(?P<cmd>[A-Za-z]+|\\)"
-    r"|(?P<op><=|>=|=>|!=|==|\*\*|!!|\\[{}|$%]|[-+*/^_=<>(){}\[\]|,;:!%&$'.\x02\x03\x04€£¥₹#?@\"`])"
-    r"|(?P<other>\\?.)",
-    re.DOTALL,
-)
-_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
-_AFTER_POINT = re.compile(r"[\x03\s$]*(?:$|\\(?:overline|bar|dot)(?![A-Za-z]))")
-_EXPONENT = re.compile(r"[eE]([+-]?[0-9]{1,6})(?![0-9A-Za-z.])")
-_OPERATORS = {
-    "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt", "*": "\\times", "\\|": "|",
-    "\\$": "$", "\\%": "%",
-}  # fmt: skip
-_TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
-_DEGREE = re.compile(
-    r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})|\\(?:degree|textdegree)(?![A-Za-z])"
-)
 
 
-def canonical(text: str) -> str:
-    """Returns the text with Unicode notations written as LaTeX."""
-    if not text.isascii():
-        text = _DASH.sub("-", text)
-        text = _UP_RUN.sub(lambda run: f"^{{{run.group().translate(_DOWN)}}}", text)
-        text = _LOW_RUN.sub(lambda run: f"_{{{run.group().translate(_DOWN)}}}", text)
-        text = _VULGAR.sub(_vulgar, text)
-        text = text.translate(_TABLE)
-    text = _CLOCK.sub(r"\1m", text)
-    return _JOINED.sub("", text).replace("US\\$", "$").replace("US$", "$")
+def _on_the_line(match: re.Match[str]) -> str:
+    mark = "^" if match.group()[0] in _RAISED else "_"
+    return f"{mark}{{{match.group().translate(_DOWN)}}}"
 
 
 def _vulgar(match: re.Match[str]) -> str:
@@ -127,160 +107,287 @@ def _vulgar(match: re.Match[str]) -> str:
     return f"\\frac{{{above}}}{{{below}}}"
 
 
-def tokens(text: str) -> Tokens:
-    """Returns the tokens of an answer."""
-    text = _DEGREE.sub("\x04", canonical(text))
-    text = _TEXT.sub(_marked_text, text)
-    return tuple(_merged(_scan(text)))
+def _unescaped(match: re.Match[str]) -> str:
+    return html.unescape(match.group()).translate(_TABLE)
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """Returns a decimal with repeating digits as a token of its exact value."""
+    before = match["whole"] + match["fixed"]
+    period = match["period"] or match["bracketed"] or match["again"]
+    nines = (10 ** len(period) - 1) * 10 ** len(match["fixed"])
+    value = Fraction(int(before + period) - int(before or 0), nines)
+    return f"\x05{value.numerator}/{value.denominator}\x05"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    """Returns 2 1/2 as a token of its exact value."""
+    whole, *parts = (int(part) for part in match.groups() if part)
+    if not 0 < parts[0] < parts[1]:
+        return match.group()
+    return f"\x05{whole * parts[1] + parts[0]}/{parts[1]}\x05"
 
 
 def _marked_text(match: re.Match[str]) -> str:
     command, content = match.groups()
     inner = content.strip()
-    if inner in FUNCTIONS:
+    is_upright = command in ("mathrm", "operatorname", "operatorname*")
+    if inner in FUNCTIONS and (is_upright or inner not in ("min", "max", "sec")):
         return f"\\{inner} "
-    if command in ("mathbf", "boldsymbol", "bm", "mathit") or (
-        command == "mathrm" and inner in ("e", "i")
-    ):
+    if command == "mathrm" and inner in ("e", "i", "T"):
         return f" {content} "
     return f"\x02{content}\x03"
 
 
+_DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
+_TEXTS = (
+    "text(?:bf|it|rm|sf|tt|sc|normal|up)?|math(?:rm|sf|tt|normal)|[mh]box|operatorname\\*?|emph"
+)
+_UNICODE_STEPS: tuple[tuple[str, Replacement], ...] = (
+    (r"(?:^|(?<=[\s(,=\[{$]))[–—](?=\s|[0-9.\\a-z√π∞])", "-"),
+    (f"[{_RAISED}]+|[{_LOWERED}]+", _on_the_line),
+    ("[¼-¾⅐-⅞↉]", _vulgar),
+)
+_STEPS: tuple[tuple[str, str, Replacement], ...] = (
+    # what a text must contain for the step to be tried, a pattern, and what replaces it
+    ("&", r"&#?\w{1,8};", _unescaped),
+    ("<su", r"<(?P<how>su[pb])>([^<>]*)</(?P=how)>", r"<\1 \2>"),
+    ("<sup ", r"<sup ([^<>]*)>", r"^{\1}"),
+    ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
+    ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
+    ("$", r"US\\?\$", "$"),
+    ("``", r"``([^`']*)''", r'"\1"'),
+    (".", r"\\(?:left|right)\.", ""),
+    (".", r"(?<=[0-9 {])([AaPp])\.\s?[Mm]\b\.?", r"\1m"),
+    (
+        "\\",
+        r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?|tag\*?|label|mspace|rule\{[^{}]*\}"
+        r"|colorbox|fcolorbox\{[^{}]*\})\s*\{[^{}]*\}|\\[hk](?:skip|ern)\s*[0-9.]+\s*[a-z]{2}",
+        " ",
+    ),
+    ("\\", r"\\(?:[dtc]frac|nicefrac|sfrac)(?![A-Za-z])", r"\\frac"),
+    ("\\", r"\\(?:SI|qty|si|unit|num)\s*\{([^{}]*)\}(?:\s*\{([^{}]*)\})?", r" \1 \2"),
+    ("\\ang", r"\\ang\s*\{([^{}]*)\}", r"{\1}^\\circ"),
+    ("\\", r"\\(?:mathbb|Bbb|mathds)\s*(?:\{\s*([A-Z])\s*\}|([A-Z])(?![A-Za-z]))", r"\\set\1\2 "),
+    (
+        "\\",
+        r"\\(?:hat|vec|mathbf|boldsymbol|bm)\s*(?:\{\s*)?(?:\\hat\s*\{?)?"
+        r"(?:(?<=\{)\s*([ijk])|\\([ij])math)\s*\}{0,2}",
+        r"\\hat{\1\2}",
+    ),
+    ("\\mathbf", r"\\mathbf\s*\{\s*R\s*\}", r"\\setR "),
+    # thousands
+    (
+        "",
+        r"(?<=[0-9])(?:\s?(?:\\text)?\{\s*(?:,|\\[,;:! ]|~)?\s*\}|,\s?\\!|\\!,|\\[,!;: ]|[~'])\s*"
+        r"(?=[0-9]{3}(?![0-9]))",
+        "",
+    ),
+    ("{", r"(?:\\text\s*)?\{\s*([:,;])\s*\}", r"\1"),
+    (
+        "\\dot",
+        r"\\dot\s*\{?([0-9])\}?([0-9]{0,50})\\dot\s*\{?([0-9])\}?",
+        r"\\overline{\1\2\3}",
+    ),
+    (
+        ".",
+        r"(?<![0-9.,])(?P<whole>[0-9]{0,30})\.(?:(?P<fixed>[0-9]{0,30}?)(?:"
+        r"\\(?:overline|bar|dot)\s*(?:\{\s*)?(?P<period>[0-9]{1,50})(?:\s*\})?"
+        r"|\((?P<bracketed>[0-9]{1,50})\)"
+        rf"|(?P<again>[0-9]{{1,12}}?)(?P=again)+(?=\s*{_DOTS}))(?:\s*{_DOTS})?)",
+        _repeating,
+    ),
+    # not over a line break: that joins two numbers
+    ("/", r"(?<![0-9.,^])([0-9]{1,30}) +([0-9]{1,30})/([0-9]{1,30})(?![0-9.])", _mixed),
+    (
+        "\\frac",
+        r"(?<![0-9.,^])([0-9]{1,30}) *\\frac *(?:\{ *([0-9]{1,30}) *\}|([0-9]))"
+        r" *(?:\{ *([0-9]{1,30}) *\}|([0-9]))",
+        _mixed,
+    ),
+    ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
+    ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
+    ("\\", rf"\\(?:{_TYPESETTING})(?![A-Za-z])", " "),
+    ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
+    (
+        "'",
+        r"(?<=[0-9])\s*'\s*([0-9.]+)\s*(?:\"|'')",
+        "\x02 feet \x03\\1\x02 inches\x03",
+    ),
+    (DEGREE, rf"({DEGREE}\s*[0-9.]+)\s*'", "\\1\x02 arcminute\x03"),
+    (" U", r"(?<=[)\]}]) U (?=[(\[\\])", r"\\cup "),
+    ("-", r"(\\setR\s*)-", r"\1\\setminus "),
+    ("]", r"((?:^|\\(?:big)?c[ua]p|\\setminus|\\in|[=,;\x03])\s*)\]", r"\1("),
+    ("[", r"\[(?=\s*(?:$|\\(?:big)?c[ua]p|\\setminus|[.,;\x02]))", ")"),
+    (
+        "{",  # braces around a whole side, which colours leave
+        r"(?:^|(?<=[=,;(\[]))\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\s*(?=$|[=,;)\].])",
+        r" \1 ",
+    ),
+    ("", r"(?<=[0-9/])\s?(min|sec)s?(?![A-Za-z_])(?!\s*[(\\A-Za-z])", "\x02 \\1\x03"),
+    ("", r"[,;](?=\s*(?:\x02\s*)?(?:and|or)\b)", " "),  # 1, 2, and 3
+    # before a set, "in" does not mean inch
+    ("in", r"(?:\x02\s*)?(?<!\\)\bin\b(?:\s*\x03)?(?=\s*(?:[(\[]|\\\{|\\set))", r"\\in "),
+    ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),
+    ("cent", r"\bper\s?cent\b", "percent"),
+    ("to", r"(?<=[0-9])[\s\x02]{0,9}\bto\b[\s\x03]{0,9}(?=[0-9])", ":"),
+)
+_UNICODE_NOTATIONS = [(re.compile(pattern), to) for pattern, to in _UNICODE_STEPS]
+_NOTATIONS = [(needle, re.compile(pattern), to) for needle, pattern, to in _STEPS]
+_SCAN = re.compile(
+    r"(?P<space>[\s~]+|\\[,;:!>\s])"
+    r"|\x05(?P<exact>[0-9]+/[0-9]+)\x05"
+    r"|(?P<num>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3}(?![0-9A-Za-z.])|\.(?![0-9.]))?)"
+    r"|(?P<letters>[^\W\d_]+)"
+    r"|\\(?P<cmd>[A-Za-z]+|\\)"
+    r"|(?P<op><=|>=|=>|!=|==|\*\*|!!|\\[{}|$%]"
+    r"|[-+*/^_=<>(){}\[\]|,;:!%&$'.\x02\x03\x04€£¥₹₩#?@\"`])"
+    r"|(?P<other>\\?.)",
+    re.DOTALL,
+)
+_GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])(?:\.[0-9]+)?")
+_GLUED = re.compile(
+    r"((?:sin|cos|tan|cot|sec|csc|log|exp|abs|gcd|lcm|max|min)(?=[a-z]$)|[A-Za-z](?=pi$))([a-z]+)"
+)
+"""sinx, xpi"""
+_TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
+_OPERATORS = {
+    "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt",
+    "*": "\\times", "\\|": "|", "\\$": "$", "\\%": "%",
+}  # fmt: skip
+_RELATED = words("\\le \\ge \\ne \\lt \\gt \\times")
+_SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
+"""What is a command with or without a backslash."""
+
+
+def canonical(text: str) -> str:
+    """Returns the text with other notations written in one way, mostly as LaTeX; upright text
+    stands between two control characters.
+    """
+    if not text.isascii():
+        for pattern, to in _UNICODE_NOTATIONS:
+            text = pattern.sub(to, text)
+    if not (text.isascii() and text.isprintable()):
+        text = text.translate(_TABLE)
+    for needle, compiled, replacement in _NOTATIONS:
+        if needle in text:
+            text = compiled.sub(replacement, text)
+    return text
+
+
+@lru_cache(maxsize=1024)
+def tokens(text: str) -> Tokens:
+    """Returns the tokens of an answer."""
+    found = _scan(canonical(text))
+    while found and found[-1].kind == "op" and found[-1].text == ".":
+        found.pop()
+    return tuple(found)
+
+
 def _scan(text: str) -> list[Token]:
     found: list[Token] = []
-    spaced = in_text = False
-    depth = position = 0
-    loose = ", " in text
+    spaced = False
+    in_text = False
+    depth = 0
+    position = 0
+    is_loose = re.search(r"(?<!\\), ", text) is not None
     while position < len(text):
         if in_text and (word := _TEXT_WORD.match(text, position)):
             found.append(_text_word(word.group(), spaced))
-            position, spaced = word.end(), False
+            position = word.end()
+            spaced = False
             continue
+
         match = _SCAN.match(text, position)
         assert match is not None
-        kind, piece = str(match.lastgroup), match.group()
+        kind = str(match.lastgroup)
+        piece = match[kind]
         position = match.end()
         if kind == "space":
             spaced = True
             continue
-        if kind == "num":
-            if (depth == 0 or loose) and (grouped := _GROUPED.match(text, match.start())):
+        if kind == "exact":
+            found.append(Token("num", piece, spaced))
+        elif kind == "num":
+            grouped = _GROUPED.match(text, match.start()) if depth == 0 or is_loose else None
+            if grouped:
                 piece = re.sub("[, ]", "", grouped.group())
                 position = grouped.end()
-                if tail := re.compile(r"\.[0-9]+").match(text, position):
-                    piece, position = piece + tail.group(), tail.end()
-            found.append(Token("num", piece.rstrip(".") if piece != "." else piece, spaced))
-            if piece.endswith(".") and not _AFTER_POINT.match(text, position):
+            found.append(Token("num", piece.rstrip("."), spaced))
+            if piece.endswith(".") and text[position:].strip("\x03 $"):
                 found.append(Token("op", "."))
-            if exponent := _EXPONENT.match(text, position):
-                found += [
-                    Token("op", "\\times"),
-                    Token("num", "10"),
-                    Token("op", "^"),
-                    Token("op", "{"),
-                ]
-                found += [Token("op", "-")] * exponent[1].startswith("-") + [
-                    Token("num", exponent[1].lstrip("+-"))
-                ]
-                found.append(Token("op", "}"))
-                position = exponent.end()
         elif kind == "letters":
             found += _letters(piece, spaced)
         elif kind == "cmd":
-            token = _command(match["cmd"], spaced)
-            if token is None:
-                spaced = True
-                continue
-            found.append(token)
-        elif kind == "op":
-            if piece in "\x02\x03":
-                in_text, spaced = piece == "\x02", True
-                continue
-            depth += (piece in ("(", "[", "\\{")) - (piece in (")", "]", "\\}") and depth > 0)
-            found.append(Token("op", _OPERATORS.get(piece, piece), spaced))
+            found.append(_command(piece, spaced))
+        elif piece in ("\x02", "\x03"):
+            in_text = piece == "\x02"
+            spaced = True
+            continue
         else:
-            found.append(Token("other", piece, spaced))
+            depth = max(0, depth + (piece in ("(", "[", "\\{")) - (piece in (")", "]", "\\}")))
+            found.append(Token(kind, _OPERATORS.get(piece, piece), spaced))
         spaced = False
     return found
 
 
 def _text_word(word: str, spaced: bool) -> Token:
     if word in ("pi", "infinity"):
-        return Token("cmd", "\\" + _SAME.get(word, word), spaced)
+        return Token("cmd", "\\" + _SAME[word], spaced)
     return Token("word", word, spaced)
 
 
-def _command(name: str, spaced: bool) -> Token | None:
-    """Returns the token of a command; None for a command that only affects typesetting."""
+def _command(name: str, spaced: bool) -> Token:
     name = _SAME.get(name, name)
-    if name in _SPACING:
-        return None
-    if name in _GREEK:
+    if name in GREEK:
         return Token("name", "\\" + name, spaced)
-    if name in ("le", "ge", "ne", "lt", "gt", "times"):
-        return Token("op", "\\" + name, spaced)
-    if name in ("div", "colon"):
-        return Token("op", "/" if name == "div" else ":", spaced)
-    if name in "{}":
-        return Token("op", "\\" + name, spaced)
-    if name in "|()[]":
+    if name in ("i", "j"):
+        return Token("name", name, spaced)
+    if name in "|()[]/:£€¥":
         return Token("op", name, spaced)
-    return Token("cmd", "\\" + name, spaced)
+    is_operator = "\\" + name in _RELATED or name in "{}"
+    return Token("op" if is_operator else "cmd", "\\" + name, spaced)
 
 
 def _letters(run: str, spaced: bool) -> list[Token]:
     """Returns the tokens of letters in math mode: a variable, a function, or a word."""
-    if len(run) == 1:
-        return [Token("name", run, spaced)]
-    known = _SAME.get(run, run)
-    if known in FUNCTIONS or known in ("pi", "infty", "floor", "ceil") or known in _GREEK:
-        return [Token("name" if known in _GREEK else "cmd", "\\" + known, spaced)]
-    if run in ("cup", "union"):
-        return [Token("cmd", "\\union", spaced)]
-    if run[:3] in FUNCTIONS and len(run) == 4:  # sinx
-        return [Token("cmd", "\\" + run[:3], spaced), Token("name", run[3])]
-    if len(run) == 3 and run.endswith("pi"):  # xpi
-        return [Token("name", run[0], spaced), Token("cmd", "\\pi")]
-    return [Token("word", run, spaced)]
-
-
-def _merged(found: list[Token]) -> list[Token]:
-    """Joins ordinals, repeating decimals and the x of `4.5 x 10^3` with their numbers, and drops a
-    final full stop.
-    """
-    merged: list[Token] = []
-    for i, token in enumerate(found):
-        after = found[i + 1] if i + 1 < len(found) else None
-        if (
-            token == ("name", "x", token.spaced)
-            and merged
-            and merged[-1].kind == "num"
-            and after is not None
-            and after.kind == "num"
-            and after.text == "10"
-            and found[i + 2 : i + 3]
-            and found[i + 2].text == "^"
-        ):
-            token = Token("op", "\\times", token.spaced)
-        if token.text == "cent" and merged and merged[-1].text == "per":
-            token = Token("word", "percent", merged.pop().spaced)
-        if (
-            token.text == "to"
-            and merged
-            and merged[-1].kind == "num"
-            and after is not None
-            and after.kind == "num"
-        ):
-            token = Token("op", ":", token.spaced)
-        merged.append(token)
-    while merged and merged[-1].text == "." and merged[-1].kind == "op":
-        merged.pop()
-    return merged
+    if _SAME.get(run, run) in _SPELLED and len(run) > 1:
+        return [_command(run, spaced)]
+    if match := _GLUED.fullmatch(run):
+        return _letters(match[1], spaced) + _letters(match[2], spaced=False)
+    is_name = len(run) == 1 and run.isascii()
+    return [Token("name" if is_name else "word", run, spaced)]
 
 
 def texts_of(part: Sequence[Token]) -> list[str]:
     """Returns the texts of tokens."""
     return [token.text for token in part]
+
+
+def written(part: Sequence[Token]) -> str:
+    """Returns the texts of tokens, with spaces between them."""
+    return " ".join(token.text for token in part)
+
+
+def matched(pattern: re.Pattern[str], part: Tokens) -> dict[str, Tokens] | None:
+    """Returns the tokens of the named groups of a pattern, if it matches all that is written."""
+    text = written(part)
+    match = pattern.fullmatch(text)
+    if match is None:
+        return None
+    found: dict[str, Tokens] = {}
+    for name, group in match.groupdict().items():
+        start = text.count(" ", 0, max(match.start(name), 0))
+        found[name] = part[start : start + group.count(" ") + 1] if group else ()
+    return found
+
+
+def step(token: Token) -> int:
+    """Returns 1 for an opening bracket, -1 for a closing one, else 0."""
+    if token.kind not in ("op", "cmd"):
+        return 0
+    return (token.text in OPEN) - (token.text in CLOSE)
 
 
 def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[str]]:
@@ -289,20 +396,16 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
     """
     pieces: list[Tokens] = []
     found: list[str] = []
-    depth = start = 0
+    depth = 0
+    start = 0
     for i, token in enumerate(part):
-        if token.kind in ("op", "cmd") and token.text in OPEN:
-            depth += 1
-        elif token.kind in ("op", "cmd") and token.text in CLOSE:
-            depth -= 1
-            if depth < 0:
-                raise NotUnderstood
-        elif (
-            depth == 0
-            and (token.text.lower() if token.kind == "word" else token.text) in separators
-        ):
+        depth += step(token)
+        if depth < 0:
+            raise NotUnderstood
+        text = token.text.lower() if token.kind == "word" else token.text
+        if depth == 0 and text in separators:
             pieces.append(part[start:i])
-            found.append(token.text.lower() if token.kind == "word" else token.text)
+            found.append(text)
             start = i + 1
     if depth:
         raise NotUnderstood
@@ -313,16 +416,11 @@ def inner(part: Tokens) -> Tokens | None:
     """Returns the tokens between an opening bracket at the start and its closing bracket at the
     very end, or None.
     """
-    if (
-        len(part) < 2
-        or part[0].text not in OPEN
-        or part[-1].text not in CLOSE
-        or part[0].text == "\\begin"
-    ):
+    if not part or part[0].text not in OPEN or part[0].text == "\\begin":
         return None
     depth = 0
     for i, token in enumerate(part):
-        depth += (token.text in OPEN) - (token.text in CLOSE) if token.kind in ("op", "cmd") else 0
-        if depth == 0 and i < len(part) - 1:
-            return None
-    return part[1:-1]
+        depth += step(token)
+        if depth == 0:
+            return part[1:-1] if i == len(part) - 1 and i > 0 else None
+    return None

@@ -1,27 +1,57 @@
 """Reads a value: a number or an expression, with its unit."""
 
+import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from services.reward.answers.expressions import Node, Parser
 from services.reward.answers.notation import (
-    CLOSE,
-    OPEN,
+    DEGREE,
     NotUnderstood,
     Token,
     Tokens,
+    matched,
+    step,
     texts_of,
     words,
+    written,
 )
-from services.reward.answers.units import CURRENCIES, PER, Unit, read_unit, scale, starts_unit
+from services.reward.answers.units import (
+    CURRENCIES,
+    NUMBERS,
+    PER,
+    Unit,
+    is_remark,
+    read_unit,
+    scale,
+    starts_unit,
+)
+from services.reward.answers.values import simplified
 
+_MONEY = re.compile(
+    rf"(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})"
+    r"(?: \\.)? (?P<rest>.+)",
+    re.IGNORECASE,
+)
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
+_PROSE = re.compile(r"[^\x00-\x7f]|(?<![\\A-Za-z])(?<!\{ )[A-Za-z]{3,}")
 _TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
-_REMARKS = [tuple(remark.split()) for remark in (
-    "in total", "in all", "left over", "left", "leftover", "remaining", "each", "apiece", "now", "together", "combined",
-    "altogether", "total", "overall", "times",
-)]  # fmt: skip
-_ORDINALS = frozenset(("st", "nd", "rd", "th"))
+_REMARK = re.compile(
+    r"(?P<value>.+?) (?:(?:in )?(?:total|all)|left(?: over)?|leftover|remaining|each|apiece|now"
+    r"|together|combined|altogether|overall|times|exactly)"
+)
+_SHARE = re.compile(r"(?P<value>.*[^ a-z]) of (?P<whole>.+)")
+_ORDINAL = re.compile(r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?")
+_NEGATED = re.compile(r"(?:negative|minus) (?P<value>.+)", re.IGNORECASE)
+_SIZES = {"million": 10**6, "thousand": 1000, "hundred": 100}
+_PART = re.compile(
+    r"(?:(?P<whole>.+) and )?(?:(?P<count>.+) )?(?P<part>half|halve|third|quarter|[a-z]+th)s?"
+)
+_PARTS = {
+    **dict.fromkeys(("half", "halve"), 2), "third": 3, "quarter": 4, "fourth": 4, "fifth": 5,
+    "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12,
+}  # fmt: skip
+_MAX_WORDS = 12
 
 
 @dataclass(frozen=True)
@@ -35,31 +65,63 @@ class Value:
 
 def read_value(part: Tokens) -> Value:
     """Returns a number or expression with its unit. Raises NotUnderstood."""
-    part, unit = _without_unit(_without_remark(part))
+    part, unit = _without_unit(_without_remark(_in_digits(part)))
     factor = Fraction(1)
     while len(part) > 1 and (times := scale(part[-1])) is not None:
-        factor, part = factor * times, part[:-1]
-    part = _cardinal(part)
+        factor *= times
+        part = part[:-1]
+    texts = texts_of(part)
+    if unit is None and DEGREE in texts and not _TRIGONOMETRIC & {*texts}:
+        unit = read_unit((Token("op", DEGREE),))
+        part = tuple(token for token in part if token.text != DEGREE)
+    part = (matched(_ORDINAL, part) or {"value": part})["value"]
     if not part:
         raise NotUnderstood
-    if any(token.text in _CALCULUS for token in part):
-        if factor != 1 or any(_is_prose(token, part[i - 1].text) for i, token in enumerate(part)):
+    if _CALCULUS & {*texts}:
+        if factor != 1 or _PROSE.search(written(part)):
             raise NotUnderstood
         return Value(None, unit, part)
-    return Value(_times(Parser(part).whole(), factor), unit, part)
+    node = Parser(part).whole()
+    if factor != 1:
+        # a number stays a number
+        node = ("*", node, ("num", factor))
+        node = simplified(node) if written_out(node[1]) else node
+    return Value(node, unit, part)
 
 
-def _times(node: Node, factor: Fraction) -> Node:
-    """Multiplies by a factor such as a dozen or million: a number stays a number, other expressions
-    become products.
-    """
-    if factor == 1:
-        return node
-    if node[0] == "neg":
-        return ("neg", _times(node[1], factor))
-    if node[0] == "/" and node[1][0] == node[2][0] == "num" and written_out(node):
-        node = ("num", node[1][1] / node[2][1])
-    return ("num", node[1] * factor) if node[0] == "num" else ("*", node, ("num", factor))
+def _in_digits(part: Tokens) -> Tokens:
+    """Returns tokens with a number in words, at the start, in digits."""
+    negated = matched(_NEGATED, part)
+    if negated:
+        return (Token("op", "-"), *_in_digits(negated["value"]))
+    length = min(len(part), _MAX_WORDS) if part and part[0].kind == "word" else 0
+    for end in range(length, 0, -1):
+        value = _number(written(part[:end]).lower().replace(" - ", " ").replace("-", " "))
+        if value is not None:
+            return (Token("num", str(value), part[0].spaced), *part[end:])
+    return part
+
+
+def _number(text: str) -> Fraction | None:
+    """Returns the value of a number in words, such as twenty one or two and a half; else None."""
+    if text in NUMBERS:
+        return Fraction(NUMBERS[text])
+    for name, size in _SIZES.items():
+        count, _, rest = f"{text} ".partition(f" {name} ")
+        if rest or f"{text} ".endswith(f" {name} "):
+            above = _number(count)
+            below = _number(rest.strip().removeprefix("and ") or "zero")
+            return None if above is None or below is None else above * size + below
+    match = _PART.fullmatch(text)
+    if match is None or match["part"] not in _PARTS:
+        return None
+    is_one = match["count"] in ("a", None)
+    count_of_parts = _number("one" if is_one else match["count"])
+    whole = _number(match["whole"] or "zero")
+    is_half = match["part"] == "half" or match["count"]
+    if count_of_parts is None or whole is None or not is_half:
+        return None
+    return whole + count_of_parts / _PARTS[match["part"]]
 
 
 def written_out(node: Node) -> bool:
@@ -68,78 +130,67 @@ def written_out(node: Node) -> bool:
     That is an integer, a decimal, a fraction that is not an integer (reduced or not), or an integer
     or decimal times a power of ten, with at most one minus sign.
     """
-    minus = node[0] == "neg"
-    kind, *parts = node[1] if minus else node
-    if kind not in ("*", "/"):
-        return kind == "num" or _power_of_ten((kind, *parts))
-    if (
-        kind == "/"
-        and (above := _integer(parts[0])) is not None
-        and (below := _integer(parts[1])) is not None
-    ):
-        return (below == 1 or below == 0 or above % below != 0) and minus + (above < 0) + (
-            below < 0
-        ) < 2
-    number = parts[0][1] if parts[0][0] == "neg" and not minus else parts[0]
-    return bool(number[0] == "num") and _power_of_ten(parts[1])
-
-
-def _power_of_ten(node: Node) -> bool:
-    return node[0] == "^" and node[1] == ("num", 10) and _integer(node[2]) is not None
+    is_negative = node[0] == "neg"
+    match node[1] if is_negative else node:
+        case ("num", _) | ("^", ("num", 10), ("num", _) | ("neg", ("num", _))):
+            return True
+        case ("*" | "/", number, ("^", _, _) as power):
+            is_number = number[0] == "num" or (number[0] == "neg" and not is_negative)
+            return is_number and written_out(number) and written_out(power)
+        case ("/", above, below):
+            numerator = _integer(above)
+            denominator = _integer(below)
+            if numerator is None or denominator is None:
+                return False
+            signs = is_negative + (numerator < 0) + (denominator < 0)
+            return signs < 2 and (denominator in (0, 1) or numerator % denominator != 0)
+    return False
 
 
 def _integer(node: Node) -> int | None:
     """Returns the value of an integer, with or without a sign; None for anything else."""
-    sign, node = (-1, node[1]) if node[0] == "neg" else (1, node)
-    return sign * int(node[1]) if node[0] == "num" and node[1].denominator == 1 else None
+    match node:
+        case ("neg", number):
+            value = _integer(number)
+            return None if value is None else -value
+        case ("num", Fraction(denominator=1) as value):
+            return int(value)
+    return None
 
 
 def _without_remark(part: Tokens) -> Tokens:
-    """Returns a quantity without remarks about it: 18 eggs left, $5 each, 12 in all."""
-    for remark in _REMARKS:
-        if tuple(texts_of(part[-len(remark) :])) == remark:
-            return part[: -len(remark)]
-    return part
-
-
-def _is_prose(token: Token, before: str) -> bool:
-    return token.kind == "other" or (token.kind == "word" and before != "{" and len(token.text) > 2)
-
-
-def _cardinal(part: Tokens) -> Tokens:
-    """Returns a number without its ordinal ending: 5^{th} is 5."""
-    if len(part) < 2 or part[0].kind != "num":
-        return part
-    ending = [token.text for token in part[1:] if token.text not in ("^", "{", "}")]
-    return part[:1] if len(ending) == 1 and ending[0] in _ORDINALS else part
+    """Returns a quantity without remarks about it: 18 eggs left, $5 each, 12 in all, 3/4 of the
+    cake.
+    """
+    share = matched(_SHARE, part)
+    if share and is_remark(share["whole"]):
+        return share["value"]
+    return (matched(_REMARK, part) or {"value": part})["value"]
 
 
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     """Splits off the unit: a currency sign in front, or the text after the value."""
-    last = part[-1] if len(part) > 1 else None
-    if last and last.text in ("\\min", "\\sec"):
-        part = (*part[:-1], Token("word", last.text[1:], True))
-    front = next((i for i, token in enumerate(part[:2]) if token.text in CURRENCIES), None)
-    if front is not None and (front == 0 or part[0].text in ("-", "+")):
-        currency = part[front]
-        rest = tuple(token for token in part if token.text != currency.text)
+    front = matched(_MONEY, part)
+    if front:
+        currency = read_unit(front["currency"])
+        sign = texts_of(front["currency"])
+        rest = (*front["sign"], *(token for token in front["rest"] if token.text not in sign))
         for i, token in enumerate(rest):
-            if token.text in PER and (unit := read_unit((currency, *rest[i:]))) is not None:
-                return rest[:i], unit
-        named, unit = _without_unit(rest)
-        if unit is not None and unit != read_unit((currency,)):
+            price = read_unit((*front["currency"], *rest[i:])) if token.text in PER else None
+            if price is not None:
+                return rest[:i], price
+        rest, unit = _without_unit(rest)
+        if unit not in (None, currency):
             raise NotUnderstood
-        return named, read_unit((currency,))
-    has_angle = any(token.text in _TRIGONOMETRIC for token in part)
+        return rest, currency
+
+    has_angle = bool(_TRIGONOMETRIC & {*texts_of(part)})
     depth = 0
     for i, token in enumerate(part):
-        opens = token.kind in ("op", "cmd") and token.text in OPEN
-        depth += opens - (token.kind in ("op", "cmd") and token.text in CLOSE)
-        begins = i and depth == 0 and (starts_unit(token, part[i - 1]) or token.text == "\\frac")
-        if (
-            begins
-            and not (token.text == "\x04" and has_angle)
-            and (unit := read_unit(part[i:], single=part[0].text == "1" and i == 1))
-        ):
-            return part[:i], unit
+        depth += step(token)
+        is_angle = token.text == DEGREE and has_angle
+        if i and depth == 0 and not is_angle and starts_unit(token, part[i - 1]):
+            unit = read_unit(part[i:], single=part[0].text == "1" and i == 1)
+            if unit is not None:
+                return part[:i], unit
     return part, None

@@ -1,17 +1,17 @@
-"""The kinds of answers besides a single value, and the arithmetic of intervals."""
+"""The kinds of answers besides a single value, and the arithmetic of sets of real numbers."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cmp_to_key
 
 from services.reward.answers.expressions import Node, symbols
 from services.reward.answers.notation import NotUnderstood
 from services.reward.answers.quantities import Value
-from services.reward.answers.values import Undecided, constant
+from services.reward.answers.values import INFINITY, MINUS_INFINITY, Undecided, order
 
 Interval = tuple[Node, bool, Node, bool]
 """Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval."""
-INFINITY: Node = ("infty",)
-MINUS_INFINITY: Node = ("neg", INFINITY)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Many:
 
 @dataclass(frozen=True)
 class TupleOrInterval:
-    """A tuple, or with two items an interval."""
+    """A tuple, or with two items an interval; the column of a matrix; with other brackets, a matrix
+    of rows and a proportion.
+    """
 
     opening: str
     closing: str
@@ -51,17 +53,11 @@ class TupleOrInterval:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """Three or more numbers in proportion."""
-
-    nodes: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
 class Named:
     """Values of named unknowns, in the order of the names."""
 
     values: tuple[tuple[str, "Reading"], ...]
+    """The name is empty for what a value measures: |AB|, f(2), the remainder."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +78,37 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Values that depend on an integer parameter."""
+
+    values: tuple[Node, ...]
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Residue:
+    """A value modulo another."""
+
+    value: Node
+    modulus: Node
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A time of day in minutes after midnight."""
+
+    minutes: int
+
+
+@dataclass(frozen=True)
 class Based:
     """Digits in a number base."""
 
     digits: str
-    base: str
+    base: int
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of values."""
-
-    rows: tuple[tuple["Reading", ...], ...]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Untrue:
     """A chain of equations that does not hold, and therefore equals nothing."""
 
@@ -107,79 +119,77 @@ Reading = (
     | Choice
     | Many
     | TupleOrInterval
-    | Ratio
     | Named
     | Relation
     | Region
+    | Family
+    | Residue
+    | Clock
     | Based
-    | Matrix
     | Untrue
 )
 REALS = Region(((MINUS_INFINITY, False, INFINITY, False),))
 
 
 def as_region(reading: Reading) -> Region | None:
-    """Returns an interval of two constants as a region, or None."""
-    if isinstance(reading, Region):
-        return reading
-    if isinstance(reading, TupleOrInterval) and len(reading.items) == 2:
-        low, high = reading.items
-        if (
-            isinstance(low, Value)
-            and isinstance(high, Value)
-            and low.node
-            and high.node
-            and not symbols(low.node) | symbols(high.node)
-        ):
-            return Region(((low.node, reading.opening == "[", high.node, reading.closing == "]"),))
+    """Returns an interval of two constants, or a set of constants, as a region; else None."""
+    match reading:
+        case Region():
+            return reading
+        case Named(((_, value),)):
+            return as_region(value)
+        case TupleOrInterval(opening, closing, (Value(tuple(low)), Value(tuple(high)))):
+            if not symbols(low) | symbols(high):
+                return Region(((low, opening == "[", high, closing == "]"),))
+        case Many(items):
+            nodes = [item.node for item in items if isinstance(item, Value) and item.node]
+            if len(nodes) == len(items) and not any(map(symbols, nodes)):
+                return Region(tuple((node, True, node, True) for node in nodes))
     return None
 
 
-def _at(node: Node) -> Any:
-    """Returns a number by which interval ends can be ordered."""
-    if node == INFINITY:
-        return float("inf")
-    if node == MINUS_INFINITY:
-        return float("-inf")
+def combined(
+    regions: list[Region], rule: Callable[[set[int], set[int]], set[int]] = operator.or_
+) -> Region:
+    """Returns the union of the regions, or what another rule of sets makes of them, with intervals
+    that touch joined. Raises NotUnderstood where the ends cannot be ordered.
+    """
+    ends: set[Node] = set()
+    for region in regions:
+        for low, _, high, _ in region.intervals:
+            ends |= {low, high}
     try:
-        return constant(node)[0]
+        ordered = sorted(ends, key=cmp_to_key(order))
+        place: dict[Node, int] = {}
+        for i, end in enumerate(ordered):
+            is_same = i > 0 and order(ordered[i - 1], end) == 0
+            place[end] = place[ordered[i - 1]] if is_same else i
     except Undecided:
         raise NotUnderstood from None
 
+    # The end at place i is cell 2i; the numbers between it and the next one are cell 2i + 1.
+    sets: list[set[int]] = []
+    for region in regions:
+        cells: set[int] = set()
+        for low, has_low, high, has_high in region.intervals:
+            cells |= set(range(2 * place[low] + (not has_low), 2 * place[high] + has_high))
+        sets.append(cells)
+    kept = sets[0]
+    for cells in sets[1:]:
+        kept = rule(kept, cells)
 
-def combined(regions: list[Region], any_of: bool) -> Region:
-    """Returns the union of the regions, or else their intersection; "x < 1, x > 3" has none and is
-    a union.
-    """
-    name = regions[0].name
-    if any_of:
-        intervals = [interval for region in regions for interval in region.intervals]
-        return Region(tuple(sorted(intervals, key=lambda interval: _at(interval[0]))), name)
-    kept = regions[0].intervals
-    for region in regions[1:]:
-        kept = tuple(
-            both
-            for one in kept
-            for other in region.intervals
-            if (both := _overlap(one, other)) is not None
-        )
-    return Region(kept, name) if kept else combined(regions, True)
-
-
-def _overlap(one: Interval, other: Interval) -> Interval | None:
-    low = max(one[:2], other[:2], key=lambda end: (_at(end[0]), not end[1]))
-    high = min(one[2:], other[2:], key=lambda end: (_at(end[0]), end[1]))
-    return (*low, *high) if _at(low[0]) < _at(high[0]) else None
+    intervals: list[Interval] = []
+    for cell in sorted(kept):
+        end = ordered[(cell + 1) // 2]
+        has_end = cell % 2 == 0
+        if cell - 1 in kept:
+            low, has_low, _, _ = intervals.pop()
+            intervals.append((low, has_low, end, has_end))
+        else:
+            intervals.append((ordered[cell // 2], has_end, end, has_end))
+    return Region(tuple(intervals), regions[0].name)
 
 
-def without(item: Reading) -> Region:
-    """Returns the real numbers without this one."""
-    node = node_of(item)
-    return Region(((MINUS_INFINITY, False, node, False), (node, False, INFINITY, False)))
-
-
-def node_of(item: Reading) -> Node:
-    """Returns the expression of a constant. Raises NotUnderstood for another reading."""
-    if isinstance(item, Value) and item.node is not None and not symbols(item.node):
-        return item.node
-    raise NotUnderstood
+def without(region: Region) -> Region:
+    """Returns the real numbers that are not in a region. Raises NotUnderstood."""
+    return combined([Region(REALS.intervals, region.name), region], operator.sub)

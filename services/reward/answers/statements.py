@@ -1,15 +1,24 @@
 """Reads equations, assignments and inequalities."""
 
+import operator
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 
-from services.reward.answers.expressions import symbols
+from services.reward.answers.expressions import Node, substituted, symbols
 from services.reward.answers.formulas import same_values
-from services.reward.answers.notation import NotUnderstood, Token, Tokens, inner, split, texts_of
+from services.reward.answers.notation import (
+    GREEK,
+    NotUnderstood,
+    Tokens,
+    split,
+    written,
+)
 from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
-    INFINITY,
-    MINUS_INFINITY,
+    Based,
     Many,
     Named,
     Reading,
@@ -19,22 +28,37 @@ from services.reward.answers.shapes import (
     Untrue,
     Words,
     as_region,
+    combined,
     without,
 )
-from services.reward.answers.values import Undecided, constant
+from services.reward.answers.units import has_doubts
+from services.reward.answers.values import (
+    INFINITY,
+    MINUS_INFINITY,
+    Undecided,
+    roughly,
+    same_value,
+)
 
 Read = Callable[[Tokens, int], Reading]
 RELATIONS = frozenset(("=", "\\lt", "\\gt", "\\le", "\\ge", "\\ne", "\\in", "\\approx"))
-_REVERSED = {"\\gt": "\\lt", "\\ge": "\\le", "\\lt": "\\gt", "\\le": "\\ge"}
+_REVERSED = {"\\gt": "\\lt", "\\ge": "\\le"}
+_WORD = rf"(?:[^\W\d_]+|\\(?:{'|'.join(GREEK)}))"
+_NAME = re.compile(
+    # not a product: ab, x y
+    rf"(?![a-z]{{2}}\b|[xyz]{{2,}}\b|(?:[A-Za-z] )+[A-Za-z]$)"
+    rf"(?P<stem>(?:\\(?:angle|triangle|vec) (?:\{{ )?)?{_WORD}(?: {_WORD})*(?: \}})?"
+    r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
+)
+_ROW = re.compile(rf"\( {_WORD}(?: , {_WORD})+ \)")
+_LABEL = re.compile(r"(?=.*[A-Za-z])[\x00-\x7f]+")
+_CALL = re.compile(r"[A-Za-z] \( [-0-9 ,]+ \)")
 
 
 def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
     """Returns the reading of tokens with a relation sign; None without one. `read` reads one
     side.
     """
-    part = tuple(
-        Token("cmd", "\\in") if _is_in(part[i : i + 2]) else token for i, token in enumerate(part)
-    )
     pieces, operators = split(part, RELATIONS)
     if not operators:
         return None
@@ -46,160 +70,179 @@ def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
     if kinds == {"="}:
         return _chain(pieces, depth, read)
     if kinds == {"\\in"} and len(pieces) == 2:
-        name, found = name_of(pieces[0]), read(pieces[1], depth)
-        region = as_region(found)
+        name = name_of(pieces[0])
+        found = read(pieces[1], depth)
+        region = as_region(found) if not isinstance(found, Many) else None
         return replace(region, name=name) if region and name else found
     if kinds <= {"\\gt", "\\ge"}:
-        pieces, operators = pieces[::-1], [_REVERSED[text] for text in operators[::-1]]
+        pieces = pieces[::-1]
+        operators = [_REVERSED[text] for text in operators[::-1]]
     elif not kinds <= {"\\lt", "\\le"} and kinds != {"\\ne"}:
         raise NotUnderstood
     return _inequality(pieces, operators)
 
 
-def _is_in(part: Tokens) -> bool:
-    """Returns whether the word "in" precedes a set, and does not mean inch."""
-    return (
-        len(part) == 2
-        and part[0].kind == "word"
-        and part[0].text == "in"
-        and part[1].text in ("(", "[", "\\{")
-    )
-
-
 def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
-    nodes = [read_value(piece).node for piece in pieces]
-    if any(node and node[0] == "neg" and node[1][0] == "sym" for node in nodes):  # -x > -1 is x < 1
-        nodes = [
-            node and (node[1] if node[0] == "neg" else ("neg", node)) for node in reversed(nodes)
-        ]
-        operators = operators[::-1]
-    free = [symbols(node) if node else {""} for node in nodes]
+    nodes = [read_value(piece).node or () for piece in pieces]
+    if not all(nodes):
+        raise NotUnderstood
     closed = [text == "\\le" for text in operators]
-    ends = [node for node in nodes if node]
-    if len(ends) != len(nodes):
+    names = [symbols(node) for node in nodes]
+    if len(nodes) == 3:  # a < x < b
+        lower = _inequality(pieces[:2], operators[:1])
+        upper = _inequality(pieces[1:], operators[1:])
+        if not isinstance(lower, Region) or not isinstance(upper, Region):
+            raise NotUnderstood
+        return combined([lower, upper], operator.and_)
+    if len(nodes) != 2:
         raise NotUnderstood
-    if len(pieces) == 3 and not free[0] | free[2] and ends[1][0] == "sym":
-        return Region(((ends[0], closed[0], ends[2], closed[1]),), str(ends[1][1]))
-    if len(pieces) != 2:
-        raise NotUnderstood
-    if operators == ["\\ne"]:
-        if ends[0][0] == "sym" and not free[1]:
-            return replace(without(Value(ends[1], None, ())), name=str(ends[0][1]))
-        return Relation("\\ne", *ends)
-    if ends[0][0] == "sym" and not free[1]:
-        return Region(((MINUS_INFINITY, False, ends[1], closed[0]),), str(ends[0][1]))
-    if ends[1][0] == "sym" and not free[0]:
-        return Region(((ends[0], closed[0], INFINITY, False),), str(ends[1][1]))
-    return Relation(operators[0], *ends)
+    left, right = nodes
+    found: Region | None = None
+    if operators == ["\\ne"] and left[0] == "sym" and not names[1]:
+        found = without(Region(((right, True, right, True),), str(left[1])))
+    elif operators != ["\\ne"] and not names[1]:
+        found = _below(left, right, closed[0])
+    elif operators != ["\\ne"] and not names[0]:
+        # a < x is what is left without x <= a
+        found = _below(right, left, not closed[0])
+        found = found and without(found)
+    return found or Relation(operators[0], left, right)
+
+
+def _below(side: Node, bound: Node, is_closed: bool) -> Region | None:
+    """Returns the region where x, -x or |x| is below a constant; None for other sides."""
+    opposite = bound[1] if bound[0] == "neg" else ("neg", bound)
+    match side:
+        case ("sym", name):
+            return Region(((MINUS_INFINITY, False, bound, is_closed),), name)
+        case ("neg", ("sym", name)):
+            return Region(((opposite, is_closed, INFINITY, False),), name)
+        case ("abs", ("sym", name)):
+            return Region(((opposite, is_closed, bound, is_closed),), name)
+    return None
+
+
+def line(node: Node, name: str) -> tuple[Node, Node] | None:
+    """Returns a and b for an expression a + bx in one unknown x; None for any other."""
+    before = substituted(node, name, ("num", Fraction(-7, 4)))
+    start = substituted(node, name, ("num", Fraction(0)))
+    after = substituted(node, name, ("num", Fraction(1)))
+    step = ("-", after, start)
+    try:
+        is_straight = same_value(("-", start, before), ("*", ("num", Fraction(7, 4)), step))
+        is_straight = is_straight and not same_value(start, after)
+    except Undecided:
+        return None
+    return (start, step) if is_straight and symbols(node) == {name} else None
 
 
 def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: Read) -> Reading:
     """Returns the side before the sign, or the approximate value of a name. The values must be
     close.
     """
-    at = operators.index("\\approx")
-    if at != len(operators) - 1 or set(operators[:at]) - {"="}:
+    *exact, rough = pieces
+    if operators.index("\\approx") != len(exact) - 1 or {*operators} - {"=", "\\approx"}:
         raise NotUnderstood
-    exact = pieces[: at + 1]
-    name = name_of(exact[-1])
-    if name:
-        return _chain([exact[-1], pieces[-1]], depth, read)
-    found = _chain(exact, depth, read) if at else read(exact[0], depth)
+    if name_of(exact[-1]):
+        return _chain([exact[-1], rough], depth, read)
+    found = _chain(exact, depth, read) if len(exact) > 1 else read(exact[0], depth)
     value = found.values[0][1] if isinstance(found, Named) else found
-    other = read_value(pieces[-1])
-    if (
-        not isinstance(value, Value)
-        or not value.node
-        or not other.node
-        or symbols(value.node) | symbols(other.node)
-    ):
-        raise NotUnderstood
-    try:
-        a, b = complex(constant(value.node)[0]), complex(constant(other.node)[0])
-    except (Undecided, OverflowError):
-        raise NotUnderstood from None
-    return found if abs(a - b) <= 0.05 * abs(a) else Untrue()
+    with suppress(Undecided):
+        match value, read_value(rough):
+            case Value(tuple(node)), Value(tuple(other)):
+                return found if roughly(node, other) else Untrue()
+    raise NotUnderstood
 
 
 def name_of(part: Tokens) -> str:
     """Returns the name of an unknown, a function or a quantity; "" for anything else."""
-    texts = texts_of(part)
-    if part[0].kind not in ("name", "word") and texts[0] not in ("\\angle", "\\triangle", "\\vec"):
+    match = _NAME.fullmatch(written(part))
+    if match is None or has_doubts(part):
         return ""
-    if (part[0].kind == "word" and len(texts[0]) < 3 and texts[0].islower()) or (
-        set(texts[0]) <= set("xyz") and len(texts[0]) > 1
-    ):
-        return ""  # a product
-    subscript = False
-    for i, token in enumerate(part):
-        if token.kind == "num" and not subscript:
-            return ""
-        subscript = (subscript and token.text != "}") or token.text == "_"
-        if (token.kind in ("cmd", "other") and i) or (
-            token.kind == "op" and token.text not in "_{}'(),"
-        ):
-            return ""
-    if "(" in texts:
-        at = texts.index("(")
-        return (
-            "".join(texts[:at])
-            if at
-            and texts[-1] == ")"
-            and all(t.kind == "name" or t.text == "," for t in part[at + 1 : -1])
-            else ""
-        )
-    if len(part) > 1 and all(token.kind == "name" and len(token.text) == 1 for token in part):
-        return ""  # a product
-    return "".join(text for text in texts if text not in "{}")
+    return re.sub("[{} ]", "", match["stem"])
 
 
 def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     """Returns the reading of a = b = c: all its constants must be equal, and the last fully
     evaluated one counts.
     """
-    if len(pieces) == 2 and (names := _row_of_names(pieces[0])):
+    if len(pieces) == 2 and _ROW.fullmatch(written(pieces[0])):  # (x, y) = (1, 2)
+        row = written(pieces[0]).split()[1::2]
         found = read(pieces[1], depth)
         items = found.items if isinstance(found, TupleOrInterval | Many) else ()
-        if len(items) != len(names):
+        if len(items) != len(row):
             raise NotUnderstood
-        return Named(tuple(sorted(zip(names, items, strict=True), key=lambda pair: pair[0])))
-    names = []
+        return Named(tuple(sorted(zip(row, items, strict=True), key=lambda pair: pair[0])))
+
+    names: set[str] = set()
     while len(pieces) > 1 and (name := name_of(pieces[0])):
-        names.append(name)
+        names.add(name)
         pieces = pieces[1:]
-    if (
-        not names
-        and len(pieces) == 2
-        and (name := name_of(pieces[1]))
-        and not isinstance(read(pieces[0], depth), Words)
-    ):
-        names, pieces = [name], pieces[:1]
+    is_reversed = not names and len(pieces) == 2 and name_of(pieces[1]) != ""  # 5 = x
+    if is_reversed and not isinstance(read(pieces[0], depth), Words):
+        names.add(name_of(pieces[1]))
+        pieces = pieces[:1]
+    last = read(pieces[-1], depth)
+    if isinstance(last, Words) and not names:
+        raise NotUnderstood
     if len(pieces) == 1:
-        value = read(pieces[0], depth)
-        if isinstance(value, Words) and not names:
+        return _named(names, last)
+    if isinstance(last, Based):
+        sides = [read(piece, depth) for piece in pieces]
+        based = [side for side in sides if isinstance(side, Based)]
+        is_true = len({int(number.digits, number.base) for number in based}) == 1
+        # of equal numbers in different bases, base ten is the explanation
+        return min(based, key=lambda number: number.base == 10) if is_true else Untrue()
+    return _equal_sides(pieces, names, last)
+
+
+def _sides(pieces: list[Tokens]) -> tuple[list[Value], bool]:
+    """Returns the values among the sides of a chain, and whether others are labels, which name what
+    the value after them measures.
+    """
+    values: list[Value] = []
+    for piece in pieces:
+        is_label = bool(_CALL.fullmatch(written(piece)))
+        try:
+            value = read_value(piece)
+        except NotUnderstood:
+            if has_doubts(piece) or not _LABEL.fullmatch(written(piece)):
+                raise
+            continue
+        if value.node is not None and not is_label:
+            values.append(value)
+    return values, len(values) < len(pieces)
+
+
+def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Reading:
+    values, is_label = _sides(pieces[:-1])
+    if not isinstance(last, Value):
+        if values and not all(value.node and symbols(value.node) for value in values):
             raise NotUnderstood
-        return Named(tuple((name, value) for name in sorted(set(names))))
-    values = [read_value(piece) for piece in pieces]
-    nodes = [value.node for value in values]
-    constants = [value for value in values if value.node is None or not symbols(value.node)]
-    last = values[-1]
-    if not names and len(nodes) == 2 and len(constants) < 2 and nodes[0] and nodes[1]:
-        return Relation("=", nodes[0], nodes[1])
+        return Named((("", last),))
+
+    values.append(last)
+    constants = [value for value in values if not value.node or not symbols(value.node)]
+    unknowns = [value.node for value in values if value.node and symbols(value.node)]
+    if unknowns and not is_label:
+        left = values[-2].node
+        is_equation = not names and len(values) == 2
+        if left and last.node and (is_equation or (last in constants and last.node == _ZERO)):
+            return Relation("=", left, last.node)
     same_kind = constants if last in constants else values
+    if (is_label or not names) and last not in constants:
+        raise NotUnderstood
     if not all(same_values(last, value) for value in same_kind):
         return Untrue()
-    if len(constants) < len(values) and not names:
-        raise NotUnderstood
-    last = next(
-        (value for value in reversed(same_kind) if value.node and written_out(value.node)), last
-    )
-    return Named(tuple((name, last) for name in sorted(set(names)))) if names else last
+    numbers = [value for value in same_kind if value.node and written_out(value.node)]
+    last = numbers[-1] if numbers else last
+    if is_label or (unknowns and not names):
+        return Named((("", last),))
+    return _named(names, last) if names else last
 
 
-def _row_of_names(part: Tokens) -> list[str]:
-    content = inner(part)
-    if content is None:
-        return []
-    pieces, separators = split(content, frozenset((",",)))
-    names = [name_of(piece) if piece else "" for piece in pieces]
-    return names if separators and all(names) and len(set(names)) == len(names) else []
+_ZERO: Node = ("num", Fraction(0))
+
+
+def _named(names: set[str], value: Reading) -> Named:
+    return Named(tuple((name, value) for name in sorted(names)))

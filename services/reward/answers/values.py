@@ -1,59 +1,65 @@
 """Compares expressions by their values.
 
-Rational values are exact. Others have `_DIGITS` digits and are equal when they agree in `_AGREE` of
-them. Expressions with unknowns are equal when their values at random points are.
+Rational values are exact. Others have 150 digits, or more when they are mixed with longer rational
+numbers, and are equal when they agree in all but the last 40. Expressions with unknowns are equal
+when their values at random points are. Only verdicts leave this module, never numbers, so that
+nobody mixes two precisions.
 """
 
 import math
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import mpmath
 from mpmath import mp
+from sympy import integer_nthroot
 
 from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.notation import words
 
+INFINITY: Node = ("infty",)
+MINUS_INFINITY: Node = ("neg", INFINITY)
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
+_MAX_EXPONENT = 10**15
+"""Of an unknown's value: its power is rounded."""
 _DIGITS = 150
-_AGREE = 110
-_POINTS = 8
+_MAX_DIGITS = 3000
+_UNSURE_DIGITS = 40
+_SPARE_DIGITS = 60
+_POINTS = 10
+_ATTEMPTS = 24
+_MAX_MAGNITUDE = 10_000
+"""Bits of an argument of a function; sin(10^3000) needs as many digits of pi."""
+_MAX_GROWTH = 40
+_MAX_COUNT = 5000
 
 
 class Undecided(ArithmeticError):
     """The value exceeds the bounds of this module, or does not exist."""
 
 
+class Enormous(Undecided):
+    """The value exceeds the bounds: it is no number that anyone writes as an answer."""
+
+
+Sample = tuple[Any, Any, Any]
+"""The values of two expressions at one point, and the largest term of their sums."""
+
+
 def _has(node: Node, kind: str) -> bool:
     return node[0] == kind or any(_has(part, kind) for part in node[1:] if isinstance(part, tuple))
-
-
-def _checked(value: Any) -> Any:
-    """Returns a value, as a real number if its imaginary part is a rounding error. Raises Undecided
-    for a fraction that is too large.
-    """
-    if isinstance(value, Fraction):
-        if _bits(value) > _MAX_BITS:
-            raise Undecided
-        return value
-    if isinstance(value, mpmath.mpc):
-        rounding = abs(value.real) * mpmath.mpf(10) ** -_AGREE
-        return value.real if abs(value.imag) <= rounding else value
-    return value
 
 
 def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-def _real(value: Any) -> Any:
-    return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
-
-
-class PointEvaluator:
+class _Evaluator:
     """Evaluates expressions at one point."""
 
     def __init__(self, point: Mapping[str, Fraction], is_complex: bool) -> None:
@@ -61,6 +67,8 @@ class PointEvaluator:
         self._complex = is_complex
         self.largest: Any = mpmath.mpf(0)
         """The largest term of any sum; rounding errors are relative to it."""
+        self.digits = _DIGITS
+        """Digits with which no exact number loses what tells it from another."""
 
     def value(self, node: Node) -> Any:
         """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no
@@ -69,70 +77,72 @@ class PointEvaluator:
         kind = node[0]
         if kind == "num":
             return node[1]
-        if kind == "sym":
+        if kind == "sym" and node[1] in self._point:
             return self._point[node[1]]
         if kind in ("pi", "e"):
             return +getattr(mpmath, kind)
         if kind == "i":
             return mpmath.mpc(0, 1)
-        if kind == "infty":
+        if kind in ("infty", "sym"):
             raise Undecided
         operands = [self.value(part) for part in node[1:]]
         try:
-            found = _checked(self._apply(kind, operands))
-        except (ValueError, ZeroDivisionError, OverflowError, TypeError) as error:
+            return self._checked(self._apply(kind, operands))
+        except (ValueError, KeyError, ZeroDivisionError, OverflowError, TypeError) as error:
             raise Undecided from error
-        if not isinstance(found, Fraction) and not mpmath.isfinite(found):
+
+    def _checked(self, value: Any) -> Any:
+        """Returns a value, as a real number if its imaginary part is a rounding error. Raises
+        Undecided for one that is too large, infinite, or complex at a point of a real expression.
+        """
+        if isinstance(value, Fraction):
+            if _bits(value) > _MAX_BITS:
+                raise Enormous
+            return value
+        if not mpmath.isfinite(value):
             raise Undecided
-        return found
+        if isinstance(value, mpmath.mpc):
+            if abs(value.imag) <= abs(value.real) * _rounding():
+                return value.real
+            if self._point and not self._complex:
+                raise Undecided
+        return value
+
+    def real(self, value: Any) -> Any:
+        """Returns a value as an mpmath number, and counts the digits that it needs."""
+        if not isinstance(value, Fraction):
+            return value
+        self.digits = max(self.digits, _DIGITS + _bits(value) * 3 // 10 - _SPARE_DIGITS)
+        return mpmath.mpf(value.numerator) / value.denominator
 
     def _apply(self, kind: str, operands: list[Any]) -> Any:
         exact = all(isinstance(value, Fraction) for value in operands)
-        if kind in _ARITHMETIC:
-            if not exact:
-                operands = [_real(value) for value in operands]
-                if kind in ("+", "-"):
-                    self.largest = max(self.largest, *(abs(value) for value in operands))
-            return _ARITHMETIC[kind](*operands)
-        if kind == "^":
+        if kind in ("^", "root"):
             base, exponent = operands
-            return self._power(base, exponent)
-        if kind == "root":
-            value, degree = operands
-            return self._power(value, 1 / degree)
-        if kind in _EXACT:
-            if not exact:
-                raise Undecided
-            return _EXACT[kind](operands)
-        if kind == "abs":
-            return abs(operands[0])
-        if kind == "floor":
-            value = operands[0]
-            return Fraction(math.floor(value) if exact else int(mpmath.floor(value)))
-        if kind == "ceil":
-            value = operands[0]
-            return Fraction(math.ceil(value) if exact else int(mpmath.ceil(value)))
-        if kind == "factorial":
-            return self._factorial(operands[0])
-        if kind == "double factorial":
-            return Fraction(math.prod(range(_small(operands[0]), 0, -2)))
-        if kind == "binomial":
-            n, k = operands
-            return _binomial(n, k)
-        if (kind == "ln" and operands[0] == 1) or (kind in ("sin", "tan") and operands[0] == 0):
-            return Fraction(0)
-        return self._domain(_FUNCTIONS[kind](_real(operands[0])))
+            return self._power(base, exponent if kind == "^" else 1 / exponent)
+        if kind in _ARITHMETIC and exact:
+            return _ARITHMETIC[kind](*operands)
+        if kind in _EXACT and exact and (kind in _ROUNDING or _are_integers(operands)):
+            return Fraction(_EXACT[kind](*operands))
 
-    def _domain(self, value: Any) -> Any:
-        """Returns a value, unless it leaves the real numbers at a point of a real expression."""
-        value = _checked(value)
-        if isinstance(value, mpmath.mpc) and self._point and not self._complex:
-            raise Undecided
-        return value
+        reals = [self.real(value) for value in operands]
+        if kind in ("+", "-"):
+            self.largest = max(self.largest, *(abs(value) for value in reals))
+        if kind in _ARITHMETIC:
+            return _ARITHMETIC[kind](*reals)
+        limit = _MAX_GROWTH if kind in _GROWING else _MAX_MAGNITUDE
+        if any(mpmath.mag(value) > limit for value in reals):
+            raise Enormous
+        return _FUNCTIONS[kind](*reals)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
-            exact = _rational_power(base, exponent)
+            try:
+                exact = _rational_power(base, exponent)
+            except Enormous:
+                if not self._point or abs(exponent) > _MAX_EXPONENT:
+                    raise
+                return mpmath.power(self.real(base), self.real(exponent))
             if exact is not None:
                 return exact
 
@@ -140,76 +150,48 @@ class PointEvaluator:
         has_real_root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
         if is_negative and has_real_root and not self._complex:
             return (-1) ** exponent.numerator * self._power(-base, exponent)
-        if abs(exponent) * (1 + abs(mpmath.log(abs(_real(base)) or 1))) > _MAX_LOG:
-            raise Undecided
-        return self._domain(mpmath.power(_real(base), _real(exponent)))
-
-    def _factorial(self, value: Any) -> Any:
-        if isinstance(value, Fraction) and value.denominator == 1:
-            return Fraction(math.factorial(_small(value)))
-        if not self._point:
-            raise Undecided
-        return mpmath.gamma(_real(value) + 1)
+        if abs(exponent) * (1 + abs(mpmath.log(abs(self.real(base)) or 1))) > _MAX_LOG:
+            raise Enormous
+        return mpmath.power(self.real(base), self.real(exponent))
 
 
-def _small(value: Any) -> int:
-    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 5000:
-        raise Undecided
-    return int(value)
-
-
-def _binomial(n: Any, k: Any) -> Any:
-    is_countable = isinstance(k, Fraction) and k.denominator == 1 and 0 <= k <= 5000
-    if not is_countable:
-        return mpmath.binomial(_real(n), _real(k))
-    if isinstance(n, Fraction) and n.denominator == 1 and k <= n <= 5000:
-        return Fraction(math.comb(int(n), int(k)))
-    product: Any = Fraction(1)
-    for j in range(int(k)):
-        product *= (n - j) / Fraction(j + 1)
-    return product
+def _rounding() -> Any:
+    """Returns the relative error up to which two rounded numbers are the same."""
+    return mpmath.mpf(10) ** (_UNSURE_DIGITS - mp.dps)
 
 
 def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
-    """Returns a power if it is rational, else None. Raises Undecided when it is too large."""
+    """Returns a power if it is rational, else None. Raises Enormous."""
     if exponent.denominator == 1:
         if _bits(base) * abs(exponent) > _MAX_BITS and abs(base) not in (0, 1):
-            raise Undecided
+            raise Enormous
         return base ** int(exponent)
-    if base == 0:
-        return Fraction(0)
-    if exponent.denominator >= 1000:
+    if exponent.denominator >= 1000 or (base < 0 and exponent.denominator % 2 == 0):
         return None
-    root = _exact_root(base, exponent.denominator)
-    return None if root is None else _rational_power(root, Fraction(exponent.numerator))
-
-
-def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """Returns the real root of a rational number if it is rational, else None."""
-    sign = -1 if value < 0 else 1
-    if sign < 0 and degree % 2 == 0:
+    above, is_root_above = integer_nthroot(abs(base.numerator), exponent.denominator)
+    below, is_root_below = integer_nthroot(base.denominator, exponent.denominator)
+    if not (is_root_above and is_root_below):
         return None
-    roots = []
-    for part in (abs(value.numerator), value.denominator):
-        found = int(mpmath.nint(mpmath.root(part, degree))) if part.bit_length() < 480 else 0
-        if found**degree != part:
-            return None
-        roots.append(found)
-    return Fraction(sign * roots[0], roots[1])
+    root = Fraction(-above if base < 0 else above, below)
+    return _rational_power(root, Fraction(exponent.numerator))
 
 
-def _integers(values: list[Any]) -> list[int]:
-    if any(value.denominator != 1 for value in values):
+def _are_integers(values: list[Fraction]) -> bool:
+    return all(value.denominator == 1 for value in values)
+
+
+def _factorial(n: Fraction, step: int = 1) -> int:
+    if n < 0:
         raise Undecided
-    return [int(value) for value in values]
+    if n > _MAX_COUNT:
+        raise Enormous
+    return math.prod(range(int(n), 0, -step))
 
 
-def _lcm(values: list[Any]) -> Fraction:
-    return Fraction(math.lcm(*_integers(values)))
-
-
-def _gcd(values: list[Any]) -> Fraction:
-    return Fraction(math.gcd(*_integers(values)))
+def _binomial(n: Fraction, k: Fraction) -> int:
+    if _bits(n) * min(k, abs(n - k)) > _MAX_BITS:
+        raise Enormous
+    return math.comb(int(n), int(k))
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
@@ -218,87 +200,169 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "*": operator.mul,
     "/": operator.truediv,
     "neg": operator.neg,
+    "abs": abs,
 }
-_EXACT: dict[str, Callable[[list[Any]], Any]] = {
-    "gcd": _gcd,
-    "lcm": _lcm,
+_EXACT: dict[str, Callable[..., Any]] = {
+    "gcd": lambda *values: math.gcd(*map(int, values)),
+    "lcm": lambda *values: math.lcm(*map(int, values)),
     "max": max,
     "min": min,
-    "mod": lambda values: values[0] % values[1],
+    "mod": operator.mod,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "factorial": _factorial,
+    "double factorial": partial(_factorial, step=2),
+    "binomial": _binomial,
 }
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "sin": mpmath.sin,
-    "cos": mpmath.cos,
-    "tan": mpmath.tan,
-    "cot": mpmath.cot,
-    "sec": mpmath.sec,
-    "csc": mpmath.csc,
-    "sinh": mpmath.sinh,
-    "cosh": mpmath.cosh,
-    "tanh": mpmath.tanh,
-    "coth": mpmath.coth,
+_ROUNDING = frozenset(("max", "min", "mod", "floor", "ceil"))
+"""Functions of any rational numbers; the others are of integers."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "max": max,
+    "min": min,
     "arcsin": mpmath.asin,
     "arccos": mpmath.acos,
     "arctan": mpmath.atan,
     "ln": mpmath.log,
-    "exp": mpmath.exp,
-    "norm": abs,
 }
+_OF_MPMATH = words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial")
+for _name in _OF_MPMATH:
+    _FUNCTIONS[_name] = getattr(mpmath, _name)
+_GROWING = frozenset(("exp", "sinh", "cosh", "tanh", "coth", "factorial", "binomial"))
 
 
-def _agree(a: Any, b: Any, largest: Any) -> bool:
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        return a == b
-    a = _real(a)
-    b = _real(b)
-    return bool(abs(a - b) <= max(abs(a), abs(b), largest) * mpmath.mpf(10) ** -_AGREE)
+def _agree(sample: Sample) -> bool:
+    one, other, largest = sample
+    return one == other if isinstance(one, Fraction) else _close(one, other, largest)
 
 
-def constant(node: Node) -> tuple[Any, Any]:
-    """Returns the value of an expression without unknowns, and the largest term of its sums. Raises
-    Undecided.
+def _close(a: Any, b: Any, largest: Any = 0) -> bool:
+    return bool(abs(a - b) <= max(abs(a), abs(b), largest) * _rounding())
+
+
+def _compared(
+    a: Node,
+    b: Node,
+    verdict: Callable[[list[Sample]], bool],
+    is_plausible: Callable[[Sample], bool] = lambda _: True,
+) -> bool:
+    """Returns the verdict on the values of two expressions at points where both have one: at one
+    point if there are no unknowns, and no further after one that is not plausible. Raises Undecided
+    for too few points.
     """
-    with mp.workdps(_DIGITS):
-        evaluator = PointEvaluator({}, _has(node, "i"))
+    digits = _DIGITS
+    while digits <= _MAX_DIGITS:
+        with mp.workdps(digits):
+            samples, needed = _sampled(a, b, is_plausible)
+            if needed <= digits:
+                return verdict(samples)
+        digits = needed
+    raise Enormous
+
+
+def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[list[Sample], int]:
+    """Returns samples, and the digits that they need: fractions, or where one value is none, real
+    or complex numbers. Raises Undecided for too few of them.
+    """
+    names = sorted(symbols(a) | symbols(b))
+    is_complex = _has(a, "i") or _has(b, "i")
+    rng = random.Random(7)
+    samples: list[Sample] = []
+    digits = _DIGITS
+    failure = Undecided()
+    for i in range(_ATTEMPTS if names else 1):
+        signs = (1,) if i % 2 == 0 else (-1, 1)
+        point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
+        evaluator = _Evaluator(point, is_complex)
         try:
-            return evaluator.value(node), evaluator.largest
+            one = evaluator.value(a)
+            other = evaluator.value(b)
+        except Undecided as error:
+            failure = error
+            continue
         except RecursionError:
             raise Undecided from None
+        if not (isinstance(one, Fraction) and isinstance(other, Fraction)):
+            one = evaluator.real(one)
+            other = evaluator.real(other)
+        digits = max(digits, evaluator.digits)
+        samples.append((one, other, evaluator.largest))
+        if len(samples) == _POINTS or not is_plausible(samples[-1]):
+            return samples, digits
+    if len(samples) < (3 if names else 1):
+        raise failure
+    return samples, digits
 
 
 def same_value(a: Node, b: Node) -> bool:
     """Returns whether two expressions have the same value. Raises Undecided."""
     if a == b:
         return True
-    if a[0] == "infty" or b[0] == "infty" or ("neg", ("infty",)) in (a, b):
+    if {a, b} & {INFINITY, MINUS_INFINITY}:
         return False
-    names = sorted(symbols(a) | symbols(b))
-    if not names:
-        with mp.workdps(_DIGITS):
-            value_a, largest_a = constant(a)
-            value_b, largest_b = constant(b)
-            return _agree(value_a, value_b, max(largest_a, largest_b))
-    return all(_agree(x, y, largest) for x, y, largest in sampled(a, b, names))
+    try:
+        return _compared(a, b, lambda samples: all(map(_agree, samples)), is_plausible=_agree)
+    except Enormous:
+        return (
+            False  # what is too large to be computed is not the other, which is written otherwise
+        )
 
 
-def sampled(a: Node, b: Node, names: list[str]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields the values of two expressions at points where both have one, and the largest term of
-    their sums. Raises Undecided after fewer than three points.
+def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
+    """Returns whether b is a multiple of a, by a positive number if `is_positive`."""
+
+    def verdict(samples: list[Sample]) -> bool:
+        real = _Evaluator({}, is_complex=False).real
+        pairs = [(real(one), real(other)) for one, other, _ in samples]
+        first, second = pairs[0]
+        factor = first * second
+        if factor == 0 or (is_positive and (mpmath.im(factor) != 0 or factor < 0)):
+            return False
+        return all(_close(first * other, second * one) for one, other in pairs)
+
+    try:
+        return _compared(a, b, verdict)
+    except Undecided:
+        return False
+
+
+def order(a: Node, b: Node) -> int:
+    """Returns -1, 0 or 1 for a number that is less than, the same as or more than the other. Raises
+    Undecided.
     """
-    rng = random.Random(7)
-    found = 0
-    is_complex = _has(a, "i") or _has(b, "i")
-    for i in range(3 * _POINTS):
-        signs = (1,) if i < _POINTS else (-1, 1)
-        point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
-        evaluator = PointEvaluator(point, is_complex)
-        try:
-            with mp.workdps(_DIGITS):
-                value_a = evaluator.value(a)
-                value_b = evaluator.value(b)
-        except Undecided:
-            continue
-        found += 1
-        yield value_a, value_b, evaluator.largest
-    if found < 3:
-        raise Undecided
+    if same_value(a, b):
+        return 0
+    infinite = {MINUS_INFINITY: -1, INFINITY: 1}
+    if a in infinite or b in infinite:
+        return 1 if infinite.get(a, 0) > infinite.get(b, 0) else -1
+    with mp.workdps(_DIGITS):
+        difference = _Evaluator({}, is_complex=False).value(("-", a, b))
+        if isinstance(difference, mpmath.mpc):
+            raise Undecided
+        return -1 if difference < 0 else 1
+
+
+def simplified(node: Node) -> Node:
+    """Returns an expression as a number if its value is rational."""
+    try:
+        with mp.workdps(_DIGITS):
+            value = _Evaluator({}, is_complex=False).value(node)
+    except Undecided:
+        return node
+    return ("num", value) if isinstance(value, Fraction) else node
+
+
+def is_enormous(node: Node | None) -> bool:
+    """Returns whether the value of an expression without unknowns exceeds the bounds."""
+    try:
+        _Evaluator({}, is_complex=False).value(node or INFINITY)
+    except Enormous:
+        return True
+    except Undecided:
+        pass
+    return False
+
+
+def roughly(a: Node, b: Node) -> bool:
+    """Returns whether two numbers differ by 5 % at most. Raises Undecided."""
+    twentieth = ("*", ("num", Fraction(1, 20)), ("abs", a))
+    return order(("abs", ("-", a, b)), twentieth) <= 0

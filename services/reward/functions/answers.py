@@ -13,11 +13,12 @@ from typing import Any
 
 from common.errors import ConfigError, InvalidInput
 from common.process.loop_thread import LoopThread
+from common.prompts.final_answers import MAX_ANSWER_CHARS
 from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.answers.exact import same_answer
-from services.reward.answers.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
 from services.reward.hosts import ProcessHost
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
@@ -96,6 +97,8 @@ class MathHost(ProcessHost):
             return Score(0.0, "unparsable", correct=False, answer=answer)
         if found == b"unevaluated":
             return Score(0.0, "unevaluated", correct=False, answer=answer)
+        if found.startswith(b"error"):
+            return Score(None, "error", correct=False, answer=answer, reason=found.decode())
         return _verdict(answer, found == b"right")
 
 
@@ -124,11 +127,12 @@ def _check_gold(item: RewardItem, where: str) -> None:
 class MathRewardFunction(DetailedRewardFunction):
     r"""1.0 for a completion whose final answer equals that of `ground_truth`, else 0.0.
 
-    The final answer is the last balanced `\boxed{}` or `####` line, else X of "the answer is X",
-    else the last number; `<think>` does not count. Numbers are compared exactly, everything else in
-    worker processes, which start when first needed and are killed at their deadline. An answer that
-    cannot be graded is NaN (`scores` has the reason), never 0. If `ground_truth` is a number, an
-    unevaluated expression (5 + 18 for 23) is 0.0, with the status `unevaluated`.
+    The final answer is the last one that is stated: in a box, on a `####` line, in `<answer>` tags
+    or after "the answer is"; else the last value. Thoughts do not count. Numbers are compared
+    exactly, everything else in worker processes, which start when first needed and are killed at
+    their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0. If
+    `ground_truth` is a number, an unevaluated expression (5 + 18 for 23) is 0.0, with the status
+    `unevaluated`.
 
     Args:
         workers: number of worker processes.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from common.process.daemon_threads import DaemonThreads
-from services.reward.answers.extract import without_thoughts
+from common.prompts.shown import without_thoughts
 from services.reward.functions.base import (
     DetailedRewardFunction,
     Message,
@@ -54,8 +54,8 @@ class CodeRewardFunction(DetailedRewardFunction):
 
     `extract_program` defines which code blocks are the program. It runs in a sandbox (bubblewrap)
     without network, files or further processes. `parse_cases` of `services.sandbox.case_formats`
-    documents test cases. A program that fails, hangs or exceeds a limit fails its case. Only a failure of the
-    sandbox itself, or a machine too busy to run the program, gives no score.
+    documents test cases. A program that fails, hangs or exceeds a limit fails its case. Only a
+    failure of the sandbox itself, or a machine too busy to run the program, gives no score.
 
     Args:
         timeout: seconds of computing or waiting for one case; all cases of a program share five

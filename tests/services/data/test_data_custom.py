@@ -154,6 +154,22 @@ def test_splits_of_a_single_file(tmp_path: Path) -> None:
             r"\frac{8}{2}",
         ),
         ([QUESTION, {"role": "assistant", "content": " four "}], "2 + 2?", "four"),
+        ([QUESTION, {"role": "assistant", "content": "Add 2. The answer is 4."}], "2 + 2?", "4"),
+        (
+            [QUESTION, {"role": "assistant", "content": r"<think>\boxed{5}</think> Final: 4"}],
+            "2 + 2?",
+            "4",
+        ),
+        (
+            [QUESTION, {"role": "assistant", "content": "<think>#### 3</think>The answer is $4$."}],
+            "2 + 2?",
+            "4",
+        ),
+        (
+            [QUESTION, {"role": "assistant", "content": r"$x=\boxed{2}$ or $x=\boxed{3}$."}],
+            "2 + 2?",
+            "2, 3",
+        ),
         (
             [
                 {"role": "system", "content": "Be brief."},

@@ -18,7 +18,11 @@ from services.reward.app import create_reward_app
 
 pytestmark = pytest.mark.integration
 
-HANG = {"prompt": "", "response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
+HANG = {
+    "prompt": "",
+    "response": "\\boxed{\\sum_{i=1}^{1000000000} \\frac{1}{i}}",
+    "ground_truth": "5",
+}
 GOOD = {"prompt": "2+3?", "response": "\\boxed{5}", "ground_truth": "5"}
 
 
@@ -112,8 +116,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/reward", {"json": {**GOOD, "ground_truth": "x" * 2000}}, 422, "ground_truth"),
     ("/reward", {"json": {**GOOD, "finish_reason": "never"}}, 422, "finish_reason"),
     ("/reward", {"json": {**GOOD, "typo": 1}}, 422, "typo"),
-    ("/reward", raw('{"response": NaN, "ground_truth": "5"}'), 422, "response"),
-    ("/reward", raw('{"response": Infinity, "ground_truth": "5"}'), 422, "response"),
+    ("/reward", raw('{"response": NaN, "ground_truth": "5"}'), 422, "body"),
+    ("/reward", raw('{"response": Infinity, "ground_truth": "5"}'), 422, "body"),
     ("/reward", raw(b'{"response": "\xff\xfe", "ground_truth": "5"}'), 422, "body"),
     ("/reward", raw('{"response": "\\ud800", "ground_truth": "5"}'), 422, "body"),
     ("/reward", raw("{"), 422, ""),

@@ -20,7 +20,7 @@ from services.reward.pool import WorkerPool, WorkerSpec
 from services.reward.scorer import RewardScorer
 from tests.support.sandbox import code_function
 
-BOMB = "9^{9^{9^9}}"
+BOMB = "\\sum_{i=1}^{1000000000} \\frac{1}{i}"
 
 
 async def _settled() -> None:

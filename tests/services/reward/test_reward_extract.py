@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from common.prompts.final_answers import MAX_ANSWER_CHARS, clean
 from services.reward.answers.exact import quantity, same_answer
-from services.reward.answers.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer
+from services.reward.answers.extract import extract_answer, gold_answer
 
 PIECES = st.sampled_from(
     ["\\boxed{", "\\fbox{", "{", "}", "\\{", "\\\\", "####", "\n", "<think>", "</think>", "\\frac", "$", "1,080", "-", ".", "%",
@@ -127,6 +128,15 @@ def test_integers_are_equal_exactly_when_they_are(value: int, more: int) -> None
         "\\boxed {",
         "1.1",
         "$",
+        "\n",
+        "The answer is ",
+        "answer to ",
+        "the answer is not 3, or 5. ",
+        "<answer>1</answer>",
+        "Wait, that is wrong. ",
+        "5 or ",
+        "```\\boxed{1}",
+        "<!--",
     ],
 )
 def test_long_repetitive_text_is_read_in_linear_time(piece: str) -> None:

@@ -86,6 +86,8 @@ WRAPPED_HOSTILE = [
     "x" * 100_000,
     "\\boxed{" * 10_000,
 ]
+ENORMOUS_SUM = "\\sum_{i=0}^{1000000000} 2^{i}"
+HANGING = "\\sum_{i=1}^{1000000000} \\frac{1}{i}"
 
 
 def boxed(answer: str, gold: str = "18") -> RewardItem:
@@ -190,7 +192,7 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused(
         RewardSection(workers=1, functions=[MathReward(timeout_s=30)])
     ) as grader:
         await grader.ready()
-        busy = [asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]
+        busy = [asyncio.create_task(grader.score([boxed(HANGING)] * 2)) for _ in range(4)]
         await until(lambda: grader.stats()["unfinished"] == 8)
         with pytest.raises(NotReady):
             await grader.score([boxed("x+1", "1+x")])
@@ -206,7 +208,7 @@ async def test_cancelling_frees_the_workers() -> None:
         RewardSection(workers=2, functions=[MathReward(timeout_s=100)])
     ) as grader:
         await grader.ready()
-        task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 20))
+        task = asyncio.create_task(grader.score([boxed(HANGING)] * 20))
         await until(lambda: grader.stats()["unfinished"] == 20)
         await asyncio.sleep(0.2)
         task.cancel()
@@ -279,7 +281,7 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
         RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
     ) as grader:
         await grader.ready()
-        task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
+        task = asyncio.create_task(grader.score([boxed(HANGING), boxed("x+1", "1+x")]))
         await until(
             lambda: any(sum(worker.cpu_times()[:2]) > 0.5 for worker in workers())
         )  # one worker is busy
@@ -338,6 +340,6 @@ async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(
     async with RewardScorer(
         RewardSection(workers=1, functions=[MathReward(timeout_s=60)])
     ) as grader:
-        bomb, good = await grader.score([boxed("2^{1000000000}"), boxed("x+1", "1+x")])
+        bomb, good = await grader.score([boxed(ENORMOUS_SUM), boxed("x+1", "1+x")])
     assert (bomb.status, bomb.reward) == ("died", None)
     assert (good.status, good.correct) == ("ok", True)

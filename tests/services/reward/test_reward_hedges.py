@@ -29,6 +29,8 @@ EQUAL = (
     ("\\frac{3}{2}", "1 hour 30 minutes"), ("10^-2", "\\frac{1}{100}"),
     ("18.90", "\\$\\text{18.90}"), ("5.5", "5 feet 6 inches"), ("5.5", "5 ft 6 in"), ("5.5", "5\\text{ feet }6\\text{ inches}"),
     ("7 3/4", "7\\frac{3}{4}"), ("7*sin(pi*x/5)+1", "7\\sin\\left(\\frac{\\pi x}{5}\\right)+1"), ("\\pi r^2", "pi*r^2"),
+    ("5", "\\color{red}{5}"), ("(1,2)", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+    ("\\emptyset", "\\text{no solution}"),
 )  # fmt: skip
 """Pairs of equal ground truths, one of which math-verify reads differently."""
 LEFT_OUT = (
@@ -38,6 +40,8 @@ LEFT_OUT = (
     ("12", "\\text{(C)}"), ("\\textbf{(B) } 12", "\\text{(B)}"), ("1,-2", "(-2,1)"),
     ("12", "\\text{C}"), ("200", "3 hours 20 minutes"), ("500", "\\$5"), ("\\frac{3}{2}", "90 minutes"),
     ("66", "5\\text{ feet }6\\text{ inches}"),
+    ("10000", "10\\text{ L}"), ("7200", "2 hours"), ("25", "(x-3)^2+(y+2)^2=25"),
+    ("4", "x^2+y^2=4"), ("3", "y=2x+3"),
 )  # fmt: skip
 """Pairs of ground truths, one of which states what answers may omit: a unit, an option,
 brackets."""

@@ -11,9 +11,10 @@ from itertools import combinations
 
 import pytest
 
+from common.prompts.final_answers import MAX_ANSWER_CHARS
 from services.reward.answers.equivalence import verdict
 from services.reward.answers.exact import same_answer
-from services.reward.answers.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.answers.extract import extract_answer, gold_answer
 from tests.support.paths import ROOT, SHARED_DATA
 
 NOTATIONS = ROOT / "tests" / "golden" / "notations.jsonl"

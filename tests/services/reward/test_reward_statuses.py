@@ -27,18 +27,18 @@ async def grader() -> AsyncIterator[RewardScorer]:
 
 
 async def test_one_hostile_answer_has_no_score(grader: RewardScorer) -> None:
-    [result] = await grader.score([boxed("9^{9^{9^9}}", "5")])
+    [result] = await grader.score([boxed("\\sum_{i=1}^{1000000000} \\frac{1}{i}", "5")])
     assert (result.status, result.reward, result.correct) == ("timeout", None, False)
     assert result.reason.startswith("math: no answer within")
 
 
 async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: RewardScorer) -> None:
-    [result] = await grader.score([boxed("5", "9^{9^{9^9}}")])
+    [result] = await grader.score([boxed("5", "\\sum_{i=1}^{1000000000} \\frac{1}{i}")])
     assert (result.status, result.reward) == ("timeout", None)
 
 
 async def test_batch_means_are_over_the_graded_ones(grader: RewardScorer) -> None:
-    hang = boxed("9^{9^{9^9}}")
+    hang = boxed("\\sum_{i=1}^{1000000000} \\frac{1}{i}")
     mixed = await grader.score_batch([boxed("18"), hang, boxed("19")])
     assert ([item.reward for item in mixed.rewards], mixed.mean_reward, mixed.accuracy) == (
         [1.0, None, 0.0],

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ import pytest
 from common.clients.base import Client
 from common.clients.rollout import RolloutClient
 from common.process.logs import REQUEST_HEADER, request, usable_id
-from common.prompts.prompter import PromptStyle
+from common.settings.config import from_mapping
 from common.wire.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
 from tests.support.engines import ROUTERS, engine_process, routed, router_process, write_model
 from tests.support.forks import Forked
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.recording_engines import recorders
-from trainer.evaluation.generation import GenerationSettings
 from trainer.evaluation.generators import ChatGenerator
 
 CONTROL = [
@@ -135,13 +134,15 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
             chat = ChatGenerator(
                 plain,
                 "m",
-                GenerationSettings(
-                    PromptStyle(system_prompt="Think."),
-                    max_new_tokens=8,
-                    temperature=0.7,
-                    seed=0,
-                    timeout_s=60,
+                from_mapping(
+                    {
+                        "sampling.system_prompt": "Think.",
+                        "sampling.max_new_tokens": 8,
+                        "sampling.temperature": 0.7,
+                        "sampling.request_timeout_s": 60,
+                    }
                 ),
+                nullcontext(),
             )
             await chat.generate(
                 Prompt(id="1", prompt="1 + 1?", ground_truth="2"), 0, 1, greedy=False

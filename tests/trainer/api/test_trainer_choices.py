@@ -2,7 +2,7 @@
 needs."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
@@ -64,10 +64,10 @@ def choices(annotation: Any) -> Iterator[Any]:
 
 def of_argument(name: str, argument: Argument) -> set[Any]:
     """Returns the values that an argument of TRL accepts by its declaration."""
-    found = {
-        value for value in (*argument.accepted, *(argument.choices or ())) if value is not None
-    }
-    if argument.convert is None and argument.choices is None:
+    found = {value for value in argument.accepted if value is not None}
+    if isinstance(argument.convert, Mapping):
+        found |= set(argument.convert)
+    elif argument.convert is None:
         field = TrainerConfig.model_fields.get(argument.ours) or names().get(argument.ours)
         found |= set(choices(field.annotation)) if field else set()
     return found

@@ -138,7 +138,7 @@ class Short:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def on_step(self, state: Any) -> None:
+    def on_step_end(self, state: Any) -> None:
         self.steps.append(state.global_step)
 
 
@@ -199,16 +199,28 @@ def test_a_checkpoint_that_is_due_and_asked_for_is_written_once(
     assert result.evaluations == [], "there is nothing held out"
 
 
-def test_a_callback_that_would_not_be_called_is_refused(base_model: Path, tmp_path: Path) -> None:
-    class Epochs(TrainerCallback):  # type: ignore[misc]
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+def test_hooks_on_epochs_are_called_and_other_hooks_are_accepted(
+    base_model: Path, tmp_path: Path
+) -> None:
+    called: list[tuple[str, int]] = []
 
-    for callback, message in [
-        (Epochs(), "on_epoch_end would never be called"),
-        (Watch, "add parentheses"),
-        (7, "any of on_"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
+    class Epochs(TrainerCallback):  # type: ignore[misc]
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            called.append(("begin", state.global_step))
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            called.append(("end", state.global_step))
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    settings = config(tmp_path, max_steps=4, num_generations=4)
+    GRPOTrainer(str(base_model), length, settings, ROWS[:4], callbacks=[Epochs()]).train()
+    assert called == [("begin", 0), ("end", 2), ("begin", 2), ("end", 4)]
+
+
+def test_what_is_no_callback_is_refused(base_model: Path, tmp_path: Path) -> None:
+    for callback in (Watch, 7):
+        with pytest.raises(ConfigError, match="this is not a callback"):
             GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, callbacks=[callback])
 
 

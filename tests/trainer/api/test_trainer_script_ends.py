@@ -26,7 +26,7 @@ def interrupt():
     threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 function = MathRewardFunction(timeout_s=3600)
-hard = dict(completions=[[{"role": "assistant", "content": r"\boxed{9^{9^{9^9}}}"}]], ground_truth=["x"])
+hard = dict(completions=[[{"role": "assistant", "content": r"\boxed{\sum_{i=1}^{1000000000} \frac{1}{i}}"}]], ground_truth=["x"])
 """
 ASYNC = """
 import asyncio
@@ -66,7 +66,7 @@ SILENT = ("", 0)
 SCRIPTS = {
     "used": (MATH + "print(grade())", "[1.0]\n", *SILENT),
     "dropped": (MATH + "print(grade()); gc.collect(); time.sleep(1); gc.collect()", "[1.0]\n", *SILENT),
-    "closed": (MATH + "function.close(); print(function(**hard | {'ground_truth': ['9^{9^{9^9}}']})); function.close()",
+    "closed": (MATH + "function.close(); print(function(**hard | {'ground_truth': [r'\\sum_{i=1}^{1000000000} \\frac{1}{i}']})); function.close()",
                "[1.0]\n", *SILENT),
     "failed": (MATH + "print(grade()); raise ValueError('x')", "[1.0]\n", TRACEBACK + "ValueError: x\n", 1),
     "interrupted": (MATH + "interrupt(); function(**hard)", "", *INTERRUPTED),

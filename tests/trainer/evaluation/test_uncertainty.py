@@ -3,8 +3,6 @@
 import pytest
 
 from trainer.evaluation.uncertainty import (
-    Lengths,
-    avg_at_k,
     maj_at_k,
     paired_difference,
     standard_error,
@@ -26,10 +24,6 @@ def test_wilson_interval_hand_computed() -> None:
     assert wilson_interval(5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
 
 
-def test_avg_at_k_is_the_share_of_right_answers() -> None:
-    assert avg_at_k([True, False, False, True, True]) == pytest.approx(0.6)
-
-
 @pytest.mark.parametrize(
     ("answers", "correct", "expected"),
     [
@@ -48,12 +42,6 @@ def test_maj_at_k_hand_computed(
     answers: list[str | None], correct: list[bool], expected: float
 ) -> None:
     assert maj_at_k(answers, correct) == expected
-
-
-def test_lengths_hand_computed() -> None:
-    lengths = Lengths.of([1, 2, 3, 4, 10], [False, False, False, False, True])
-    assert (lengths.mean, lengths.median, lengths.longest, lengths.truncated) == (4, 3, 10, 0.2)
-    assert lengths.p95 == pytest.approx(8.8)  # 4 + 0.8 · (10 − 4)
 
 
 def test_paired_difference_hand_computed() -> None:

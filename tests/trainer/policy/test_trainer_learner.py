@@ -362,3 +362,7 @@ def test_learning_rate_hand_computed(schedule: str, step: int, expected: float) 
         {"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule}
     )
     assert learning_rate(step, 110, settings) == pytest.approx(expected, abs=1e-6)
+    if schedule != "constant" and step >= 10:
+        ends_above_zero = settings.model_copy(update={"min_lr_share": 0.1})
+        found = learning_rate(step, 110, ends_above_zero)
+        assert found == pytest.approx(0.1 + 0.9 * expected, abs=1e-6)

@@ -75,6 +75,31 @@ def test_the_problems_that_cannot_be_solved_are_named(
     assert stored == {"checked": 42, "unsolvable": unsolvable}
 
 
+@pytest.mark.parametrize(
+    ("ground_truth", "reason"),
+    [
+        ("There are some eggs left.", "it is a sentence"),
+        (r"\frac{1", "braces"),
+        ("", "states no answer"),
+        ('["5"]', ""),
+        ("There are 12 eggs left.", ""),
+        (r"\text{Monday}", ""),
+        (r"\text{6 cubic meters per second}", ""),
+    ],
+)
+def test_what_is_a_ground_truth(tmp_path: Path, ground_truth: str, reason: str) -> None:
+    problem = BAD.model_copy(update={"ground_truth": ground_truth})
+
+    async def run() -> dict[str, str]:
+        async with served([*GOOD, problem], [], tmp_path) as services:
+            return await check(services, tmp_path / GROUND_TRUTHS)
+
+    unsolvable = asyncio.run(run())
+
+    assert set(unsolvable) == ({"bad"} if reason else set())
+    assert reason in unsolvable.get("bad", "")
+
+
 def test_a_run_of_mostly_unsolvable_problems_stops(tmp_path: Path) -> None:
     bad = [BAD.model_copy(update={"id": f"bad{i}"}) for i in range(9)]
 

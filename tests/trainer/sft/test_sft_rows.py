@@ -9,9 +9,10 @@ from transformers import AutoTokenizer
 
 from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle
+from common.wire.codec import decode, encode
 from common.wire.schemas import Prompt
 from services.data.worked import answered, example
-from trainer.sft.rows import Batches, Encoder, TrainingSequence, pack, unpack
+from trainer.sft.rows import Batches, Encoder, TrainingSequence
 
 END = "<|im_end|>"
 THINKING = (
@@ -149,14 +150,13 @@ def test_rows_that_the_model_cannot_read_are_refused(
         encoder(tokenizer, **settings).rows(answered("row", "How many apples?", "#### 12"))
 
 
-def test_rows_survive_packing(tokenizer: Any) -> None:
+def test_rows_reach_other_ranks(tokenizer: Any) -> None:
     rows = encoder(tokenizer).rows(chat("a", "1", "b", "2")) + encoder(tokenizer).rows(
         answered("row", "c", "3")
     )
-    for row, sent in zip(rows, unpack(pack(rows)), strict=True):
+    for row, sent in zip(rows, decode(encode(rows), list[TrainingSequence]), strict=True):
         for name in ("prompt_ids", "completion_ids", "learned"):
             assert np.array_equal(getattr(row, name), getattr(sent, name))
-    assert unpack(pack([])) == []
 
 
 def test_every_example_comes_once_an_epoch_in_another_order(tokenizer: Any) -> None:

@@ -1,0 +1,64 @@
+"""The phrases by which a text states, doubts, denies or takes back an answer: one table, from which
+patterns are built.
+"""
+
+_TABLE = r"""
+doubt: maybe, perhaps, possibly, probably, presumably, either, guess, guessing, guessed, unsure,
+    uncertain, unlikely, doubt, doubtful, impossible, not sure, not certain, not true, no way, no
+    idea, nobody, no one, who knows, not think, not believe, not know, \w*n['’]t think, \w*n['’]t
+    believe, \w*n['’]t know, wrong answer, incorrect answer;
+could: might, may be, could, possible, neither, nor, unclear, unknown;
+states: is, are, was, were, equals, becomes, remains, would be, should be, must be, will be, has
+    to be, comes to, comes out to, is going to be, comes out to be, works out to, works out to be,
+    turns out to be, seems to be, appears to be;
+wavers: could, might, may, can, can['’]t, cannot, isn['’]t, aren['’]t, wasn['’]t, ain['’]t,
+    won['’]t, lies, falls, exceeds, does;
+filler: therefore, thus, then, hence, so, simply, just, indeed, clearly, exactly, precisely,
+    approximately, about, equal to, given by, that, option, choice, a total of, the number, the
+    value, the integer, the fraction, the set, the interval, the point, the expression;
+restates: is, are, equals, get, gives, gets;
+instead: not, rather than, instead of, as opposed to;
+reason: because, since, so, as, thus, hence, therefore, given, assuming, where, when;
+remark: which, after, from, is the answer, is the final answer, is the correct answer, and that,
+    and this, and the, and we, and it, and they, and he, and she, and i, and so, and is, and are,
+    and thus, and hence, and therefore, and our, for all, for every, for each, for any, for the,
+    for this, for these, for those, for both, of the, of a, of an, of his, of her, of its, of
+    their, of all, are left, is left, were left, remain, are needed, in total, in all, in
+    simplest, in lowest, in reduced, in this, in the;
+continues: and, or, but, maybe, perhaps, possibly, probably, though, although, not, nor, either,
+    if, unless, plus, minus, times, otherwise, mod;
+denied filler: be, equal, equals, to, is, really, exactly, definitely, just, the, actually,
+    option, get, have, x, =, that, it;
+believes: true, think, believe, say, claim, the case, way;
+no label: if, suppose, assume, assuming, whether, when, unless, wrong, incorrect, false, check,
+    verify, student, his, her, their, your;
+starts anew: is, are, was, were, must be, would be, will be, should be, to be, equals, rounds to,
+    rounds up to, rounded to, gives, makes, leaves, leaving, making, giving, has, have, had, so,
+    thus, hence, therefore, then;
+limits: not, never, none, cannot, can be, not equal to, not be, without, except, except for,
+    besides, other than, anything but, far from, or, between, less than, more than, fewer than,
+    greater than, larger than, smaller than, bigger than, higher than, lower than, at least, at
+    most, up to, under, over, above, below, beyond, nearly, almost, close to, near, short of,
+    exceeds, exceeding, within, twice, thrice, double, triple, half of, root of, square of, cube
+    of, power of, multiple of, factor of, divisor of, reciprocal of, inverse of, negative of,
+    opposite of, logarithm of, log of, factorial of, plus, minus, negative, divided by, multiplied
+    by, modulo, times;
+limits after: is not, are not, was not, would not, isn['’]t, aren['’]t, is wrong, is incorrect, is
+    false, is impossible, cannot, or more, or less, or so, or fewer, or greater, or higher, or
+    lower, or maybe, or perhaps, factorial, squared, cubed, at least, at most, maybe;
+interjection: wait, but wait, no, oops, hmm, sorry, actually, hold on, ah, oh;
+taken back: wrong, all wrong, incorrect, not right, not correct, mistaken, a mistake, an error,
+    made a mistake, made an error;
+withdrawn: scratch that, correction, i made a mistake, i made an error, my mistake, my bad
+"""
+
+
+def phrases(*names: str) -> str:
+    """Returns a pattern for any phrase of these names in the table, longer ones first."""
+    found: list[str] = []
+    for entry in _TABLE.split(";"):
+        name, _, listed = entry.strip().partition(": ")
+        if name in names:
+            found += listed.split(",")
+    found.sort(key=len, reverse=True)
+    return "(?:" + "|".join(r"\s+".join(phrase.split()) for phrase in found) + ")"

@@ -1,0 +1,106 @@
+"""What a reader of a response takes for its answer: no thoughts, no comments, nothing taken back.
+
+Every step takes time linear in the length of any text: responses are untrusted.
+"""
+
+import re
+
+from common.prompts.phrases import phrases
+
+BOX = r"\\(?:A?boxed|fbox|framebox)"
+# The names that chat templates give to thoughts, in any of their brackets.
+_NAME = "(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratchpad)"
+_MESSAGE = r"\b[^<\n]{0,80}(?:<\|constrain\|>\w{1,20})?(?:<\|message\|>)?"
+_THOUGHT = re.compile(
+    rf"""(?P<opens>
+        <(?:seed:|\|(?:begin_of_|start_)?)?{_NAME}\|?> | ◁think▷ | \[THINK\] | <unused94>
+        | <\|channel\|?>(?:analysis|commentary|thought){_MESSAGE} | \Aanalysis(?=[A-Z])
+    )
+    | <(?:/(?:seed:)?|\|/|\|end_(?:of_)?){_NAME}\|?> | ◁/think▷ | \[/THINK\] | <unused95>
+    | <channel\|> | <\|channel\|>final{_MESSAGE} | assistantfinal""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SIGNS_OF_THOUGHT = (
+    "</",
+    "<|",
+    "<t",
+    "<T",
+    "<s",
+    "<r",
+    "<R",
+    "<a",
+    "<A",
+    "<u",
+    "◁",
+    "[THINK]",
+    "final",
+)
+_STOP_TOKEN = re.compile(
+    r"""<(?: \|\w*(?:end|eo[a-z]|return|start|im_)\w*\|> | ｜[^<>｜]{1,40}｜> | /?s>|eos>|pad>
+        | (?:start|end)_of_turn>)""",
+    re.VERBOSE,
+)
+_COMMENT = re.compile(r"<!--(?:.*?-->|.*)|<(del|strike)>(?:.*?</\1>|.*)", re.DOTALL)
+_CODE = re.compile(
+    r"""```(?:.*?```|.*) | ~~[^~\n]+~~ | `[^`'\n]+` | \\verb\*?([^\w\s*])[^\n]{0,500}?\1
+    | \\begin\{(verbatim|lstlisting|comment)\}(?:.*?\\end\{\2\}|.*)""",
+    re.DOTALL | re.VERBOSE,
+)
+_TAG = re.compile(
+    r"""</?(?:b|i|u|em|strong|span|font|mark|code|big|small|center)(?:\s[^<>]{0,200})?>
+    | <(?P<line>br|/?p|/?div|/?h[1-6])\s?/?>""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_PROOF_END = r"\\(?:blacksquare|qed(?:symbol|here)?|checkmark)(?![A-Za-z])"
+_PROOF_END += r"|\\(?:square|Box)\s*(?=\$|\\[\])])"
+_PROOF_ENDS = re.compile(rf"\$\s*(?:{_PROOF_END})\s*\$|{_PROOF_END}")
+_SIGNS_OF_RETRACTION = ("rong", "orrect", "istake", "error", "cratch", "right", "my bad")
+_RETRACTED = re.compile(
+    rf"""(?:\A|[.!?\n])[\s*_]{{0,8}}(?:{phrases("withdrawn")}
+    | (?:{phrases("interjection")}\b[\s,.!…:—–-]{{1,4}}){{1,3}}
+      (?:that|this|it|my\ answer|the\ answer|the\ above|i)(?:['’]s|\ is|\ was|\ am)?
+      \ {phrases("taken back")})\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def without_thoughts(text: str) -> str:
+    """Returns the text outside thoughts, closed or not."""
+    if not any(sign in text for sign in _SIGNS_OF_THOUGHT):
+        return text
+    kept: list[str] = []
+    position = 0
+    thinking = False
+    for match in _THOUGHT.finditer(text):
+        before = text[max(0, match.start() - 3) : match.start()]
+        if before.endswith(('"', "'", "`")) and before != "```":
+            continue  # a literal in code
+        if not thinking:
+            kept.append(text[position : match.start()])
+        if match["opens"] is None and not thinking:
+            # The chat template opened the thought in the prompt, so everything before is thought.
+            kept.clear()
+        thinking = match["opens"] is not None
+        position = match.end()
+    if not thinking:
+        kept.append(text[position:])
+    return "".join(kept)
+
+
+def answering_part(text: str) -> str:
+    """Returns the text without thoughts, comments, struck out text, code with a box, HTML tags,
+    ends of proofs, stop tokens and everything before a retraction ("Wait, that is wrong").
+    """
+    text = _STOP_TOKEN.sub("\n", without_thoughts(text))
+    if "<" in text:
+        text = _COMMENT.sub("", text)
+    if "box" in text:
+        text = _CODE.sub(lambda code: "" if re.search(BOX, code[0]) else code[0], text)
+    if "</" in text or "<br" in text:
+        text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
+    text = _PROOF_ENDS.sub("", text)
+    retracted = 0
+    if any(sign in text for sign in _SIGNS_OF_RETRACTION):
+        for match in _RETRACTED.finditer(text):
+            retracted = match.end()
+    return text[retracted:]

@@ -1,0 +1,173 @@
+"""Arguments of scripts as TRL reads them: `TrlParser`, `ScriptArguments`, `ModelConfig`."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from common.errors import ConfigError, did_you_mean
+from trainer.api.settings import TrainerConfig
+from trainer.api.trl import ARGUMENTS
+
+
+@dataclass
+class ScriptArguments:
+    """The data of a script."""
+
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    dataset_streaming: bool = False
+    gradient_checkpointing_use_reentrant: bool = False
+
+
+@dataclass
+class ModelConfig:
+    """The model of a script, and its LoRA adapter. The trainer decides types and attention itself.
+
+    Raises ConfigError for quantisation.
+    """
+
+    model_name_or_path: str | None = None
+    model_revision: str = "main"
+    dtype: str | None = "float32"
+    torch_dtype: str | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    use_peft: bool = False
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.05
+    lora_target_modules: list[str] | str | None = None
+    lora_modules_to_save: list[str] | None = None
+    lora_task_type: str = "CAUSAL_LM"
+    use_rslora: bool = False
+    use_dora: bool = False
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "nf4"
+    use_bnb_nested_quant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("load_in_8bit", "load_in_4bit"):
+            if getattr(self, name):
+                raise ConfigError(
+                    "the weights that are trained are float32",
+                    field=name,
+                    value=True,
+                    remedy="leave it out; use_peft trains an adapter, which needs less memory",
+                )
+
+
+def get_peft_config(model_args: ModelConfig) -> Any:
+    """Returns the LoraConfig of a script; None unless `use_peft`."""
+    if not model_args.use_peft:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=model_args.lora_target_modules,
+        modules_to_save=model_args.lora_modules_to_save,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+    )
+
+
+def get_quantization_config(model_args: ModelConfig) -> None:
+    """Returns None: there is no quantisation, which `ModelConfig` refuses."""
+
+
+def get_kbit_device_map() -> None:
+    """Returns None: there is no quantisation, which `ModelConfig` refuses."""
+
+
+class TrlParser:
+    """Reads the arguments of a script, `--name value`, and those of a YAML file, `--config FILE`.
+
+    Args:
+        kinds: dataclasses and classes of settings, such as GRPOConfig, one of which reads each
+            argument.
+    """
+
+    def __init__(self, kinds: Any = (), **_: Any) -> None:
+        self._kinds: list[Any] = list(kinds) if isinstance(kinds, list | tuple) else [kinds]
+
+    def parse_args_and_config(self, args: Sequence[str] | None = None, **_: Any) -> tuple[Any, ...]:
+        """Returns an object of each class. Raises ConfigError for arguments that none of them
+        reads, or a wrong value.
+        """
+        given = _given(sys.argv[1:] if args is None else args)
+        made = []
+        known: set[str] = set()
+        for kind in self._kinds:
+            names = _names(kind)
+            known |= names
+            own = {name: value for name, value in given.items() if name in names}
+            try:
+                made.append(TypeAdapter(kind).validate_python(own) if own else kind())
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise ConfigError(
+                    first["msg"],
+                    field=f"--{first['loc'][0]}" if first["loc"] else None,
+                    value=first["input"],
+                    remedy="give a value of that type",
+                ) from None
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigError(
+                    "there is no such argument",
+                    field=f"--{name}",
+                    value=value,
+                    remedy=did_you_mean(name, [], known) or "leave it out",
+                )
+        return tuple(made)
+
+    parse_args_into_dataclasses = parse_args_and_config
+
+
+def _names(kind: Any) -> set[str]:
+    if is_dataclass(kind):
+        return {field.name for field in fields(kind)}
+    assert issubclass(kind, TrainerConfig), kind
+    return {*kind.model_fields, *ARGUMENTS}
+
+
+def _given(words: Sequence[str]) -> dict[str, Any]:
+    """Returns the arguments of a command line, which override those of its YAML file."""
+    given: dict[str, list[Any]] = {}
+    name = ""
+    for word in words:
+        if found := re.fullmatch(r"--([a-z]\w*(?:-\w+)*)(?:=(.*))?", word):
+            name = found[1].replace("-", "_")
+            given[name] = [] if found[2] is None else [yaml.safe_load(found[2])]
+        elif name:
+            given[name].append(yaml.safe_load(word))
+        else:
+            raise ConfigError(
+                "this is no argument", field="arguments", value=word, remedy="write --name value"
+            )
+
+    values = {name: _value(words_of) for name, words_of in given.items()}
+    path = values.pop("config", None)
+    if path is None:
+        return values
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return {**content, **values}
+
+
+def _value(values: list[Any]) -> Any:
+    """Returns the value of an argument: True for a flag alone, a list for several words."""
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
