@@ -25,8 +25,9 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(text, re.DOTALL)
 
 
-# An answer may be anything: no pattern has two neighbours that take the same characters, which would
-# take a time beyond all bounds. The opening mark of thoughts is often in the prompt, so the answer has only the closing one.
+# An answer may be anything: no pattern has two neighbours that take the same characters, which
+# would take a time beyond all bounds. The opening mark of thoughts is often in the prompt, so the
+# answer has only the closing one.
 _THINK = _pattern(r"\A\s*+(?:<think>(.*?)(?:</think>|\Z)|(.*?)</think>)")
 
 
