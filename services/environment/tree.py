@@ -148,8 +148,8 @@ def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match
 def _same_marks(recorded: Message, sent: Message) -> int:
     """Returns how many tool-call ids agree, and one more for the same thoughts."""
     pairs = zip(recorded.tool_calls, sent.tool_calls, strict=True)
-    ids = sum(call["id"] == sent_call["id"] for call, sent_call in pairs)
-    return ids + recorded.has_thoughts_of(sent)
+    ids = sum(int(call["id"] == sent_call["id"]) for call, sent_call in pairs)
+    return ids + int(recorded.has_thoughts_of(sent))
 
 
 def _sequence(
