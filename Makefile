@@ -163,7 +163,7 @@ check-jobgroup: $(SKY)/.made
 	$(SKY)/bin/python -m jobgroup.check
 
 bench: $(VENV)/.made $(BASE)/config.json
-	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms agents dashboard; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+	for name in engine rewards sandbox replay groups update publish overlap collector router learning agents; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 # NO_ENV=1 uses $(PYTHON) as it is, with the torch and transformers that the machine has.
 gpu-check: $(if $(NO_ENV),,$(VENV)/.made)
@@ -182,8 +182,8 @@ $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
 	@touch $@
 
 bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
-	$(VENV)/bin/python -m benchmarks.vs_trl
-	$(VENV)/bin/python -m benchmarks.vs_trl_learning
+	$(VENV)/bin/python -m benchmarks.vs_trl speed
+	$(VENV)/bin/python -m benchmarks.vs_trl learning
 
 # Not part of `make test`: it needs the internet. A separate environment, so that it audits the pins, not itself.
 $(AUDIT)/.made:

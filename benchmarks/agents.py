@@ -15,7 +15,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ import psutil
 from aiohttp import web
 
 from benchmarks.command import command_parser
-from benchmarks.processes import free_port, processes
+from benchmarks.processes import calling, free_port, processes
 from common.clients.environment import EnvironmentClient
 from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
@@ -142,11 +142,9 @@ async def serving(environment: str) -> AsyncIterator[tuple[str, str, psutil.Proc
     engine = free_port()
     url = f"http://127.0.0.1:{port}"
     engine_url = f"http://127.0.0.1:{engine}"
-    with_tools = int(environment == "Slow")
-    this = ["-m", "benchmarks.agents"]
     commands = [
-        [*this, "--serve", environment, str(port), str(engine)],
-        [*this, "--engine", str(engine), str(with_tools)],
+        calling(serve_environment, environment, port, engine),
+        calling(serve_engine, engine, environment == "Slow"),
     ]
     with processes(commands, [url, engine_url]) as (server, _):
         yield url, engine_url, psutil.Process(server.pid)
@@ -268,23 +266,15 @@ async def tools() -> None:
     print(f"  makes {without:.1f} at its {SLOTS} sequences, {slow / without:.0%}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Runs the named parts, or all of them."""
     parser = command_parser("agents", __doc__)
     parser.add_argument("parts", nargs="*", help="calls, tools")
-    parser.add_argument("--serve", nargs=3)
-    parser.add_argument("--engine", nargs=2)
-    options = parser.parse_args(argv)
-    if options.serve:
-        environment, port, engine = options.serve
-        return serve_environment(environment, int(port), int(engine))
-    if options.engine:
-        return serve_engine(int(options.engine[0]), options.engine[1] == "1")
+    options = parser.parse_args()
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     for name, part in (("calls", calls), ("tools", tools)):
         if not options.parts or name in options.parts:
             asyncio.run(part())
-    return None
 
 
 if __name__ == "__main__":

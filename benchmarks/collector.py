@@ -10,14 +10,10 @@ at once. Measured are completions per second, this process's CPU seconds per 1,0
 (split into parsing SGLang's JSON and the rest), and the resident memory over time.
 """
 
-import argparse
 import asyncio
-import cProfile
 import gc
-import json
 import logging
 import os
-import pstats
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ import orjson
 from aiohttp import web
 
 from benchmarks.command import command_parser, setting_words
-from benchmarks.processes import ROOT, free_port, processes
+from benchmarks.processes import ROOT, calling, free_port, processes
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
@@ -76,7 +72,7 @@ def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
     return found
 
 
-def rollout_app() -> web.Application:
+def serve_rollout(port: int) -> None:
     """Stands in for the router and the engines behind it."""
     rng = np.random.default_rng(0)
     pool = [orjson.dumps(answers(rng)) for _ in range(POOL)]
@@ -92,10 +88,10 @@ def rollout_app() -> web.Application:
 
     app = web.Application()
     app.router.add_post("/generate", generate)
-    return app
+    web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
 
 
-def services_app() -> web.Application:
+def serve_services(port: int) -> None:
     """Stubs for data, reward and replay, which only answer in the right form."""
     position = stored = 0
 
@@ -109,6 +105,10 @@ def services_app() -> web.Application:
         body = {"prompts": rows, "total_available": 1 << 40, "epoch": 0, "position": position}
         position += count
         return web.json_response(body)
+
+    async def listed(_: web.Request) -> web.Response:
+        """Lists no prompts: there are no ground truths to check."""
+        return web.json_response({"prompts": [], "total_available": 0})
 
     async def reward(request: web.Request) -> web.Response:
         items = orjson.loads(await request.read())["items"]
@@ -133,9 +133,11 @@ def services_app() -> web.Application:
 
     app = web.Application(client_max_size=1 << 30)
     app.router.add_get("/prompts", prompts)
+    for page in ("/train_prompts", "/eval_prompts"):
+        app.router.add_get(page, listed)
     app.router.add_post("/batch_reward", reward)
     app.router.add_post("/groups", add)
-    return app
+    web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
 
 
 class FreeingReplay(ReplayClient):
@@ -183,7 +185,6 @@ def measure(
     *,
     in_flight: int,
     completions: int,
-    profile: cProfile.Profile | None,
 ) -> None:
     with LoopThread() as loop:
 
@@ -204,10 +205,6 @@ def measure(
         collector = Collector(context, cursor, GroundTruthCheck(services, Path(os.devnull)))
         replay.collector = collector
 
-        async def enable(on: bool) -> None:
-            if profile:
-                (profile.enable if on else profile.disable)()
-
         gc.freeze()  # as the trainer does before its first batch
         task = loop.start(collector.run(1 << 40, in_flight // COMPLETIONS))
         marks = [in_flight, *range((in_flight // 10_000 + 1) * 10_000, completions + 1, 10_000)]
@@ -219,7 +216,6 @@ def measure(
                 if task.done():
                     task.result()
             if mark == in_flight:
-                loop.call(enable(True))
                 first = replay.stored
                 begin = time.perf_counter()
                 used = time.process_time()
@@ -228,7 +224,6 @@ def measure(
         done = (replay.stored - first) * COMPLETIONS
         wall = time.perf_counter() - begin
         cpu = time.process_time() - used
-        loop.call(enable(False))
         loop.cancel(task)
         dropped = dict(collector.drops.counts)
         for client in services.all():
@@ -251,16 +246,7 @@ def main() -> None:
         "--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8"
     )
     parser.add_argument("--completions", type=int, default=40_000)
-    parser.add_argument(
-        "--profile", action="store_true", help="also print where the event loop's CPU time goes"
-    )
-    parser.add_argument("--app", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.app:
-        name, port = json.loads(arguments.app)
-        app = rollout_app() if name == "rollout" else services_app()
-        web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
-        return
     logging.getLogger("httpx").setLevel(logging.WARNING)
     engines = free_port()
     services = free_port()
@@ -273,21 +259,13 @@ def main() -> None:
         "reward.port": services,
         "replay.port": services,
     }
-    apps = [
-        ["-m", "benchmarks.collector", "--app", json.dumps(pair)]
-        for pair in (("rollout", engines), ("services", services))
-    ]
-    profile = cProfile.Profile(time.thread_time) if arguments.profile else None
-    with processes(apps):
+    with processes([calling(serve_rollout, engines), calling(serve_services, services)]):
         measure(
             load(setting_words(settings), {}),
             f"http://127.0.0.1:{engines}",
             in_flight=arguments.in_flight,
             completions=arguments.completions,
-            profile=profile,
         )
-    if profile:
-        pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Measures the cost of recording groups, and search speed over 100,000 groups: `python -m
-benchmarks.groups`.
+"""Measures recording groups, and finding them again among 100,000: `python -m benchmarks.groups
+[PART …]`.
 
-Records steps of 32 groups × 8 completions × 1,024 tokens with random ids and log-probabilities,
-which compress badly. Measures the seconds that the step waits, the background thread's seconds, and
-bytes. Then fills an index of 100,000 groups, queries it, and queries it again after one more step.
+`recording`: steps of 32 groups × 8 completions × 1,024 tokens with random ids and
+log-probabilities, which compress badly. Measures the seconds that the step waits, the background
+thread's seconds, and bytes. `searching`: fills an index, queries it, and queries it again after one
+more step. `page`: the seconds from the dashboard's URL to the first list, with a cold and a warm
+server, in headless Chromium (Debian's `chromium` and `chromium-driver`).
 """
 
 import json
@@ -18,7 +20,9 @@ import numpy as np
 import psutil
 
 from benchmarks.command import command_parser, median_seconds, seconds_of
-from benchmarks.replay import make_groups
+from common.wire.schemas import Completion, Group
+from tests.support.browser import Page, chromium
+from tests.support.viewer_page import served
 from trainer.dashboard.group_index import GroupIndex, Query
 from trainer.observe.group_files import (
     LINES,
@@ -29,14 +33,37 @@ from trainer.observe.group_files import (
 )
 
 STEPS = 3125
+TOKENS = 1024
+"""Tokens of a recorded completion."""
 EACH = 32
 """Groups per step."""
+
+
+def make_groups(rng: np.random.Generator) -> list[Group]:
+    """Returns 32 groups of 8 completions of 1,024 tokens."""
+    groups = []
+    for i in range(EACH):
+        completions = [
+            Completion(
+                token_ids=rng.integers(0, 150_000, TOKENS, dtype=np.int32),
+                logprobs=-rng.random(TOKENS, np.float32),
+                text="word " * TOKENS,
+                finish_reason="stop",
+                weight_versions=[(0, 0, TOKENS)],
+                reward=float(rng.integers(0, 2)),
+            )
+            for _ in range(8)
+        ]
+        groups.append(
+            Group(f"g-{i}", "p", "a prompt", "42", np.arange(64, dtype=np.int32), completions)
+        )
+    return groups
 
 
 def recording(directory: Path, rounds: int) -> None:
     """Prints the cost of recording one step."""
     rng = np.random.default_rng(0)
-    groups = make_groups("g", rng)
+    groups = make_groups(rng)
     items = []
     for group in groups:
         advantages = []
@@ -128,16 +155,52 @@ def searching(directory: Path, rounds: int) -> None:
     print(f"  groups of a prompt: {1e3 * of_prompt:.1f} ms")
 
 
+def first_list(tab: Page, url: str) -> float:
+    """Returns the seconds from the URL to the first rows."""
+    tab.driver.get("about:blank")
+    start = time.perf_counter()
+    tab.driver.get(f"{url}#rollouts")
+    while not tab.count(".viewer-open"):
+        time.sleep(0.005)
+    return time.perf_counter() - start
+
+
+def page(directory: Path, rounds: int) -> None:
+    """Prints the seconds until the list is shown."""
+    groups = STEPS * EACH
+    write_lines(directory, 1, STEPS)
+    cold = []
+    warm = []
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        chromium(Path(profile)) as tab,
+    ):
+        for _ in range(rounds):
+            with served(directory) as url:
+                cold.append(first_list(tab, url))
+                while f"of {groups:,}" not in tab.text("[role=status]"):
+                    time.sleep(0.05)
+                warm.append(first_list(tab, url))
+                tab.driver.get("about:blank")
+    print(
+        f"first list of {groups:,} groups: {statistics.median(cold):.2f} s "
+        f"with a server that has read nothing, {statistics.median(warm):.2f} s again"
+    )
+
+
 def main() -> None:
+    parts = {"recording": recording, "searching": searching, "page": page}
     parser = command_parser("groups", __doc__)
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; all if none is named")
     parser.add_argument(
         "--rounds", type=int, default=9, help="rounds of every measurement; the median counts"
     )
-    rounds = parser.parse_args().rounds
+    arguments = parser.parse_args()
     print(f"{os.cpu_count()} CPUs")
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        recording(Path(one), rounds)
-        searching(Path(two), rounds)
+    for name, part in parts.items():
+        if not arguments.parts or name in arguments.parts:
+            with tempfile.TemporaryDirectory() as directory:
+                part(Path(directory), arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,8 @@ is the bound. Figures are medians over the steps. Needs the tokenizer of the tin
 demo` creates it).
 """
 
-import argparse
 import asyncio
 import heapq
-import json
 import logging
 import math
 import statistics
@@ -38,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.command import command_parser, setting_words
-from benchmarks.processes import ROOT, free_port, processes
+from benchmarks.processes import ROOT, calling, free_port, processes
 from common.clients.base import Client
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
@@ -202,6 +200,10 @@ class SimulatedEngine:
         return app
 
 
+def serve_engine(port: int, token_s: float, load_s: float) -> None:
+    web.run_app(SimulatedEngine(token_s, load_s).app(), host="127.0.0.1", port=port, print=None)
+
+
 class SleepingPolicy:
     """A policy with a few weights, whose update sleeps for `seconds`."""
 
@@ -340,8 +342,7 @@ def measure(
             settings["trainer.when_stale"] = when_stale
         words = setting_words(settings)
         services = [["-m", f"services.{name}", *words] for name in ("data", "reward", "replay")]
-        simulated = json.dumps([engine_port, token_s, load_s])
-        engine = ["-m", "benchmarks.overlap", "--engine", simulated]
+        engine = calling(serve_engine, engine_port, token_s, load_s)
         with processes([*services, engine]):
             lines = run(load(words, {}), training_s, f"http://127.0.0.1:{engine_port}")[WARM_UP:]
     seconds = [sum(line["seconds"].values()) for line in lines]
@@ -377,12 +378,7 @@ def main() -> None:
         default=["1:3", "1:2", "1:1", "2:1", "3:1"],
         help="generation:training",
     )
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.engine:
-        port, token_s, load_s = json.loads(arguments.engine)
-        web.run_app(SimulatedEngine(token_s, load_s).app(), host="127.0.0.1", port=port, print=None)
-        return
     for name in ("httpx", "trainer.rollouts.collector", "common.clients.base"):
         logging.getLogger(name).setLevel(logging.ERROR)
     title = (

@@ -1,12 +1,13 @@
 """Processes of a benchmark: services that run beside it, and runs that it waits for."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TRL_PYTHON = Path(".venv-trl/bin/python")
 _PATIENCE_S = 600.0
 _POLL_S = 0.02
+_CALL = """
+import importlib, json, sys
+module, name, arguments = json.loads(sys.argv[1])
+getattr(importlib.import_module(module), name)(*arguments)
+"""
 _END_S = 30.0
 """Seconds from SIGTERM to SIGKILL."""
 
@@ -38,6 +44,16 @@ def engine_command(model: Path, url: str, **options: object) -> list[str]:
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
+
+
+def calling(function: Callable[..., object], *arguments: object) -> list[str]:
+    """Returns the command of `processes` that calls a function of a module with these arguments,
+    which JSON can hold.
+    """
+    module = function.__module__
+    if module == "__main__":  # of `python -m benchmarks.NAME`
+        module = sys.modules[module].__spec__.name  # type: ignore[union-attr]
+    return ["-c", _CALL, json.dumps([module, function.__name__, arguments])]
 
 
 @contextmanager

@@ -9,23 +9,20 @@ tensors and holds them in its own model. Receivers are processes with the client
 receiving code of the rollout nodes and the embedded engine. A plain copy of the same bytes stands
 beside each figure. For http and shared it is a concurrent `cp` to as many files, alternating with
 the versions; for distributed, one gloo broadcast to as many processes. CPU seconds cover all
-processes; their ratio does not depend on other work on the machine. `--mbit` limits file transfers
-to a network of this many megabits per second, shared by the receivers.
+processes; their ratio does not depend on other work on the machine.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.command import command_parser
-from common.process.loop_thread import LoopThread
+from benchmarks.processes import calling, processes
 from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.wire.schemas import WeightChecksums, WeightManifest, WorkerReport
@@ -151,6 +148,10 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
             serves = WeightId.of(manifest)
 
 
+def serve_receiver(name: str, url: str, size: int, receivers: int, directory: str) -> None:
+    asyncio.run(receive(name, url, size, receivers, Path(directory)))
+
+
 async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates, group: str) -> str:
     """Receives a broadcast, joining the group if it is new; returns the group's name."""
     plan = manifest.broadcast
@@ -202,34 +203,6 @@ def _processor_s(processes: Iterable[int]) -> float:
     return sum(each.ru_utime + each.ru_stime for each in used) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-class Network:
-    """A relay to a local port, limited to this many bytes per second."""
-
-    def __init__(self, port: int, bytes_s: float) -> None:
-        self._to = port
-        self._bytes_s = bytes_s
-        self._free_at = 0.0
-
-    async def open(self) -> int:
-        """Starts the relay; returns its port."""
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._to)
-        with suppress(ConnectionError):
-            await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 18):
-            now = time.monotonic()
-            self._free_at = max(now, self._free_at) + len(data) / self._bytes_s
-            await asyncio.sleep(self._free_at - now)
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-
 def published(
     way: str,
     receivers: int,
@@ -238,7 +211,6 @@ def published(
     share: float,
     rounds: int,
     scratch: Path,
-    mbit: float | None,
 ) -> tuple[Took, Took, int]:
     """Returns the cost of each publishing round and of the plain copies between, and the bytes of
     the last delta or 0.
@@ -269,35 +241,24 @@ def published(
     )
     took = Took()
     plain = Took()
-    processes: list[int] = []
+    receiver_ids: list[int] = []
 
     with ExitStack() as stack:
         server = stack.enter_context(
             BackgroundServer(create_trainer_app(board, Metrics("trainer")), "127.0.0.1", 0)
         )
         stack.callback(board.close)
-        port = server.port
-        if mbit is not None:
-            port = stack.enter_context(LoopThread()).call(Network(port, mbit * 1e6 / 8).open())
         for index in range(receivers):
-            words = [
-                f"receiver-{index}",
-                f"http://127.0.0.1:{port}",
-                str(size),
-                str(receivers),
-                str(scratch / f"r{index}"),
-            ]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.publish", "--receive", *words]
-            )
-            processes.append(process.pid)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
+            name = f"receiver-{index}"
+            url = f"http://127.0.0.1:{server.port}"
+            command = calling(serve_receiver, name, url, size, receivers, str(scratch / name))
+            (process,) = stack.enter_context(processes([command]))
+            receiver_ids.append(process.pid)
         while len(board.workers()) < receivers:
             time.sleep(0.1)
         for version in range(FIRST + rounds):
             move(weights, share)
-            with took.measured(*processes):
+            with took.measured(*receiver_ids):
                 publisher.publish(weights.items(), version)
             source = board.directory / version_name(version) / "model.safetensors"
             if source.exists():
@@ -351,9 +312,9 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
     group = _gloo_group(store.port, 0, world_size)
     flat = torch.ones(size, dtype=torch.uint8)
     took = Took()
-    processes = [process.pid or 0 for process in running]
+    ids = [process.pid or 0 for process in running]
     for _ in range(FIRST + rounds):
-        with took.measured(*processes):
+        with took.measured(*ids):
             dist.broadcast(flat, src=0, group=group)
             dist.barrier(group=group)
     for process in running:
@@ -371,16 +332,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument(
-        "--mbit", type=float, help="megabits per second of the simulated network for files"
-    )
-    parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.update(Topology().loopback_env())
-    if arguments.receive:
-        name, url, size, count, directory = arguments.receive
-        asyncio.run(receive(name, url, int(size), int(count), Path(directory)))
-        return
     weights = model_like(int(arguments.gb * 1e9))
     size = sum(tensor.nbytes for tensor in weights.values())
     machine = f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
@@ -400,7 +353,6 @@ def main() -> None:
                     share=arguments.changed if "delta" in way else 1.0,
                     rounds=arguments.rounds,
                     scratch=Path(folder),
-                    mbit=arguments.mbit,
                 )
             if kind == "distributed":
                 plain = broadcast(receivers, size, arguments.rounds)

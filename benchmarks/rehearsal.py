@@ -158,6 +158,27 @@ class _Rank(Ranks):
     def barrier(self) -> None: ...
 
 
+def kernel_tensors(func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
+    """Returns the tensors that the kernel of an operation reads and writes; none without a
+    kernel.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    if func.is_view or name.startswith((*_FREE, "prim::")):
+        return []
+    leaves = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+    return list({id(each): each for each in leaves}.values())
+
+
+def kernel_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    counter = flop_registry.get(func._overloadpacket)
+    return float(counter(*args, **kwargs, out_val=out)) if counter else 0.0
+
+
+def touched(tensors: Sequence[Tensor]) -> int:
+    """Returns the bytes of tensors without contents."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
     """Tracks every storage from its first to its last use and, on request, every operation."""
 
@@ -221,32 +242,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
-        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
-        if func.is_view or name.startswith(_FREE) or name.startswith("prim::") or not tensors:
+        tensors = kernel_tensors(func, args, kwargs, out)
+        if not tensors:
             return
-        size = sum(
-            tensor.numel() * tensor.element_size()
-            for tensor in {id(tensor): tensor for tensor in tensors}.values()
-        )
+        size = touched(tensors)
         if name.startswith(("c10d::", "_c10d_functional::")):
             self.found.messages[name.partition("::")[2]].add(size)
             return
         backward = torch._C._current_graph_task_id() != -1
+        flops = kernel_flops(func, args, kwargs, out)
         if "_varlen_attn" in name:
             flops = self._pair_flops * (2.5 if "backward" in name else 1)
-        else:
-            counter = flop_registry.get(func._overloadpacket)
-            flops = counter(*args, **kwargs, out_val=out) if counter else 0.0
         at_head = self.phase == "layers" and any(
             self._vocabulary in tensor.shape for tensor in tensors
         )
         largest = max(tensors, key=torch.Tensor.numel)
         if name in ("embedding", "gather", "scatter_add_"):  # these touch single rows of the matrix
-            size = 2 * sum(
-                tensor.numel() * tensor.element_size()
-                for tensor in tensors
-                if tensor.shape != largest.shape
-            )
+            size = 2 * touched([each for each in tensors if each.shape != largest.shape])
         phase = f"{'head' if at_head else self.phase}, {'backward' if backward else 'forward'}"
         self.found.costs[self.phase if self.phase == "optimiser" else phase, name].add(size, flops)
 

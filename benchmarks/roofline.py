@@ -33,12 +33,10 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.command import command_parser, figures_table
-from benchmarks.rehearsal import PEAK, Cost
+from benchmarks.rehearsal import PEAK, Cost, kernel_flops, kernel_tensors, touched
 from benchmarks.update import SHAPES
 from common.settings.sections import TrainerSection
 from learning import attention, sharding
@@ -56,28 +54,6 @@ SHAPE_7B = {
     "vocab_size": 152_064,
     "tie_word_embeddings": False,
 }
-_NO_KERNEL: tuple[str, ...] = (
-    "detach",
-    "t.",
-    "view",
-    "_unsafe_view",
-    "transpose",
-    "expand",
-    "split",
-    "slice",
-    "select",
-    "unsqueeze",
-    "empty",
-    "as_strided",
-    "alias",
-    "permute",
-    "squeeze",
-    "unbind",
-    "_reshape_alias",
-    "lift",
-    "new_empty",
-    "device",
-)
 
 
 class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
@@ -89,14 +65,9 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = str(func).partition(".")[2]
-        if "varlen" not in name and not func.is_view and not name.startswith(_NO_KERNEL):
-            tensors = {
-                id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)
-            }
-            formula = flop_registry.get(func._overloadpacket)
-            flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
-            self.cost.add(sum(t.numel() * t.element_size() for t in tensors.values()), flops)
+        tensors = kernel_tensors(func, args, kwargs, result)
+        if tensors and "varlen" not in str(func):
+            self.cost.add(touched(tensors), kernel_flops(func, args, kwargs or {}, result))
         return result
 
 

@@ -1,4 +1,4 @@
-"""TRL's half of `benchmarks.vs_trl_learning`: TRL's GRPOTrainer on the job in a JSON file. Runs in
+"""TRL's half of `benchmarks.vs_trl`: TRL's GRPOTrainer on the job in a JSON file. Runs in
 `.venv-trl`.
 
 `.venv-trl/bin/python -m benchmarks.trl_side JOB.json` reads the fields of `Job` from the file. The
@@ -30,8 +30,7 @@ class Job:
     settings: dict[str, Any]
     """Arguments of GRPOConfig."""
     learning_rates: list[float]
-    """Learning rate of every step; empty: TRL's own schedule, with `warmup_steps` in the
-    settings."""
+    """Learning rate of every step."""
     prompts: list[dict[str, Any]]
     """Prompts in the order of the steps, each with `text`, `ids` and `answer`."""
     completions: list[list[int]] | None = None
@@ -84,8 +83,6 @@ def main() -> None:
         """
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            if not job.learning_rates:
-                return super().create_scheduler(num_training_steps, optimizer)
             rates = [rate / self.args.learning_rate for rate in job.learning_rates]
             schedule = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer, lambda i: rates[min(i, len(rates) - 1)]

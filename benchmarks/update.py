@@ -31,7 +31,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.command import command_parser, setting_words
-from benchmarks.processes import TRL_PYTHON, require_trl, run
+from benchmarks.processes import TRL_PYTHON, calling, require_trl, run
 from common.errors import ConfigError
 from common.process.cli import fail
 from common.settings.config import Config, load
@@ -286,7 +286,7 @@ def required_flops(groups: list[Group], model: Any) -> float:
 
 
 def measure(case: Case) -> Result:
-    """Measures a case; runs in a separate process."""
+    """Measures a case."""
     settings = {
         "model.name": case.model,
         "algorithm.advantage": "group_centred",
@@ -312,6 +312,11 @@ def measure(case: Case) -> Result:
             peak=peak(ranks.device),
             memory=memory,
         )
+
+
+def write_result(case: dict[str, Any], path: str) -> None:
+    """Measures a case in a process of its own."""
+    Path(path).write_text(json.dumps(asdict(measure(Case(**case)))))
 
 
 def learn(
@@ -420,12 +425,7 @@ def main() -> None:
     parser.add_argument(
         "--trl", action="store_true", help="also measure TRL's step (float32 on a CPU)"
     )
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        case, result = options.one
-        Path(result).write_text(json.dumps(asdict(measure(Case(**json.loads(case))))))
-        return
     try:
         compare(options)
     except ConfigError as error:
@@ -434,8 +434,8 @@ def main() -> None:
 
 def _in_process_of_its_own(case: Case, folder: Path) -> Result:
     result = folder / "result.json"
-    words = ("-m", "benchmarks.update", "--one", json.dumps(asdict(case)))
-    run(folder / "output.txt", sys.executable, *words, result)
+    command = calling(write_result, asdict(case), str(result))
+    run(folder / "output.txt", sys.executable, *command)
     return Result(**json.loads(result.read_text()))
 
 

@@ -69,7 +69,10 @@ def measure(found: Findings, setting: Setting) -> None:
         not different,
     )
     took = statistics.median(times[1:])
-    text = f"weights of {copy.size / 1e9:.2f} GB in {len(arrived)} buckets, from host memory into the other process by {backend}"
+    text = (
+        f"weights of {copy.size / 1e9:.2f} GB in {len(arrived)} buckets, "
+        f"from host memory into the other process by {backend}"
+    )
     found.claim(
         text, "", f"{copy.size / took / 1e9:.2f} GB/s (the first, which connects, {times[0]:.1f} s)"
     )

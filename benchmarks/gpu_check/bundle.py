@@ -175,7 +175,10 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if not (_ROOT / _BASE / "config.json").exists():
-            remedy = "make it with `make gpu-bundle`, or with `python -m trainer.tiny_model .cache/tiny-base`"
+            remedy = (
+                "make it with `make gpu-bundle`, "
+                "or with `python -m trainer.tiny_model .cache/tiny-base`"
+            )
             raise ConfigError(
                 "the built-in base model is not there",
                 field="--out",
@@ -192,13 +195,15 @@ def main() -> None:
 
     names = ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
     print(
-        f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, with {len(packages)} packages: {names}"
+        f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, "
+        f"with {len(packages)} packages: {names}"
     )
     print("there:")
     print(f"  tar xzf {options.out.name} && cd {_DISTRIBUTION}")
     for part in PARTS:
         print(
-            f"  PYTHONPATH=packages python3 -m benchmarks.gpu_check --part {part} --out runs/gpu-check"
+            "  PYTHONPATH=packages python3 -m benchmarks.gpu_check "
+            f"--part {part} --out runs/gpu-check"
         )
 
 

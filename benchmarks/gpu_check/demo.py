@@ -4,10 +4,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.command import setting_words
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
 from common.settings.config import load
-from trainer.cli import tiny_base
 from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
 
@@ -23,27 +23,22 @@ def learns(found: Findings, setting: Setting) -> None:
     device.
     """
     run_dir = setting.scratch / "demo"
-    base = Path(".cache/tiny-base")
-    if not (base / "config.json").exists():
-        base = setting.scratch / "tiny-base"
-        tiny_base.build(base)
     steps = 2 if setting.small else _STEPS
-    words = [
-        *("--config", str(_CONFIG), "--model.name", str(base), "--trainer.run_dir", str(run_dir)),
-        *("--state_dir", str(setting.scratch / "state"), "--trainer.max_steps", str(steps)),
-        *("--trainer.device", setting.device_kind, "--rollout.device", setting.device_kind),
-        *(
-            "--trainer.eval_every",
-            str(steps),
-            "--trainer.eval_pass_samples",
-            "0",
-            "--trainer.checkpoint_every",
-            "0",
-        ),
-    ]
+    settings: dict[str, object] = {
+        "config": _CONFIG,
+        "model.name": setting.tiny_base(),
+        "state_dir": setting.scratch / "state",
+        "rollout.device": setting.device_kind,
+        "trainer.device": setting.device_kind,
+        "trainer.run_dir": run_dir,
+        "trainer.max_steps": steps,
+        "trainer.eval_every": steps,
+        "trainer.eval_pass_samples": 0,
+        "trainer.checkpoint_every": 0,
+    }
     if setting.small:
-        words += ["--trainer.batch_size", "4", "--trainer.eval_samples", "16"]
-    train_in_process(load(words, {}), Console(quiet=True))
+        settings |= {"trainer.batch_size": 4, "trainer.eval_samples": 16}
+    train_in_process(load(setting_words(settings), {}), Console(quiet=True))
     accuracy = [float(line["accuracy"]) for line in read_lines(run_dir / "evaluations.jsonl")]
     lines = read_lines(run_dir / "metrics.jsonl")
     measured = f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_check.harness import Findings
-from benchmarks.gpu_check.setting import Setting
+from benchmarks.gpu_check.setting import Setting, claim_agreement, seconds
 from common.wire.schemas import Int32
 from learning.layout import moved
 from services.engine.engine import Engine
@@ -50,12 +50,7 @@ def speed(found: Findings, setting: Setting) -> None:
     )
     completions = [[np.array(answer.tokens, np.int32) for answer in group] for group in answers]
     apart = (scored(setting, model.path, prompts, completions) - _logprobs(answers)).abs()
-    found.at_most(
-        "the engine's log-probabilities beside the trainer's: mean |Δ|", float(apart.mean()), 0.02
-    )
-    found.at_most(
-        "the engine's log-probabilities beside the trainer's: largest |Δ|", float(apart.max()), 0.5
-    )
+    claim_agreement(found, "the engine's log-probabilities beside the trainer's", apart)
 
 
 def _round(
@@ -69,9 +64,9 @@ def _round(
     start = time.perf_counter()
     engine.submit(jobs)
     answers = [job.done.result(_WAIT_S) for job in jobs]
-    seconds = time.perf_counter() - start
+    took = time.perf_counter() - start
     assert all(len(answer.tokens) == new for group in answers for answer in group)
-    return seconds, answers
+    return took, answers
 
 
 def _generate(
@@ -91,16 +86,13 @@ def _generate(
         "max_new_tokens": new,
         "pad_token_id": 0,
     }
-    seconds = 0.0
-    for _ in range(2):
-        setting.synchronize()
-        start = time.perf_counter()
+
+    def generate() -> None:
         with torch.inference_mode():
             output = model.generate(rows, attention_mask=torch.ones_like(rows), **options)
-        setting.synchronize()
-        seconds = time.perf_counter() - start
         assert output.shape[1] == rows.shape[1] + new
-    return seconds
+
+    return seconds(generate, setting, 1)
 
 
 def scored(

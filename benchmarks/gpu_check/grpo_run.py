@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.command import setting_words
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
 from common.settings.config import load
 from services.data.tiny import problems
-from trainer.cli import tiny_base
 from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
 
@@ -31,7 +31,7 @@ def trains(found: Findings, setting: Setting) -> None:
     embedded engine.
     """
     if setting.small:  # a person's model would take hours on a CPU
-        model = _tiny_base(setting)
+        model = setting.tiny_base()
         data = _write_problems(setting.scratch / "problems")
     else:
         assert setting.model_path is not None
@@ -78,15 +78,7 @@ def _words(setting: Setting, model: Path, data: Path, run_dir: Path) -> list[str
         "trainer.eval_samples": 0,
         "state_dir": setting.scratch / "grpo-state",
     }
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-def _tiny_base(setting: Setting) -> Path:
-    base = Path(".cache/tiny-base")
-    if not (base / "config.json").exists():
-        base = setting.scratch / "tiny-base"
-        tiny_base.build(base)
-    return base
+    return setting_words(options)
 
 
 def _write_problems(directory: Path) -> Path:

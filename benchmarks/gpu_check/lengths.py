@@ -126,7 +126,10 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
     found.figures |= {"allocated": allocated, "reserved": reserved}
     lost = reserved / allocated - 1
     text = "reserved after changing lengths, within the estimate and its flat part"
-    measured = f"{reserved / 1e9:.2f} GB, {lost:.0%} more than allocated at the peak ({allocated / 1e9:.2f} GB)"
+    measured = (
+        f"{reserved / 1e9:.2f} GB, "
+        f"{lost:.0%} more than allocated at the peak ({allocated / 1e9:.2f} GB)"
+    )
     found.claim(text, f"≤ {limit / 1e9:.2f} GB", measured, reserved <= limit)
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     found.claim("allocations that had to give memory back first", "0", str(retries), retries == 0)

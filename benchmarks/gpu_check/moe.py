@@ -8,13 +8,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_check.harness import Findings
-from benchmarks.gpu_check.setting import Setting, seconds
-from benchmarks.update import full_groups, learn, peak, required_flops
-from common.errors import ConfigError
+from benchmarks.gpu_check.setting import Setting, activities, cell, costs, finite, seconds
+from benchmarks.update import full_groups, learn, required_flops
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
@@ -129,10 +128,9 @@ def _speed(found: Findings, setting: Setting, block: Any) -> None:
 
 
 def _rate(setting: Setting, rate: float) -> str:
-    try:
-        return f"{rate / 1e12:.1f} TFLOP/s, {rate / peak(setting.device):.1%} of the peak"
-    except ConfigError:
-        return f"{rate / 1e12:.1f} TFLOP/s"
+    peak = setting.peak()
+    share = "" if peak is None else f", {rate / peak:.1%} of the peak"
+    return f"{rate / 1e12:.1f} TFLOP/s{share}"
 
 
 def _precision(found: Findings, setting: Setting, block: Any) -> None:
@@ -174,15 +172,10 @@ def _update(found: Findings, setting: Setting, directory: Any) -> None:
             for _ in range(1 if setting.small else _REPEATS)
         ]
         took = statistics.median(times)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
-        with profile(activities=activities, record_shapes=True) as recorded:
+        with profile(activities=activities(setting), record_shapes=True) as recorded:
             learn(policy, reference, groups, config)
-    finite = (
-        metrics.grad_norm > 0
-        and torch.isfinite(torch.tensor([metrics.loss, metrics.grad_norm])).all()
-    )
     measured = f"{metrics.loss:.4g}, norm {metrics.grad_norm:.4g}"
-    found.claim("a mixture's loss and gradient are finite", "finite", measured, bool(finite))
+    found.claim("a mixture's loss and gradient are finite", "finite", measured, finite(metrics))
     text = f"update of two layers of experts, {tokens:,} tokens a micro-batch"
     found.claim(text, "", f"{took:.3f} s (the first {first:.1f} s), {_rate(setting, flops / took)}")
     found.figures |= {"update_seconds": took, "first_seconds": first, "flops": flops}
@@ -195,12 +188,6 @@ def _update(found: Findings, setting: Setting, directory: Any) -> None:
     names = ", ".join(f"{event.key} × {event.count}" for event in events)
     found.claim("grouped products run in the update", "some", names or "none", bool(events))
     rows = [["operator or kernel", "calls", "ms"]]
-    kind = "device" if setting.on_gpu else "cpu"
-    costly = sorted(
-        recorded.key_averages(), key=lambda event: -getattr(event, f"self_{kind}_time_total")
-    )[:12]
-    for event in costly:
-        spent = getattr(event, f"self_{kind}_time_total") / 1e3
-        name = str(event.key).replace("|", "/")[:100]
-        rows.append([f"`{name}`", str(event.count), f"{spent:.2f}"])
+    for spent_ms, event in costs(recorded, setting)[:12]:
+        rows.append([cell(event), str(event.count), f"{spent_ms:.2f}"])
     found.tables["The most costly operators of an update with experts"] = rows

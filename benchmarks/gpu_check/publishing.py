@@ -2,14 +2,11 @@
 afterwards.
 """
 
-import time
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.harness import Findings
-from benchmarks.gpu_check.setting import Setting
+from benchmarks.gpu_check.setting import Setting, different
 from benchmarks.update import full_groups, learn
 from learning.ranks import Ranks
 from learning.sharding import local
@@ -41,27 +38,22 @@ def measure(found: Findings, setting: Setting) -> None:
 def _publish(found: Findings, setting: Setting, policy: Policy) -> None:
     """Copies the weights to the host as for a broadcast, and writes them as files."""
     copy = HostCopy()
-    first = _timed(setting, lambda: copy.fill(policy.weights(), 0))
-    times = [_timed(setting, lambda: copy.fill(policy.weights(), 1)) for _ in range(_TIMES)]
-    speed = f"{copy.size / 1e9:.2f} GB: {_rate(copy.size, min(times))} (the first time {_rate(copy.size, first)})"
+    first = setting.timed(lambda: copy.fill(policy.weights(), 0))
+    times = [setting.timed(lambda: copy.fill(policy.weights(), 1)) for _ in range(_TIMES)]
+    slower = f"the first time {_rate(copy.size, first)}"
+    speed = f"{copy.size / 1e9:.2f} GB: {_rate(copy.size, min(times))} ({slower})"
     found.claim("the weights copied to the host, in the engines' precision", "", speed)
     sent = {name: tensor.to("cpu", copy=True) for name, tensor in policy.weights()}
     with copy.reading(1) as tensors:
-        different = [
-            name
-            for name in sent
-            if name not in tensors or not torch.equal(sent[name], tensors[name])
-        ]
-        same = not different and len(tensors) == len(sent)
+        wrong = different(sent, tensors)
+        same = not wrong and len(tensors) == len(sent)
     found.claim(
-        f"{len(sent)} tensors in the copy, bit by bit", "0 differ", f"{len(different)} differ", same
+        f"{len(sent)} tensors in the copy, bit by bit", "0 differ", f"{len(wrong)} differ", same
     )
 
     directory = setting.scratch / "published"
     directory.mkdir(exist_ok=True)
-    took = _timed(
-        setting, lambda: write_version(policy.weights(), [], directory, "check", version=1)
-    )
+    took = setting.timed(lambda: write_version(policy.weights(), [], directory, "check", version=1))
     found.claim("a version written to files, with its checksums", "", _rate(copy.size, took))
     found.figures = {"bytes": copy.size, "copy_seconds": times, "file_seconds": took}
 
@@ -77,9 +69,9 @@ def _park(found: Findings, setting: Setting, policy: Policy, *, ranks: Ranks) ->
     restored: list[float] = []
     left = 0
     for _ in range(_TIMES):
-        parked.append(_timed(setting, lease.release))
+        parked.append(setting.timed(lease.release))
         left = _allocated(setting)
-        restored.append(_timed(setting, lease.acquire))
+        restored.append(setting.timed(lease.acquire))
     text = f"parking weights and optimiser, {size / 1e9:.2f} GB"
     found.claim(
         text,
@@ -96,13 +88,13 @@ def _park(found: Findings, setting: Setting, policy: Policy, *, ranks: Ranks) ->
             f"{left / 1e9:.2f} of {held / 1e9:.2f} GB",
             left <= limit,
         )
-    after = _state(policy)
-    different = [name for name in before if not torch.equal(before[name], after[name].cpu())]
+    after = {name: tensor.cpu() for name, tensor in _state(policy).items()}
+    wrong = different(before, after)
     found.claim(
         f"{len(before)} tensors after parking, bit by bit",
         "0 differ",
-        f"{len(different)} differ",
-        not different,
+        f"{len(wrong)} differ",
+        not wrong,
     )
     found.figures |= {"parked_bytes": size, "park_seconds": parked, "restore_seconds": restored}
 
@@ -114,14 +106,6 @@ def _state(policy: Policy) -> dict[str, Tensor]:
 
 def _allocated(setting: Setting) -> int:
     return int(torch.cuda.memory_allocated()) if setting.on_gpu else 0
-
-
-def _timed(setting: Setting, work: Callable[[], object]) -> float:
-    setting.synchronize()
-    start = time.perf_counter()
-    work()
-    setting.synchronize()
-    return time.perf_counter() - start
 
 
 def _rate(size: int, took: float) -> str:

@@ -71,7 +71,10 @@ def counted(claims: Sequence[Claim]) -> str:
     reached`.
     """
     found = Counter(claim.verdict for claim in claims)
-    return f"{found['holds']} hold, {found['fails']} fail, {found['measured']} measured, {found['not reached']} not reached"
+    return (
+        f"{found['holds']} hold, {found['fails']} fail, "
+        f"{found['measured']} measured, {found['not reached']} not reached"
+    )
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
@@ -84,7 +87,8 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     verdicts = counted([claim for _, claim in claims])
     parts = [
         f"# GPU check: {', '.join(machines)} ({datetime.now(UTC):%-d %B %Y})",
-        f"{len(outcomes)} sections of `python -m benchmarks.gpu_check` in {seconds:.0f} s. Claims: {verdicts}.",
+        f"{len(outcomes)} sections of `python -m benchmarks.gpu_check` in {seconds:.0f} s. "
+        f"Claims: {verdicts}.",
     ]
     if small:
         parts.append("**Tiny shapes**: they show that the code runs, and say nothing about speed.")

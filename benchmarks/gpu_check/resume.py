@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.gpu_check.harness import Findings
-from benchmarks.gpu_check.setting import Setting
+from benchmarks.gpu_check.setting import Setting, different
 from benchmarks.update import full_groups, learn
 from learning.sharding import full, local, named_tensors
 from trainer.policy.checkpoint import Checkpoints, RunState
@@ -45,19 +45,15 @@ def correctness(found: Findings, setting: Setting) -> None:
             source == path,
         )
         read = _state(resumed)
-        different = [
-            name
-            for name in written
-            if name not in read or not torch.equal(written[name], read[name])
-        ]
-        measured = f"{len(different)} differ" + (f": {different[0]}" if different else "")
+        wrong = different(written, read)
+        measured = f"{len(wrong)} differ" + (f": {wrong[0]}" if wrong else "")
         found.claim(
             f"{len(written)} tensors of weights and optimiser, bit by bit",
             "0 differ",
             measured,
-            not different,
+            not wrong,
         )
-        moved = sum(not torch.equal(written[name], went_on[name]) for name in written)
+        moved = len(different(written, went_on))
         found.claim("an update changes them", "> 0 differ", f"{moved} differ", moved > 0)
         learn(resumed, Reference(resumed), groups, config)
         again = _state(resumed)

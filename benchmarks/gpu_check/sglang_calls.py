@@ -5,7 +5,6 @@ checksums, memory.
 import asyncio
 import os
 import shutil
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.gpu_check.generation import scored
 from benchmarks.gpu_check.harness import Findings
-from benchmarks.gpu_check.setting import Setting
+from benchmarks.gpu_check.setting import Setting, claim_agreement
+from benchmarks.processes import free_port
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
 from common.process.topology import Topology
@@ -50,7 +50,7 @@ def measure(found: Findings, setting: Setting, python: Path) -> None:
         engine="sglang",
         device="cuda" if setting.on_gpu else "cpu",
         engine_python=str(python),
-        engine_port=_free_port(),
+        engine_port=free_port(),
         max_running_requests=64,
         colocate=setting.on_gpu,
     )
@@ -104,11 +104,6 @@ def _write_changed(model: Path, weights: dict[str, Tensor], directory: Path) -> 
     changed = {name: tensor * 0.5 for name, tensor in weights.items()}
     save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
     return changed
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 async def _calls(run: _Run) -> None:
@@ -201,8 +196,7 @@ async def _generate(run: _Run, client: RolloutClient) -> None:
     )
     apart = (own - theirs).abs()
     text = "SGLang's log-probabilities beside the trainer's, with its head in float32"
-    run.found.at_most(f"{text}: mean |Δ|", float(apart.mean()), 0.02)
-    run.found.at_most(f"{text}: largest |Δ|", float(apart.max()), 0.5)
+    claim_agreement(run.found, text, apart)
 
 
 async def _load(run: _Run, api: EngineClient) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from benchmarks.gpu_check.harness import Findings, peak_host_bytes
 from benchmarks.gpu_check.sections import TORCH_HEAD
-from benchmarks.gpu_check.setting import Setting
-from benchmarks.update import full_groups, learn, peak, required_flops, tokens_of
+from benchmarks.gpu_check.setting import Setting, activities, cell, costs, finite
+from benchmarks.update import full_groups, learn, required_flops, tokens_of
 from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config
@@ -74,13 +73,11 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
             "grad_norm": metrics.grad_norm,
             "sharded": ranks.sharded,
         }
-        known = bool(np.isfinite([metrics.loss, metrics.grad_norm]).all())
-        finite = known and metrics.grad_norm > 0
         found.claim(
             "loss and gradient are finite",
             "finite",
             f"{metrics.loss:.4g}, norm {metrics.grad_norm:.4g}",
-            finite,
+            finite(metrics),
         )
     _utilisation(found, setting, flops, words)
     _memory(found, setting, config)
@@ -96,13 +93,12 @@ def _shape_of(config: Config) -> dict[str, Any]:
 def _utilisation(found: Findings, setting: Setting, flops: float, words: str) -> None:
     figures = found.figures
     rate = flops / figures["seconds"]
-    try:
-        share = rate / peak(setting.device)
-    except ConfigError:
-        found.claim(
-            "arithmetic of the update", "this GPU's peak is not known", f"{rate / 1e12:.1f} TFLOP/s"
-        )
+    peak = setting.peak()
+    if peak is None:
+        text = "arithmetic of the update"
+        found.claim(text, "this GPU's peak is not known", f"{rate / 1e12:.1f} TFLOP/s")
         return
+    share = rate / peak
     figures["mfu"] = share
     goal = _GOALS.get((figures["shape"], figures["tokens"]))
     if setting.on_gpu and goal and not words:
@@ -191,30 +187,23 @@ def kernels(found: Findings, setting: Setting) -> None:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         learn(policy, reference, groups, config)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
-        with profile(activities=activities) as recorded:
+        with profile(activities=activities(setting)) as recorded:
             learn(policy, reference, groups, config)
-    kind = "device" if setting.on_gpu else "cpu"
     events = [
-        (getattr(event, f"self_{kind}_time_total"), event) for event in recorded.key_averages()
+        (time_ms, event)
+        for time_ms, event in costs(recorded, setting)
+        if time_ms > 0 and (not setting.on_gpu or str(event.device_type).endswith("CUDA"))
     ]
-    events = [
-        (time, event)
-        for time, event in events
-        if time > 0 and (not setting.on_gpu or str(event.device_type).endswith("CUDA"))
-    ]
-    events.sort(key=lambda pair: -pair[0])
-    total = sum(time for time, _ in events)
+    total = sum(time_ms for time_ms, _ in events)
     rows = [["kernel", "calls", "ms", "share", "sum"]]
-    running = itertools.accumulate(time for time, _ in events)
-    for (time, event), so_far in itertools.islice(zip(events, running, strict=True), _TOP):
-        name = str(event.key).replace("|", "/")[:100]
+    running = itertools.accumulate(time_ms for time_ms, _ in events)
+    for (time_ms, event), so_far in itertools.islice(zip(events, running, strict=True), _TOP):
         rows.append(
             [
-                f"`{name}`",
+                cell(event),
                 str(event.count),
-                f"{time / 1e3:.2f}",
-                f"{time / total:.1%}",
+                f"{time_ms:.2f}",
+                f"{time_ms / total:.1%}",
                 f"{so_far / total:.1%}",
             ]
         )

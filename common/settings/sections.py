@@ -590,8 +590,8 @@ class EnvironmentSection(Section):
     then credited only with the rewards that follow it, not with earlier ones. Unset: they count for
     the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode. One that takes longer has no reward: its group is dropped and tried
-    again."""
+    """Seconds for one episode. One that takes longer has no reward, and another is played in its
+    place, once."""
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the

@@ -585,7 +585,8 @@ class Episode(Struct, forbid_unknown_fields=True):
     sequences: _Many[EpisodeSequence]
     components: _Named[_Finite | None] = {}
     metrics: _Named[_Finite] = {}
-    """`turns`, `tool_calls`, `tool_errors`, `sampled_tokens`, `seconds`, `tool_seconds`."""
+    """`turns`, `tool_calls`, `tool_errors`, `sampled_tokens`, `seconds`, `tool_seconds`,
+    `refused_calls`."""
     detail: _Chars = ""
     """The reason for the status."""
 

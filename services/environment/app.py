@@ -4,6 +4,7 @@ talk to a model.
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,17 +13,36 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from common.errors import InvalidInput, Unauthorized
+from common.errors import InvalidInput, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, Dialect, read_call
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.http.app import BareRoute, create_app, read_json
+from services.http.disconnect import cancel_on_disconnect
+from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
 SESSIONS = "/sessions/"
 EVENTS = "text/event-stream"
+_MODEL = {
+    "id": "policy",
+    "object": "model",
+    "type": "model",
+    "display_name": "policy",
+    "owned_by": "policy",
+    "created": 0,
+    "created_at": "1970-01-01T00:00:00Z",
+}
+MODELS = {
+    "object": "list",
+    "data": [_MODEL],
+    "has_more": False,
+    "first_id": "policy",
+    "last_id": "policy",
+}
+"""The list of models, as OpenAI's and Anthropic's libraries read it."""
 _NUMBER = {"type": "number"}
 _REWARD = {"anyOf": [_NUMBER, OBJECT | {"additionalProperties": _NUMBER, "minProperties": 1}]}
 MAX_CALLS = 4096
@@ -85,6 +105,7 @@ def create_environment_app(
         """
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
+    _models_route(app, service)
     for dialect in DIALECTS:
         _gateway_route(app, service, dialect)
 
@@ -108,21 +129,49 @@ def create_environment_app(
     return app
 
 
+def _models_route(app: FastAPI, service: EpisodeService) -> None:
+    """Adds the route of a session's models."""
+
+    @app.get(f"{SESSIONS}{{session}}/v1/models", **described(answer=OBJECT, fails=(404, 410)))
+    async def models(session: str, request: Request) -> Response:
+        """The one model of a session, for clients that ask before they call."""
+        _check_key(session, request)
+        service.session(session)
+        return Response(orjson.dumps(MODELS), media_type=JSON)
+
+
 def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
     """Adds the route of one of the session APIs."""
 
     async def call(session: str, request: Request) -> Response:
         """Answers a call of this episode's program. The session's key is its name."""
+        try:
+            return await answered(session, request)
+        except ServiceError as error:
+            # Client libraries show only the message: it says what the other fields say.
+            error.message = str(error)
+            return error_response(error, request.scope)
+
+    async def answered(session: str, request: Request) -> Response:
         _check_key(session, request)
         called = service.session(session)
-        body = await read_json(request)
-        parsed = read_call(body, dialect)
-        key = _request_key(body, dialect)
         service.calls.labels(dialect.path).inc()
-        answer = await called.call(parsed.messages, parsed.tools, key)
-        content = dialect.write(answer, parsed, key)
+        try:
+            body = await read_json(request)
+            parsed = read_call(body, dialect)
+            key = _request_key(body, dialect)
+            # A call that its client leaves goes on, and counts as unanswered.
+            answer = await cancel_on_disconnect(
+                request,
+                called.call(parsed.messages, parsed.tools, key, is_retry=_is_retry(request)),
+            )
+        except InvalidInput as error:
+            service.refuse(called, error)
+            raise
+        identifier = secrets.token_hex(16)
+        content = dialect.write(answer, parsed, identifier)
         if parsed.streams:
-            return StreamingResponse(dialect.events(content), media_type=EVENTS)
+            return StreamingResponse(dialect.events(content, parsed), media_type=EVENTS)
         return Response(orjson.dumps(content), media_type=JSON)
 
     app.router.add_api_route(
@@ -143,6 +192,14 @@ def _request_key(body: Any, dialect: Dialect) -> str:
             "the body is nested too deeply", field="body", remedy="nest it at most 250 levels deep"
         ) from None
     return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
+
+
+def _is_retry(request: Request) -> bool | None:
+    """Returns whether a call is sent again, as OpenAI's and Anthropic's libraries say; None for
+    other clients.
+    """
+    count = request.headers.get("x-stainless-retry-count")
+    return None if count is None else count != "0"
 
 
 def _check_key(session: str, request: Request) -> None:

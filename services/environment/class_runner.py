@@ -16,13 +16,14 @@ from typing import Any
 from common.errors import InvalidInput, shorten
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
-from services.environment.messages import Message, parse_messages
+from services.environment.messages import Message, encodable, parse_messages
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
     Outcome,
     parse_reward,
     play_to_end,
+    told,
 )
 from services.environment.session import LimitReached, Session, request_key
 from services.environment.threads import Threads
@@ -160,7 +161,7 @@ class EpisodeRun:
         if not places:
             return [*chat, _user(returned)]
         last = chat[places[-1]]
-        chat[places[-1]] = Message(last.fields | {"content": last.content + returned})
+        chat[places[-1]] = Message(last.fields | {"content": encodable(last.content + returned)})
         return chat
 
     async def _step(self) -> list[Message]:
@@ -193,7 +194,7 @@ class EpisodeRun:
         started = time.monotonic()
         try:
             function = self._bound_tool(name, tool_call["function"]["arguments"])
-            text = _text(await self._run(function))
+            text = await self._text(await self._run(function))
         except (EnvironmentLost, asyncio.CancelledError):
             raise
         except _ToolRefused as error:
@@ -201,11 +202,16 @@ class EpisodeRun:
             text = f"error: {error}"
         except Exception as error:  # raised by the tool: the model may correct its call
             self.outcome.tool_errors += 1
-            text = f"error: {type(error).__name__}: {error}"
+            text = f"error: {told(error)}"
         finally:
             self.outcome.tool_seconds += time.monotonic() - started
         return Message(
-            {"role": "tool", "content": text, "tool_call_id": tool_call["id"], "name": name}
+            {
+                "role": "tool",
+                "content": encodable(text),
+                "tool_call_id": tool_call["id"],
+                "name": name,
+            }
         )
 
     def _bound_tool(self, name: str, arguments: dict[str, Any]) -> "partial[Any]":
@@ -227,22 +233,30 @@ class EpisodeRun:
         except (EnvironmentLost, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise EpisodeFailed(
-                f"{self._environment.name}: {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise EpisodeFailed(f"{self._environment.name}: {name} raised {told(error)}") from error
 
     async def _run(self, function: "partial[Any]") -> Any:
-        """Returns what the user's function returns, and awaits it if it is a coroutine."""
-        if inspect.iscoroutinefunction(function.func):
-            try:
-                return await function()
-            except (SystemExit, KeyboardInterrupt) as ending:
-                # It would end the event loop of all episodes.
-                raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
+        """Returns what the user's function returns, and awaits it if it is a coroutine.
+
+        Neither runs in the server's event loop, unless the functions are the server's own.
+        """
+        is_coroutine = inspect.iscoroutinefunction(function.func)
         if self._threads is None:
-            return function()
-        name = getattr(function.func, "__name__", "a method")
-        return await self._threads.run(function, f"{self._environment.name}: {name}")
+            return await function() if is_coroutine else function()
+        name = f"{self._environment.name}: {getattr(function.func, '__name__', 'a method')}"
+        if is_coroutine:
+            return await self._threads.run_coroutine(function, name)
+        result = await self._threads.run(function, name)
+        if inspect.isawaitable(result):
+            return await self._threads.run_coroutine(lambda: result, name)
+        return result
+
+    async def _text(self, result: Any) -> str:
+        """Returns a tool's result as the model reads it."""
+        if isinstance(result, str):
+            return result
+        text: str = await self._run(partial(_written, result))
+        return text
 
 
 class ClassRunner:
@@ -274,11 +288,15 @@ class _ToolRefused(Exception):
 
 
 def _user(text: str) -> Message:
-    return Message({"role": "user", "content": text})
+    return Message({"role": "user", "content": encodable(text)})
 
 
-def _text(result: Any) -> str:
-    """Returns a tool's result as the model reads it."""
-    if isinstance(result, str):
-        return result
-    return json.dumps(result, ensure_ascii=False, default=str)
+def _written(result: Any) -> str:
+    """Returns a result as JSON, or as Python shows it: the call has already had its effect."""
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except Exception:
+        try:
+            return str(result)
+        except Exception as error:
+            return f"a {type(result).__name__} that cannot be shown: {told(error)}"

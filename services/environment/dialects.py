@@ -33,6 +33,8 @@ class Call(NamedTuple):
     tools: list[Json]
     model: str
     streams: bool
+    streams_usage: bool
+    """Whether a stream of chat completions ends with the usage."""
 
 
 class Dialect(NamedTuple):
@@ -43,7 +45,7 @@ class Dialect(NamedTuple):
     """JSON schema of the fields that are read; all other fields are ignored."""
     read: Callable[[Json], Call]
     write: Callable[[CallAnswer, Call, str], Json]
-    events: Callable[[Json], Iterator[str]]
+    events: Callable[[Json, Call], Iterator[str]]
 
 
 def read_call(body: Any, dialect: Dialect) -> Call:
@@ -51,22 +53,96 @@ def read_call(body: Any, dialect: Dialect) -> Call:
     if not isinstance(body, dict):
         remedy = f'send {{"{dialect.body["required"][0]}": …}}'
         raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
-    if body.get("n") not in (None, 1):
+    for refused in _REFUSED:
+        value = body.get(refused.field)
+        if value is not None and value not in refused.allowed:
+            raise InvalidInput(
+                refused.reason, field=refused.field, value=value, remedy=refused.remedy
+            )
+    _check_format(body)
+    call = dialect.read(body)
+    return call._replace(tools=[]) if _refuses_tools(body) else call
+
+
+class _Refused(NamedTuple):
+    """A field that would change what an answer means, but that cannot be honoured."""
+
+    field: str
+    allowed: tuple[Any, ...]
+    reason: str
+    remedy: str
+
+
+_OTHERWISE = "leave it out"
+_REFUSED = (
+    _Refused("n", (1,), "a call returns exactly one answer", "make one call for each answer"),
+    _Refused("logprobs", (False, 0), "the gateway returns no log-probabilities", _OTHERWISE),
+    _Refused("top_logprobs", (0,), "the gateway returns no log-probabilities", _OTHERWISE),
+    _Refused(
+        "parallel_tool_calls",
+        (True,),
+        "the model may make several tool calls in an answer",
+        "leave it out, and accept several",
+    ),
+    _Refused("functions", ([],), "functions are an old form of tools", "send them as `tools`"),
+    _Refused("background", (False,), "every call is answered at once", _OTHERWISE),
+    _Refused(
+        "conversation",
+        (),
+        "this server does not store conversations",
+        "send the whole conversation as `input`",
+    ),
+    _Refused(
+        "previous_response_id",
+        ("",),
+        "this server does not store answers",
+        "send the whole conversation as `input`",
+    ),
+    _Refused("mcp_servers", ([],), "the gateway calls no tools", "call them in the program"),
+)
+
+
+def _check_format(body: Json) -> None:
+    """Raises InvalidInput for a format of the answer other than text."""
+    text = body.get("text")
+    formats = {"response_format": body.get("response_format")}
+    if isinstance(text, dict):
+        formats["text.format"] = text.get("format")
+    for field, value in formats.items():
+        if value is not None and not (isinstance(value, dict) and value.get("type") == "text"):
+            raise InvalidInput(
+                "the model answers freely, in no given format",
+                field=field,
+                value=value,
+                remedy="describe the format in the messages, and check the answer",
+            )
+
+
+def _refuses_tools(body: Json) -> bool:
+    """Returns whether the tool choice is `none`. Raises InvalidInput for one that cannot be
+    honoured. `required` has no effect: a model that makes no call is judged by the program.
+    """
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    serial = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
+    if serial or kind not in (None, "auto", "required", "any", "none"):
         raise InvalidInput(
-            "a call returns exactly one answer",
-            field="n",
-            value=body["n"],
-            remedy="make one call per answer, each with another `seed`",
+            "the model chooses its tools, and may make several calls",
+            field="tool_choice",
+            value=choice,
+            remedy="send auto, required or none",
         )
-    return dialect.read(body)
+    return kind == "none"
 
 
 def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
+    options = body.get("stream_options")
     return Call(
         messages=messages,
         tools=tools,
         model=str(body.get("model") or "policy"),
         streams=bool(body.get("stream")),
+        streams_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
 
 
@@ -134,7 +210,7 @@ def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
-def _chat_events(body: Json) -> Iterator[str]:
+def _chat_events(body: Json, call: Call) -> Iterator[str]:
     choice = body["choices"][0]
     common: Json = {
         "id": body["id"],
@@ -154,7 +230,9 @@ def _chat_events(body: Json) -> Iterator[str]:
         ]
     yield chunk(message, None)
     yield chunk({}, choice["finish_reason"])
-    yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
+    # Its `choices` are empty, which a plain loop over them does not expect.
+    if call.streams_usage:
+        yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
     yield "data: [DONE]\n\n"
 
 
@@ -162,13 +240,6 @@ def _chat_events(body: Json) -> Iterator[str]:
 
 
 def _read_responses(body: Json) -> Call:
-    if body.get("previous_response_id"):
-        raise InvalidInput(
-            "this server does not store answers",
-            field="previous_response_id",
-            value="…",
-            remedy="send the whole conversation as `input`",
-        )
     chat: list[Json] = []
     if body.get("instructions"):
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -291,7 +362,7 @@ def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
-def _responses_events(body: Json) -> Iterator[str]:
+def _responses_events(body: Json, _: Call) -> Iterator[str]:
     numbers = itertools.count()
 
     def event(kind: str, **content: Any) -> str:
@@ -371,8 +442,10 @@ def _read_messages(body: Json) -> Call:
 
 
 def _tool_of_messages(tool: Any) -> Any:
-    """Converts a tool to OpenAI's format; anything but a mapping is returned unchanged."""
-    if not isinstance(tool, dict):
+    """Converts a tool to OpenAI's format; anything but a function of the program is returned
+    unchanged.
+    """
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
         return tool
     function = {
         "name": tool.get("name"),
@@ -419,7 +492,7 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
     message = answer.message
     content: list[Json] = []
     if message.reasoning:
-        content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        content.append({"type": "thinking", "thinking": message.reasoning, "signature": identifier})
     if message.content or not message.tool_calls:
         content.append({"type": "text", "text": message.content})
     for tool_call in message.tool_calls:
@@ -451,7 +524,7 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
-def _messages_events(body: Json) -> Iterator[str]:
+def _messages_events(body: Json, _: Call) -> Iterator[str]:
     yield _event({"type": "message_start", "message": body | {"content": [], "stop_reason": None}})
     for i, block in enumerate(body["content"]):
         if block["type"] == "tool_use":
@@ -459,10 +532,13 @@ def _messages_events(body: Json) -> Iterator[str]:
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
             name = block["type"]
-            empty_block = block | {name: ""}
+            empty_block = dict.fromkeys(block, "") | {"type": name}
             delta = {"type": f"{name}_delta", name: block[name]}
         yield _event({"type": "content_block_start", "index": i, "content_block": empty_block})
         yield _event({"type": "content_block_delta", "index": i, "delta": delta})
+        if "signature" in block:
+            signature = {"type": "signature_delta", "signature": block["signature"]}
+            yield _event({"type": "content_block_delta", "index": i, "delta": signature})
         yield _event({"type": "content_block_stop", "index": i})
     ending = {"stop_reason": body["stop_reason"], "stop_sequence": None}
     yield _event({"type": "message_delta", "delta": ending, "usage": body["usage"]})

@@ -25,7 +25,9 @@ from common.process.imports import import_callable
 
 FIELD = "environment.name"
 BUILT_IN = {"python": "services.environment.python_tool:PythonEnvironment"}
-_RESERVED = frozenset({"reset", "step", "get_reward", "get_turn_rewards", "close"})
+_PARAMETERS = {"step": 1, "get_reward": 0, "get_turn_rewards": 0, "close": 0}
+"""The methods that the server calls, besides `reset`, and how many arguments it passes."""
+_SCALARS = (str, int, float, bool, "str", "int", "float", "bool")
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,17 @@ class Environment:
         parameters = inspect.signature(reset).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
-        methods = dict(inspect.getmembers(user_class, inspect.isfunction))
+        methods = dict(inspect.getmembers(user_class, _is_method))
         tools: dict[str, Any] = {}
         for method_name, method in methods.items():
-            if not method_name.startswith("_") and method_name not in _RESERVED:
-                bound = types.MethodType(method, object())  # a method that has its `self`
+            if method_name.startswith("_"):
+                continue
+            own = inspect.getattr_static(user_class, method_name)
+            has_self = not isinstance(own, staticmethod | classmethod)
+            bound = types.MethodType(method, object()) if has_self else method
+            if method_name in _PARAMETERS:
+                _check_ours(bound, method_name, name)
+            elif method_name != "reset":
                 tools[method_name] = _schema(bound, name)
 
         return cls(
@@ -113,6 +121,34 @@ class _Stateless:
 
     def reset(self) -> None:
         """Nothing begins."""
+
+
+def _is_method(member: Any) -> bool:
+    return inspect.isfunction(member) or inspect.ismethod(member)
+
+
+def _check_ours(method: Callable[..., Any], method_name: str, name: str) -> None:
+    """Raises ConfigError for a method with the name of ours that is a tool, as TRL would take
+    it.
+    """
+    signature = inspect.signature(method)
+    required = [each for each in signature.parameters.values() if each.default is each.empty]
+    takes_scalar = any(each.annotation in _SCALARS for each in required)
+    gives_text = method_name == "close" and signature.return_annotation in _SCALARS
+    try:
+        signature.bind(*[None] * _PARAMETERS[method_name])
+        fits = not takes_scalar and not gives_text
+    except TypeError:
+        fits = False
+    if not fits:
+        given = "messages" if method_name == "step" else ""
+        raise ConfigError(
+            f"{name} has a tool named {method_name}, but the server itself calls "
+            f"{method_name}({given})",
+            field=FIELD,
+            value=f"{name}.{method_name}",
+            remedy="give the tool another name",
+        )
 
 
 def _schema(method: Callable[..., Any], name: str) -> Any:

@@ -181,7 +181,7 @@ def text_of(content: Any, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return content
+        return encodable(content)
     if not isinstance(content, list):
         raise InvalidInput(
             "content must be text or a list of texts",
@@ -200,7 +200,12 @@ def text_of(content: Any, where: str) -> str:
                 remedy="leave out images, audio and files",
             )
         texts.append(text)
-    return "".join(texts)
+    return encodable("".join(texts))
+
+
+def encodable(text: str) -> str:
+    """Returns a text with `?` for lone surrogates, which neither tokens nor UTF-8 can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _parse_tool_call(content: Any, where: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ _MAX_FAILED_STARTS = 5
 """Starts in a row after which the command ended before it answered: another one would not help."""
 _HUNG_S = 5.0
 """Time in which a live server answers."""
+_RESTRICTED = {"enum", "const", "pattern", "format"}
+"""What a text's schema has when not every text is allowed."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
@@ -278,7 +280,10 @@ class Connection:
     async def step(self, messages: list[dict[str, Any]]) -> str | None:
         """Sends the answer as an action; returns None when the episode is over."""
         action = {self._interface.answer_field: messages[-1]["content"]}
-        text = _text(await self._observation("step", action))
+        try:
+            text = _text(await self._observation("step", action))
+        except InvalidAction as refusal:  # the model may do better next time
+            return f"error: {refusal}"
         if self.done:
             return None
         return text or "(nothing)"
@@ -386,6 +391,10 @@ class Refused(Exception):
     """The server refused a message; if it was an action, the model may do better next time."""
 
 
+class InvalidAction(Refused):
+    """The schema refused the action, before the environment saw it."""
+
+
 def _refusal(data: Any) -> Exception:
     """Returns the error for what the server sent instead of an answer."""
     data = data if isinstance(data, dict) else {}
@@ -396,7 +405,9 @@ def _refusal(data: Any) -> Exception:
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
         return EnvironmentLost(f"the OpenEnv server has no session: {message}")
     if "errors" in data:
-        return Refused(f"{message} {json.dumps(data['errors'], default=str)}")
+        return InvalidAction(f"{message} {json.dumps(data['errors'], default=str)}")
+    if code == "VALIDATION_ERROR":
+        return InvalidAction(str(message))
     return Refused(str(message))
 
 
@@ -411,16 +422,18 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the action's only text field, or otherwise the tool `step` with the action's
-    fields.
+    """Returns the action's only field if it holds any text, or otherwise the tool `step` with the
+    action's fields.
     """
     if not isinstance(schema, dict):
         raise EpisodeFailed(f"the OpenEnv server describes its action with {shorten(schema)}")
     fields = dict(schema.get("properties", {}))
     fields.pop("metadata", None)
-    required = schema.get("required") or list(fields)
-    if len(required) == 1 and fields.get(required[0], {}).get("type") == "string":
-        return required[0], {}
+    if len(fields) == 1:
+        ((name, field),) = fields.items()
+        is_free_text = field.get("type") == "string" and not _RESTRICTED & set(field)
+        if is_free_text:
+            return name, {}
 
     function = {
         "name": "step",

@@ -38,6 +38,14 @@ class EnvironmentLost(Exception):
     """
 
 
+def told(error: BaseException) -> str:
+    """Returns the type and the text of an exception of user code, whatever its `__str__` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 async def play_to_end(
     episode: Awaitable[None], session: Session, limits: EpisodeLimits, outcome: Outcome
 ) -> None:
@@ -75,7 +83,7 @@ def parse_reward(reward: Any, where: str) -> tuple[float, dict[str, float | None
         numbers = {str(name): float(value) for name, value in parts.items()}
         if not numbers or not all(map(math.isfinite, numbers.values())):
             raise ValueError
-    except (TypeError, ValueError):
+    except Exception:  # of an object of user code
         raise EpisodeFailed(
             f"{where} {shorten(reward)}, not a finite number or a mapping of finite numbers"
         ) from None

@@ -9,7 +9,6 @@ session; otherwise the run's reward functions grade its last answer.
 import asyncio
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from services.environment.outcome import (
     parse_reward,
     play_to_end,
 )
-from services.environment.programs import SIGNALLED, RunningProgram, words_of
+from services.environment.programs import SIGNALLED, Folders, RunningProgram, words_of
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -66,6 +65,7 @@ class ProgramRunner:
         self.has_steps = False
         self.has_reward = has_reward
         self.threads: Threads | None = None
+        self._folders = Folders()
         self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
 
@@ -93,7 +93,8 @@ class ProgramRunner:
         return outcome
 
     async def close(self) -> None:
-        """Nothing runs between episodes."""
+        """Removes what remains of the episodes' folders."""
+        await asyncio.to_thread(self._folders.close)
 
     async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
         content = self._task(task, session)
@@ -102,6 +103,7 @@ class ProgramRunner:
         else:
             reward = await self._run_command(content, session)
         session.close()  # no more sampling once it is graded
+        _check_answered(session)
         if session.graded.is_set():
             reward = session.reward
         if reward is not None:
@@ -109,7 +111,7 @@ class ProgramRunner:
 
     async def _run_command(self, content: dict[str, Any], session: Session) -> Any:
         """Runs the command; returns the reward that it wrote, or None."""
-        home = Path(tempfile.mkdtemp(prefix="episode-"))
+        home = await asyncio.to_thread(self._folders.make)
         try:
             reward_file = home / "reward.json"
             env = _variables(content["session"]) | {
@@ -120,15 +122,18 @@ class ProgramRunner:
             program = await RunningProgram.start(
                 words, env, mark=session.id, home=home, stdin=orjson.dumps(content)
             )
-            status = None
             try:
                 status = await _wait_for_end(program, session)
             finally:
                 output = await program.kill()
 
-            is_expected = session.graded.is_set() or session.stop_reason
-            if status and not is_expected:
-                raise _failure(words[0], status, output, session)
+            has_reward = session.graded.is_set()
+            if status > SIGNALLED:
+                # A program may be killed when its work is done: a whole reward is kept.
+                has_reward = has_reward or await asyncio.to_thread(_is_complete, reward_file)
+            if status and not has_reward and not session.stop_reason:
+                _check_answered(session)
+                raise _failure(words[0], status, output)
             return await asyncio.to_thread(_read_reward, reward_file)
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
@@ -151,6 +156,8 @@ class ProgramRunner:
             graded.cancel()
 
         text = body.decode("utf-8", "replace").strip()
+        if status >= 300:
+            _check_answered(session)
         if status >= 300 and session.stop_reason:
             return None
         if status >= 500:
@@ -211,16 +218,22 @@ async def _wait_for_end(program: RunningProgram, session: Session) -> int:
         graded.cancel()
 
 
-def _failure(program: str, status: int, output: str, session: Session) -> Exception:
+def _check_answered(session: Session) -> None:
+    """Raises EnvironmentLost when a call has no answer: the program may have made a 0 of it."""
+    for error in session.unanswered.values():
+        if error is not None:
+            raise EnvironmentLost(f"the engines did not answer a call: {error}")
+        raise EnvironmentLost(
+            "a call had no answer when the program ended or stopped waiting: the engines may be "
+            "slow; give its client a longer time-out"
+        )
+
+
+def _failure(program: str, status: int, output: str) -> Exception:
     """Returns the error for a program that ended with `status`."""
     shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
     if status > SIGNALLED:
         return EnvironmentLost(f"{program} was ended by signal {status - SIGNALLED}{shown}")
-    if session.failure is not None:
-        return EnvironmentLost(
-            f"the engines did not answer {program}, which ended with status {status}: "
-            f"{session.failure}"
-        )
     return EpisodeFailed(f"{program} ended with status {status}{shown}")
 
 
@@ -234,6 +247,15 @@ def _read_reward(path: Path) -> Any:
     except OSError as error:
         raise EpisodeFailed(f"the reward file cannot be read: {error.strerror}") from error
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
+
+
+def _is_complete(path: Path) -> bool:
+    """Returns whether a reward file holds a whole reward."""
+    try:
+        parse_reward(_read_reward(path), "the program's reward is")
+    except EpisodeFailed:
+        return False
+    return True
 
 
 def _parse_json(text: str, source: str) -> Any:

@@ -5,6 +5,7 @@ the server.
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import shlex
 import shutil
@@ -26,6 +27,7 @@ _OUT_OF_RESOURCES = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.E
 _OUTPUT_BYTES = 4000
 """Bytes of a program's output that are kept, from its end."""
 _MAX_SCANS = 20
+_FOLDERS = "rlhf-episodes-"
 SIGNALLED = 128
 """Exit statuses above this come from a signal."""
 
@@ -57,6 +59,46 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Folders:
+    """Folders of this server's episodes, in one folder that is locked while the server lives.
+
+    Those that a killed server left are removed at the start of the next one.
+    """
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._lock = -1
+        for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+            self._remove_if_left(left)
+
+    def make(self) -> Path:
+        """Returns a new folder."""
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix=_FOLDERS))
+            self._lock = os.open(self._root, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
+
+    def close(self) -> None:
+        """Removes all folders."""
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            os.close(self._lock)
+            self._root = None
+
+    @staticmethod
+    def _remove_if_left(root: Path) -> None:
+        with contextlib.suppress(OSError):  # another user's, or just removed
+            lock = os.open(root, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A server that is starting may have made it and not locked it yet.
+                if any(root.iterdir()):
+                    shutil.rmtree(root, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 class RunningProgram:

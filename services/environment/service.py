@@ -22,10 +22,13 @@ from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
 from services.environment.environments import Environment
+from services.environment.messages import encodable
+from services.environment.outcome import Outcome
 from services.environment.runners import class_runner, load_runner
 from services.environment.session import Session, SessionSettings, session_closed
 from services.environment.template import Template
 
+log = logging.getLogger(__name__)
 MAX_EPISODES = 4096
 """Maximum concurrent episodes; more are refused with 503."""
 _REMEMBERED_S = 120.0
@@ -34,6 +37,7 @@ _MAX_ENDED = 65_536
 """Ended sessions whose names are kept, so that late calls get the right error."""
 _TRIES = 3
 """Maximum attempts to run an episode that dies."""
+_DETAIL_CHARS = 10_000
 _SEND_AGAIN = "it was deleted or never made: send the request again"
 
 log = logging.getLogger(__name__)
@@ -98,6 +102,7 @@ class EpisodeService:
         self._running = 0
         self._gives_rewards = self.environment.has_reward
         self._counts: Counter[EpisodeStatus] = Counter()
+        self._refused_fields: set[str] = set()
 
         metrics = metrics or Metrics("environment-server")
         self._finished = metrics.counter(
@@ -111,6 +116,11 @@ class EpisodeService:
         )
         self.calls = metrics.counter(
             "environment_calls_total", "Calls of the model through the gateway, by API", ["api"]
+        )
+        self._refused = metrics.counter(
+            "environment_calls_refused_total",
+            "Calls of the model that were refused, by field",
+            ["field"],
         )
         running = metrics.gauge("environment_episodes_running", "Episodes that run now")
         running.set_function(lambda: self._running)
@@ -213,6 +223,17 @@ class EpisodeService:
         self._sessions[session.id] = session
         return session
 
+    def refuse(self, session: Session, error: InvalidInput) -> None:
+        """Records that a call of a session is refused; the first of each field is logged."""
+        # messages[3].role counts as messages
+        field = (error.field or "").partition("[")[0]
+        if field not in self._refused_fields:
+            self._refused_fields.add(field)
+            log.warning("calls of %s are refused: %s", self.environment.name, error)
+        self._refused.labels(field).inc()
+        session.refused_calls += 1
+        session.first_refusal = session.first_refusal or error
+
     def close_session(self, session: Session) -> None:
         """Ends a session; later calls get SessionClosed."""
         session.close()
@@ -307,7 +328,8 @@ class EpisodeService:
         return episodes
 
     def _fail_without_reward(self, episodes: list[Episode]) -> None:
-        """Marks episodes without a reward as failed if others of this environment had one.
+        """Gives episodes without a reward 0 if others of this environment had one and the policy
+        is the reason, else marks them as failed.
 
         Otherwise the run's reward functions would grade them on another scale.
         """
@@ -317,7 +339,14 @@ class EpisodeService:
         if not self._gives_rewards:
             return
         for episode in ended:
-            if episode.reward is None:
+            if episode.reward is not None:
+                continue
+            did_nothing = episode.metrics["tool_calls"] == episode.metrics["tool_errors"]
+            reached_limit = episode.stop_reason != "done"
+            if reached_limit or (self.environment.tools and did_nothing):
+                episode.reward = 0.0
+                episode.components = {"reward": 0.0}
+            else:
                 episode.status = "error"
                 episode.sequences = []
                 episode.detail = (
@@ -340,13 +369,22 @@ class EpisodeService:
         session = self.open_session(request, index, attempt)
         try:
             outcome = await self.environment.run(request.task, session, request.limits)
+        except ServiceLost:
+            raise
+        except Exception as error:  # a fault in one episode is no fault of the others
+            log.exception("an episode of %s failed", self.environment.name)
+            outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
-        if isinstance(session.failure, ServiceLost):
-            raise session.failure
+        for failure in session.unanswered.values():
+            if isinstance(failure, ServiceLost):
+                raise failure
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
+        if session.first_refusal is not None:
+            reason = f"{session.refused_calls} calls refused, the first: {session.first_refusal}"
+            outcome.detail = f"{outcome.detail}; {reason}" if outcome.detail else reason
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
         if outcome.status == "ok" and not sequences:
             too_long = session.stop_reason == "context"
@@ -363,9 +401,9 @@ class EpisodeService:
             status=outcome.status,
             stop_reason=outcome.stop_reason,
             reward=outcome.reward,
-            answer=outcome.answer,
+            answer=encodable(outcome.answer),
             sequences=sequences,
-            components=outcome.components,
+            components={encodable(name): value for name, value in outcome.components.items()},
             metrics={
                 "turns": float(session.turns),
                 "sampled_tokens": float(session.sampled_tokens),
@@ -373,6 +411,7 @@ class EpisodeService:
                 "tool_calls": float(outcome.tool_calls),
                 "tool_errors": float(outcome.tool_errors),
                 "tool_seconds": outcome.tool_seconds,
+                "refused_calls": float(session.refused_calls),
             },
-            detail=outcome.detail,
+            detail=encodable(outcome.detail)[:_DETAIL_CHARS],
         )

@@ -68,8 +68,8 @@ class SessionSettings:
 class Session:
     """The calls of one episode, recorded with their exact tokens.
 
-    A call identical to an earlier one counts as a retry and gets the same answer, even while that
-    is still being sampled.
+    A call that is sent again gets the answer of the first one, even while that is still being
+    sampled. An identical call that was answered is sampled anew, as a sibling of the first.
     """
 
     def __init__(
@@ -80,8 +80,11 @@ class Session:
         self.closed = False
         self.stop_reason: StopReason = ""
         """The limit that was reached, if any."""
-        self.failure: ServiceError | None = None
-        """Why the engines did not answer the newest call, if they did not."""
+        self.unanswered: dict[str, ServiceError | None] = {}
+        """Sampled calls whose answer has not reached the client, with the engines' error; None for
+        one that is being sampled, or whose client has left."""
+        self.refused_calls = 0
+        self.first_refusal: InvalidInput | None = None
         self.turns = 0
         """Answers of the model, including those being sampled."""
         self.sampled_tokens = 0
@@ -93,13 +96,21 @@ class Session:
         self._sample = sample
         self._settings = settings
         self._calls: dict[str, asyncio.Task[CallAnswer]] = {}
+        self._names: dict[str, list[str]] = {}
+        """The names of the calls with the same key, in their order."""
         self._reserved_tokens = 0
         """Tokens that the answers being sampled may still need."""
 
     async def call(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        key: str,
+        is_retry: bool | None = None,
     ) -> CallAnswer:
         """Answers a call; `key` is the same for the same request.
+
+        `is_retry` says whether the client sends a call again; None when it does not say.
 
         Raises SessionClosed after the end, LimitReached, InvalidInput for messages that cannot be
         answered, and the errors of the engines. A failed call may be repeated.
@@ -114,18 +125,21 @@ class Session:
                 remedy="end with a message of the user or of a tool",
             )
 
-        task = self._calls.get(key)
+        name = self._name(key, is_retry)
+        task = self._calls.get(name)
         if task is None:
-            task = asyncio.create_task(self._answer(messages, tools, key))
-            task.add_done_callback(lambda done: self._forget_failed(key, done))
-            self._calls[key] = task
+            task = asyncio.create_task(self._answer(messages, tools, name))
+            task.add_done_callback(lambda done: self._forget_failed(name, done))
+            self._calls[name] = task
 
         try:
-            return await asyncio.shield(task)  # a disconnected client may retry for the answer
+            answer = await asyncio.shield(task)  # a disconnected client may retry for the answer
         except asyncio.CancelledError:
             if self.closed and task.cancelled():
                 raise session_closed(self.id) from None
             raise
+        self.unanswered.pop(name, None)
+        return answer
 
     def grade(self, reward: Any) -> None:
         """Takes the program's reward and ends the session. Raises Conflict for a second, different
@@ -159,12 +173,28 @@ class Session:
                 sequence.finish_reason = "length"
         return sequences
 
-    def _forget_failed(self, key: str, task: "asyncio.Task[CallAnswer]") -> None:
+    def _name(self, key: str, is_retry: bool | None) -> str:
+        """Returns the name of a call: of the earlier one that is sent again, or a new one."""
+        names = self._names.setdefault(key, [])
+        unanswered = [name for name in names if self._is_open(name)]
+        if is_retry is None:
+            is_retry = bool(unanswered)
+        if names and is_retry:
+            return unanswered[0] if unanswered else names[-1]
+        name = f"{key} {len(names)}" if names else key
+        names.append(name)
+        return name
+
+    def _is_open(self, name: str) -> bool:
+        task = self._calls.get(name)
+        return name in self.unanswered or (task is not None and not task.done())
+
+    def _forget_failed(self, name: str, task: "asyncio.Task[CallAnswer]") -> None:
         if task.cancelled() or task.exception() is not None:
-            self._calls.pop(key, None)
+            self._calls.pop(name, None)
 
     async def _answer(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], name: str
     ) -> CallAnswer:
         """Samples the answer to a call and records the turn."""
         limits = self._settings.limits
@@ -187,17 +217,17 @@ class Session:
         # Calls may run at once: what this one may use is taken before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
+        self.unanswered[name] = None
         try:
-            completion = await self._sample(prompt, max_new_tokens, self._seed(key))
+            completion = await self._sample(prompt, max_new_tokens, self._seed(name))
         except BaseException as error:
             self.turns -= 1
             if isinstance(error, ServiceError):
-                self.failure = error
+                self.unanswered[name] = error
             raise
         finally:
             self._reserved_tokens -= max_new_tokens
 
-        self.failure = None
         self.sampled_tokens += len(completion.token_ids)
         self.stop_reason = tightest if completion.finish_reason == "length" else ""
         text = self._template.decode(completion.token_ids.tolist())
@@ -245,8 +275,8 @@ class Session:
             remedy=f"the episode is over; raise environment.{limit} for longer ones",
         )
 
-    def _seed(self, key: str) -> int:
-        digest = hashlib.blake2b(f"{self._settings.seed} {key}".encode(), digest_size=4).digest()
+    def _seed(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self._settings.seed} {name}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) & 0x7FFFFFFF  # not negative as an int32
 
 

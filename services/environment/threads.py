@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from services.environment.outcome import EnvironmentLost
+from services.environment.outcome import EnvironmentLost, told
 
 log = logging.getLogger(__name__)
 _WARN_EVERY_S = 60.0
+_BEAT_S = 1.0
+"""Seconds between two looks at the users' event loop."""
+BLOCKED_S = 30.0
+"""Seconds in which a coroutine may block that loop."""
 
 
 @dataclass(eq=False)
@@ -29,8 +33,46 @@ class _Call:
     is_over: bool = False
 
 
+@dataclass(eq=False)
+class _Coroutine:
+    """A coroutine that runs in the user's event loop."""
+
+    task: "asyncio.Task[Any] | None" = None
+    future: "asyncio.Future[Any] | None" = None
+    """The caller's view of it."""
+    is_lost: bool = False
+    """Whether another coroutine has blocked the loop."""
+
+
+class _UserLoop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.calls: set[_Coroutine] = set()
+        threading.Thread(target=self._serve, name="environment-loop", daemon=True).start()
+
+    def beat(self) -> "asyncio.Future[None]":
+        """Returns a future that is done when the loop has come round."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop))
+
+    def end(self) -> None:
+        """Stops the loop, unless it is blocked."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        self.loop.close()
+
+
 class Threads:
-    """Runs calls in threads, at most `limit` at once; further calls wait.
+    """Runs calls in threads, at most `limit` at once; further calls wait. Coroutines share the
+    event loop of one thread, which is replaced when one of them blocks it.
 
     A call whose caller has given up keeps its thread until it ends, but frees its slot and counts
     as `hung`. At `limit` hung calls, no more calls are accepted. The threads end with the process,
@@ -46,6 +88,8 @@ class Threads:
         self._idle_threads = 0
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._warned_at = -_WARN_EVERY_S
+        self._user_loop: _UserLoop | None = None
+        self._watches: set[asyncio.Task[None]] = set()
 
     @property
     def problem(self) -> str | None:
@@ -82,8 +126,72 @@ class Threads:
                     self._warn(name)
                 raise
 
+    async def run_coroutine(self, function: Callable[[], Any], name: str) -> Any:
+        """Returns or raises what an awaitable that `function` makes does, in the users' event loop.
+
+        Raises EnvironmentLost when another coroutine has blocked that loop, or too many hang.
+        """
+        problem = self.problem
+        if problem is not None:
+            raise EnvironmentLost(problem)
+        if self._user_loop is None:
+            self._user_loop = _UserLoop()
+            watch = asyncio.create_task(self._watch(self._user_loop, name))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+
+        user_loop = self._user_loop
+        call = _Coroutine()
+        started = asyncio.run_coroutine_threadsafe(_guarded(function, call), user_loop.loop)
+        call.future = asyncio.wrap_future(started)
+        user_loop.calls.add(call)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            if call.is_lost:
+                raise EnvironmentLost(
+                    "another coroutine of the environment blocked their event loop"
+                ) from None
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            raise RuntimeError("CancelledError") from None  # of the user, not of this episode
+        finally:
+            user_loop.calls.discard(call)
+
+    async def _watch(self, user_loop: _UserLoop, name: str) -> None:
+        """Replaces an event loop that a coroutine blocks. That coroutine goes on; all others are
+        lost.
+        """
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            beat = user_loop.beat()
+            await asyncio.wait((beat,), timeout=BLOCKED_S)
+            if beat.done():
+                continue
+
+            self._user_loop = None
+            self.hung += 1
+            self._warn(name)
+            blocking = asyncio.current_task(user_loop.loop)
+            for call in user_loop.calls:
+                if call.task is not blocking and call.future is not None:
+                    call.is_lost = True
+                    call.future.cancel()
+            await beat
+            self.hung -= 1
+            while user_loop.calls:  # noqa: ASYNC110
+                await asyncio.sleep(_BEAT_S)
+            user_loop.end()
+            return
+
     def close(self) -> None:
         """Ends the threads that do not hang."""
+        for watch in self._watches:
+            watch.cancel()
+        if self._user_loop is not None:
+            self._user_loop.end()
+            self._user_loop = None
         for _ in range(self._idle_threads):
             self._queue.put(None)
         self._idle_threads = 0
@@ -99,7 +207,7 @@ class Threads:
             except Exception as raised:
                 error = raised
             except BaseException as ending:  # SystemExit would end the server
-                error = RuntimeError(f"{type(ending).__name__}: {ending}")
+                error = RuntimeError(told(ending))
             with suppress(RuntimeError):  # the loop has ended
                 call.future.get_loop().call_soon_threadsafe(self._finish, call, result, error)
 
@@ -128,3 +236,14 @@ class Threads:
             self.hung,
             self.limit,
         )
+
+
+async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
+    """Awaits what `function` makes; an exception that would end the event loop becomes another."""
+    call.task = asyncio.current_task()
+    try:
+        return await function()
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as ending:
+        raise RuntimeError(told(ending)) from ending

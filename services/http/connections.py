@@ -5,7 +5,7 @@ uvicorn's settings limit none of these (docs/adr/0011-connections.md has the fig
 `BoundedConnection` knows uvicorn's connection: it overrides callbacks of `asyncio.Protocol` and of
 httptools' parser, and `send_400_response`, and reads `connections`, `cycle`, `flow` and
 `transport`.
-tests/fuzz/test_fuzz_connections.py tests each bound over real sockets.
+tests/fuzz/test_connections.py tests each bound over real sockets.
 """
 
 import asyncio

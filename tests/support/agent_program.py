@@ -1,5 +1,6 @@
 """An agent that uses only the standard library; the task's prompt names its behaviour."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 
-def post(url: str, body: Any, key: str = "") -> tuple[int, Any]:
+def post(url: str, body: Any, key: str = "", timeout: float | None = None) -> tuple[int, Any]:
     headers = {
         "content-type": "application/json",
         "authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}",
     }
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
     try:
-        with urllib.request.urlopen(request) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
-def ask(content: str, key: str = "") -> tuple[int, Any]:
+def ask(content: str, key: str = "", timeout: float | None = None) -> tuple[int, Any]:
     body = {"model": "any", "messages": [{"role": "user", "content": content}]}
-    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key, timeout=timeout)
 
 
 def write(reward: Any) -> None:
@@ -45,6 +46,18 @@ def main(task: dict[str, Any]) -> None:
     if mode == "forged":
         print(ask("x", "forged"))
         sys.exit(1)
+    if mode == "swallows":  # it makes a reward of any error
+        ask("x")
+        write(0.0)
+        return
+    if mode == "gives up":
+        with contextlib.suppress(TimeoutError):
+            ask("x", timeout=0.5)
+        post(call, 0.0)
+        return
+    if mode == "two answers":
+        body = {"n": 2, "messages": [{"role": "user", "content": "x"}]}
+        assert post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)[0] == 422
     status, answer = ask(mode if mode != "large" else "x" * 10_000_000)
     if status != 200:
         print(status, answer)
@@ -53,7 +66,7 @@ def main(task: dict[str, Any]) -> None:
     right = float(said == task["ground_truth"])
     if mode == "file":
         write({"right": right, "short": 0.5})
-    elif mode == "number":
+    elif mode in ("number", "two answers"):
         write(right)
     elif mode == "call":
         assert post(call, right) == (200, {"status": "graded"})
@@ -80,6 +93,12 @@ def main(task: dict[str, Any]) -> None:
         while True:
             status, answer = ask(f"{time.monotonic_ns()}")
             assert status == 200, answer
+    elif mode == "killed with a reward":
+        write(right)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif mode == "killed while it writes":
+        write('{"right": ')
+        os.kill(os.getpid(), signal.SIGKILL)
     elif mode == "leaves":
         note(subprocess.Popen(["sleep", "1000"]).pid, task)
         note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, task)

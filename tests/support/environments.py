@@ -1,5 +1,6 @@
 """Environments for tests, and engines whose answers depend on the prompt."""
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -120,6 +121,8 @@ class AnsweringEngine:
     asked: list[dict[str, Any]] = field(default_factory=list)
     failures: int = 0
     """Number of coming requests to refuse."""
+    waits: Callable[[], object] | None = None
+    """Called in a thread before an answer, which waits for it."""
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -133,6 +136,8 @@ class AnsweringEngine:
                 return JSONResponse(
                     {"error": {"code": "engine_failed", "message": "the engine has failed"}}, 500
                 )
+            if self.waits is not None:
+                await asyncio.to_thread(self.waits)
             most = body["sampling_params"]["max_new_tokens"]
             ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))[
                 :most

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 from examples.tool_calculator.calculator import Calculator
 
@@ -55,6 +55,19 @@ class Moody(Insists):
         """Fails, perhaps."""
         if int(ground_truth) % 2 == 0:
             raise RuntimeError("no such task")
+        return super().reset(ground_truth)
+
+
+class Unlucky(Insists):
+    """Loses the first episode of every problem."""
+
+    known: ClassVar[set[str]] = set()
+
+    def reset(self, ground_truth: str) -> str:
+        """Fails the first time."""
+        if ground_truth not in self.known:
+            self.known.add(ground_truth)
+            raise RuntimeError("its machine is gone")
         return super().reset(ground_truth)
 
 

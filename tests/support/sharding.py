@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.settings.config import Config
+from common.settings.config import from_mapping
 from learning.ranks import Ranks
 from tests.support.groups import save
 from tests.support.ranks import run_ranks
@@ -46,7 +46,7 @@ class One:
     """The results of three updates in one process, and the checkpoint after the second."""
 
     def __init__(self, policy_dir: Path, directory: Path) -> None:
-        config = Config.model_validate(nested(SETTINGS | {"model.name": str(policy_dir)}))
+        config = from_mapping({**SETTINGS, "model.name": str(policy_dir)})
         policy = Policy(config, Ranks())
         reference = Reference(policy)
         self.metrics = learned(policy, 2, reference)
@@ -66,11 +66,3 @@ class One:
                 torch.testing.assert_close(
                     weights[key], expected, atol=_NEAR, rtol=0, msg=f"{name} {rank} {key}"
                 )
-
-
-def nested(settings: dict[str, str]) -> dict[str, dict[str, str]]:
-    content: dict[str, dict[str, str]] = {}
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        content.setdefault(section, {})[field] = value
-    return content

@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from common.errors import ServiceError, ServiceLost
-from common.wire.schemas import Completion, Group, Prompt
+from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prompt
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import GroupFailed
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
@@ -85,8 +85,10 @@ class GroupMaker:
             raise GroupFailed("generation", str(error)) from error
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
-        """Fills a group with the episodes of its prompt. A lost or failed episode has no reward, so
-        the group fails.
+        """Fills a group with the episodes of its prompt.
+
+        A lost or failed episode has no reward: another one is played in its place, once. If that is
+        lost too, or if all are lost, the group fails.
         """
         request = episode_request(
             self._config,
@@ -95,13 +97,15 @@ class GroupMaker:
             n=self._config.sampling.group_size,
             position=group.position,
         )
-        try:
-            with self._clock.stage("generation"):
-                episodes = await play(self._services, request)
-        except ServiceLost:
-            raise
-        except ServiceError as error:
-            raise GroupFailed("generation", str(error)) from error
+        episodes = await self._episodes(request)
+        whole = [episode for episode in episodes if episode.status == "ok"]
+        lost = len(episodes) - len(whole)
+        if whole and lost:
+            again = request.model_copy(deep=True)
+            again.request_id = f"{group.id}-again"
+            again.n = lost
+            again.task.seed = sampling_seed(request.task.seed, group.position)
+            episodes = whole + await self._episodes(again)
 
         for episode in episodes:
             if episode.status != "ok":
@@ -119,6 +123,16 @@ class GroupMaker:
         group.prompt_token_ids = episodes[0].sequences[0].prompt_ids
         for number, (episode, answer) in enumerate(zip(episodes, answers, strict=True)):
             group.completions += completions_of(episode, answer, number)
+
+    async def _episodes(self, request: EpisodeRequest) -> list[Episode]:
+        """Plays the episodes of a request. Raises GroupFailed or ServiceLost."""
+        try:
+            with self._clock.stage("generation"):
+                return await play(self._services, request)
+        except ServiceLost:
+            raise
+        except ServiceError as error:
+            raise GroupFailed("generation", str(error)) from error
 
     async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
         if not completions:

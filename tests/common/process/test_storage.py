@@ -232,19 +232,19 @@ def test_a_checkpoint(disk: Disk) -> None:
 def test_the_run_directory(disk: Disk) -> None:
     run = disk.path / "run"
     recorder = Recorder(run, Config(), Console(quiet=True))
-    recorder._append("metrics", {"step": 1})
+    recorder.measured({"step": 1}, "")
     disk.fill()
     with pytest.raises(StorageFailed, match=r"metrics\.jsonl cannot be written") as caught:
-        recorder._append("metrics", {"step": 2, "text": "x" * 10_000})
+        recorder.measured({"step": 2, "text": "x" * 10_000}, "")
     assert (caught.value.field, caught.value.value) == (
         "trainer.run_dir",
         str(run / "metrics.jsonl"),
     )
     assert "newest checkpoint" in (caught.value.remedy or "")
-    assert read_lines(run / "metrics.jsonl") == [{"step": 1}]
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1]
     disk.free()
     again = Recorder(run, Config(), Console(quiet=True), step=1)
-    again._append("metrics", {"step": 2})
+    again.measured({"step": 2}, "")
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]
 
 

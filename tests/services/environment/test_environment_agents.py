@@ -2,7 +2,11 @@
 no leftovers."""
 
 import asyncio
+import os
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,9 @@ from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
 from services.environment import program_runner
+from services.environment.programs import Folders
 from services.environment.runners import load_runner
-from services.http.app import listen, serving
+from services.http.app import create_app, listen, serving
 from tests.support.environments import Served, request_for, served
 from tests.support.paths import ROOT
 from tests.support.processes import alive
@@ -39,6 +44,7 @@ REWARDS: dict[str, dict[str, float]] = {
     "call": {"reward": 1.0},
     "bad call": {"reward": -1.0},
     "chatty": {"reward": 1.0},
+    "killed with a reward": {"reward": 1.0},
     "variables": {"secrets": 0.0},
 }
 
@@ -71,6 +77,7 @@ async def test_answer_without_a_reward_is_left_to_be_graded_unless_others_have_o
 FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
     "signal": ("died", "was ended by signal 9"),
+    "killed while it writes": ("died", "was ended by signal 9"),
     "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
     "NaN": ("error", "the program's reward is nan, not a finite number"),
     "[]": ("error", "the program's reward is [], not a finite number"),
@@ -96,6 +103,35 @@ async def test_a_program_that_fails_has_a_reason_and_no_reward() -> None:
         episode = await play(server, "number")
         assert (episode.status, episode.reward) == ("died", None)
         assert "the engines did not answer" in episode.detail
+
+
+async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one_of_it() -> None:
+    release = threading.Event()
+
+    def stuck() -> None:
+        release.wait(60)
+
+    async with served(NAME, lambda _: "3") as server:
+        assert (await play(server, "swallows")).reward == 0.0
+        server.engine.failures = 3
+        episode = await play(server, "swallows")
+        assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
+        assert "the engines did not answer a call: " in episode.detail
+        server.engine.waits = stuck
+        episode = await play(server, "gives up")
+        release.set()
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "a call had no answer" in episode.detail
+
+
+async def test_a_refused_call_is_told_and_counted() -> None:
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "two answers")
+        assert (episode.status, episode.reward) == ("ok", 1.0)
+        assert "1 calls refused, the first: a call returns exactly one answer" in episode.detail
+        assert episode.metrics["refused_calls"] == 1
+        (refused,) = server.service._refused.collect()
+        assert (refused.samples[0].labels["field"], refused.samples[0].value) == ("n", 1)
 
 
 async def test_limit_is_a_stop_reason_even_if_it_makes_the_program_fail() -> None:
@@ -159,6 +195,22 @@ async def test_program_leaves_no_process_or_session_behind(
         await until(lambda: server.service.stats()["sessions"] == 0)
 
 
+def test_folders_that_a_killed_server_left_are_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lives = Folders()
+    kept = lives.make()
+    killed = "import sys, os; from services.environment.programs import Folders; "
+    killed += "Folders().make(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert len(list(tmp_path.iterdir())) == 2
+    Folders().close()
+    assert list(tmp_path.iterdir()) == [kept.parent]
+    lives.close()
+    assert not list(tmp_path.iterdir())
+
+
 async def test_the_prompt_may_be_an_argument(tmp_path: Path) -> None:
     async with served(
         f"agent:sh -c 'printf %s \"$0\" >{tmp_path}/told' {{prompt}}", lambda _: "3"
@@ -176,7 +228,7 @@ async def test_the_prompt_may_be_an_argument(tmp_path: Path) -> None:
 
 
 def agent_app(told: list[dict[str, Any]], release: asyncio.Event) -> FastAPI:
-    app = FastAPI()
+    app = create_app("agent")
 
     @app.post("/{mode}")
     async def run(mode: str, request: Request) -> Response:

@@ -2,6 +2,7 @@
 repeated requests."""
 
 import asyncio
+import functools
 import json
 import math
 from typing import Any
@@ -352,7 +353,114 @@ class Undescribed:
         """Acts."""
 
 
+class Step:
+    """TRL takes `step` as a tool."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+    def step(self, direction: str) -> str:
+        """Walks.
+
+        Args:
+            direction: Where to.
+        """
+        return direction
+
+
+class Close:
+    """TRL takes `close` as a tool."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+    def close(self, door: int) -> str:
+        """Closes a door.
+
+        Args:
+            door: Its number.
+        """
+        return f"{door} is closed"
+
+
+class TurnRewards:
+    """TRL takes `get_turn_rewards` as a tool."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+    def get_turn_rewards(self, turn: int) -> str:
+        """Says what a turn is worth.
+
+        Args:
+            turn: Its number.
+        """
+        return f"{turn}"
+
+
+def logged(function: Any) -> Any:
+    """Wraps a coroutine function in one that is none."""
+
+    @functools.wraps(function)
+    def wrapped(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    return wrapped
+
+
+class Kinds:
+    """Has tools of every kind."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+    @staticmethod
+    def static(a: int) -> int:
+        """Doubles.
+
+        Args:
+            a: A number.
+        """
+        return 2 * a
+
+    @classmethod
+    def of_class(cls, a: int) -> str:
+        """Names the class.
+
+        Args:
+            a: A number.
+        """
+        return f"{cls.__name__} {a}"
+
+    @logged
+    async def later(self, a: int) -> str:
+        """Takes its time.
+
+        Args:
+            a: A number.
+        """
+        await asyncio.sleep(0)
+        return f"later {a}"
+
+
+@pytest.mark.parametrize(
+    ("tool", "result"), [("static", "42"), ("of_class", "Kinds 21"), ("later", "later 21")]
+)
+async def test_methods_of_every_kind_are_tools(tool: str, result: str) -> None:
+    def reply(text: str) -> str:
+        return "done" if "<tool_response>" in text else call(tool, a=21)
+
+    async with served(Kinds, reply) as server:
+        schema = server.service.environment.tools[tool]["function"]["parameters"]
+        assert list(schema["properties"]) == ["a"]
+        (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+        assert f"<tool_response>\n{result}\n</tool_response>" in episode.sequences[0].text
+
+
 WRONG = {
+    f"python:{__name__}:Step": r"a tool named step, but the server itself calls step\(messages\)",
+    f"python:{__name__}:Close": "a tool named close",
+    f"python:{__name__}:TurnRewards": "a tool named get_turn_rewards",
     "gym:CartPole": "there is no environment",
     "python:tests.support.environments:Nothing": "the module has no such name",
     "python:no_such_package.Class": "cannot be imported",

@@ -180,17 +180,34 @@ async def test_a_stream_is_written_from_the_whole_answer() -> None:
         assert len(server.engine.asked) == 3
 
 
-async def test_a_retry_replays_the_answer() -> None:
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": True}])
+async def test_the_usage_ends_a_stream_of_chat_completions_only_where_it_is_asked_for(
+    options: Any,
+) -> None:
+    async with opened() as (server, session):
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        if options is not None:
+            body["stream_options"] = options
+        found = events((await post(server, session, "chat/completions", body)).text)
+        assert [bool(chunk["choices"]) for chunk in found[:2]] == [True, True]
+        assert [bool(chunk.get("usage")) for chunk in found[2:]] == ([True] if options else [])
+
+
+async def test_only_a_retry_replays_the_answer() -> None:
     async with opened() as (server, session):
         body = {"model": "m", "messages": [{"role": "user", "content": "1+2?"}]}
-        answers = [
-            (await post(server, session, "chat/completions", body)).json()["choices"]
-            for _ in range(3)
-        ]
-        assert answers[0] == answers[1] == answers[2]
-        assert len(server.engine.asked) == 1
-        await post(server, session, "chat/completions", body | {"seed": 1})
-        assert len(server.engine.asked) == 2, "another seed asks for another answer"
+        for count, asked in (("0", 1), ("1", 1), (None, 2), ("0", 3), ("2", 3)):
+            headers = {"x-api-key": session.id}
+            if count is not None:
+                headers["x-stainless-retry-count"] = count
+            url = f"/sessions/{session.id}/v1/chat/completions"
+            answer = await server.http.post(url, json=body, headers=headers)
+            assert answer.status_code == 200
+            assert len(server.engine.asked) == asked, count
+        seeds = [each["sampling_params"]["sampling_seed"] for each in server.engine.asked]
+        assert len(set(seeds)) == 3
+        session.close()
+        assert len(session.sequences()) == 3, "siblings, each trained"
 
 
 @pytest.mark.parametrize("key", ["", "forged", "é", None])
@@ -244,7 +261,42 @@ async def test_a_reward_call_ends_the_session() -> None:
         assert await reward({"part": 1.0}) == 410
 
 
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BAD: dict[str, tuple[str, Any, str]] = {
+    "log-probabilities": ("chat/completions", CHAT | {"logprobs": True}, "logprobs"),
+    "one call at most": (
+        "chat/completions",
+        CHAT | {"parallel_tool_calls": False},
+        "parallel_tool_calls",
+    ),
+    "one call at most of Anthropic's": (
+        "messages",
+        CHAT | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "tool_choice",
+    ),
+    "a given tool": (
+        "chat/completions",
+        CHAT | {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+        "tool_choice",
+    ),
+    "functions": ("chat/completions", CHAT | {"functions": [{"name": "add"}]}, "functions"),
+    "a format": (
+        "chat/completions",
+        CHAT | {"response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    "a format of an answer": (
+        "responses",
+        {"input": "x", "text": {"format": {"type": "json_schema"}}},
+        "text.format",
+    ),
+    "the background": ("responses", {"input": "x", "background": True}, "background"),
+    "a conversation": ("responses", {"input": "x", "conversation": "c1"}, "conversation"),
+    "a tool of Anthropic's servers": (
+        "messages",
+        CHAT | {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools[0]",
+    ),
     "no mapping": ("chat/completions", [1], "body"),
     "several answers": (
         "chat/completions",
@@ -304,14 +356,51 @@ async def test_with_a_token_of_the_run_programs_need_only_their_session(
             assert answer.status_code == 401, "a session's key opens nothing else"
 
 
+async def test_the_message_of_an_error_says_what_to_do() -> None:
+    async with opened() as (server, session):
+        answer = await post(server, session, "chat/completions", CHAT | {"n": 2})
+        assert answer.status_code == 422
+        message = answer.json()["error"]["message"]
+        assert message.endswith("field: n · value: 2 · remedy: make one call for each answer")
+
+
+async def test_a_tool_choice_of_none_leaves_the_tools_out() -> None:
+    tools = [{"type": "function", "function": FUNCTION}]
+    async with opened() as (server, session):
+        for choice, offered in (("none", False), ("auto", True), ("required", True)):
+            body = CHAT | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": True}
+            assert (await post(server, session, "chat/completions", body)).status_code == 200
+            prompt = server.engine.tokenizer.decode(server.engine.asked[-1]["input_ids"])
+            assert ("Adds." in prompt) == offered
+
+
+async def test_the_models_of_a_session() -> None:
+    async with opened() as (server, session):
+        url = f"/sessions/{session.id}/v1/models"
+        answer = await server.http.get(url, headers={"x-api-key": session.id})
+        assert [model["id"] for model in answer.json()["data"]] == ["policy"]
+        assert (await server.http.get(url)).status_code == 401
+
+
+async def test_thoughts_are_signed_as_anthropics_library_expects() -> None:
+    async with opened() as (server, session):
+        body = CHAT | {"tools": [{"name": "add", "input_schema": SCHEMA}]}
+        first = (await post(server, session, "messages", body)).json()["content"][0]
+        assert first["type"] == "thinking"
+        assert first["signature"]
+        stream = (await post(server, session, "messages", body | {"stream": True})).text
+        deltas = [event.get("delta", {}).get("type") for event in events(stream)]
+        assert deltas.count("signature_delta") == 1
+
+
 async def test_engine_failure_is_an_error_that_clients_retry() -> None:
     async with opened() as (server, session):
         server.engine.failures = 1
         body = {"messages": [{"role": "user", "content": "x"}]}
         assert (await post(server, session, "chat/completions", body)).status_code == 500
-        assert session.failure is not None
+        assert session.unanswered
         assert (await post(server, session, "chat/completions", body)).status_code == 200
-        assert session.failure is None
+        assert not session.unanswered
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "1+2?"}]}

@@ -12,6 +12,7 @@ from aiohttp import WSMsgType, web
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
+from services.environment.openenv import _action
 from services.environment.runners import load_runner
 from services.http.app import listen
 from tests.support.environments import request_for, served
@@ -80,7 +81,9 @@ class Server:
         return web.json_response({"action": self.schema})
 
 
-async def play(server: Server, **limits: Any) -> Episode:
+async def play(server: Server, episodes: tuple[str, ...] = ("3",), **limits: Any) -> Episode:
+    """Plays an episode for each of the model's answers; returns the last."""
+    answers = list(episodes)
     app = web.Application()
     app.add_routes(
         [
@@ -95,8 +98,12 @@ async def play(server: Server, **limits: Any) -> Episode:
     await web.SockSite(runner, sock).start()
     name = f"openenv:http://127.0.0.1:{sock.getsockname()[1]}/"
     try:
-        async with served(name, lambda _: "3") as here:
-            (episode,) = await here.client.episodes(request_for(name, **limits))
+        async with served(name, lambda _: answers[0]) as here:
+            for number in range(len(episodes)):
+                request = request_for(name, **limits)
+                request.request_id = f"r{number}"
+                answers = list(episodes[number:])
+                (episode,) = await here.client.episodes(request)
             while server.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             return episode
@@ -128,6 +135,34 @@ async def test_an_observation_of_ten_megabytes_is_a_limit() -> None:
         Server(step=observed(observation={"text": "x" * 10_000_000}, reward=0.25, done=False))
     )
     assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "context", 0.25)
+
+
+async def test_an_action_that_the_schema_refuses_is_told_to_the_model() -> None:
+    invalid = {"code": "VALIDATION_ERROR", "message": "wrong", "errors": [{"loc": ["message"]}]}
+    episode = await play(Server(step={"type": "error", "data": invalid}), turns=2)
+    assert (episode.status, episode.stop_reason) == ("ok", "turns")
+    assert 'error: wrong [{"loc": ["message"]}]' in episode.sequences[0].text
+
+
+async def test_an_answer_without_a_step_is_a_zero_where_steps_have_rewards() -> None:
+    server = Server()
+    playing = play(server, sampled_tokens=3, episodes=("3", "3" * 9))
+    episode = await playing
+    assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "sampled_tokens", 0.0)
+
+
+RESTRICTED: dict[str, dict[str, Any]] = {
+    "a choice": {"move": {"type": "string", "enum": ["left", "right"]}},
+    "two fields": {"move": {"type": "string"}, "speed": {"type": "integer", "default": 1}},
+}
+
+
+@pytest.mark.parametrize("kind", RESTRICTED)
+async def test_an_action_that_is_more_than_any_text_is_a_tool(kind: str) -> None:
+    name, tools = _action({"properties": RESTRICTED[kind], "required": ["move"]})
+    assert name == ""
+    parameters = tools["step"]["function"]["parameters"]
+    assert parameters["properties"] == RESTRICTED[kind]
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -206,17 +206,35 @@ async def test_a_retry_gets_the_same_answer_and_is_recorded_once() -> None:
     session, engine, _ = trap_session(["abab", "never"])
     first, again = await asyncio.gather(ask(session, [user("x")]), ask(session, [user("x")]))
     assert first is again
-    assert await ask(session, [user("x")]) is first
+    messages = parse_messages([user("x")])
+    key = request_key(messages, [])
+    assert await session.call(messages, [], key, is_retry=True) is first
     assert len(engine.asked) == len(session.sequences()) == 1
+
+
+async def test_an_identical_call_that_is_no_retry_is_sampled_anew() -> None:
+    session, engine, _ = trap_session([GenerationFailed("gone"), "ab", "ba"])
+    messages = parse_messages([user("x")])
+    calls = [session.call(messages, [], "key", is_retry=False) for _ in range(2)]
+    failed, first = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(failed, GenerationFailed)
+    assert isinstance(first, CallAnswer)
+    assert session.unanswered, "the answer of the one does not excuse the fault of the other"
+    second = await session.call(messages, [], "key", is_retry=True)
+    assert (first.message.content, second.message.content) == ("ab", "ba")
+    assert not session.unanswered
+    third = await asyncio.gather(session.call(messages, [], "key"), return_exceptions=True)
+    assert isinstance(third[0], IndexError), "the script is at its end: it was sampled anew"
+    assert len(set(engine.seeds)) == 3
 
 
 async def test_a_call_that_failed_is_sampled_again() -> None:
     session, engine, _ = trap_session([GenerationFailed("gone"), "ok"])
     with pytest.raises(GenerationFailed):
         await ask(session, [user("x")])
-    assert session.failure is not None
+    assert session.unanswered
     assert (await ask(session, [user("x")])).message.content == "ok"
-    assert session.failure is None
+    assert not session.unanswered
     assert (len(engine.asked), session.turns) == (2, 1)
 
 

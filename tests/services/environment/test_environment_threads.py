@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from common.wire.schemas import Episode
+from services.environment import threads as threads_module
 from services.environment.threads import Threads
 from tests.support.environments import request_for, served
 
@@ -37,9 +38,36 @@ class Hangs:
         """Takes what there is not."""
         return next(iter(()))
 
-    def get_reward(self) -> float:
+    async def cancels(self) -> str:
+        """Lets a cancelled call out."""
+        raise asyncio.CancelledError
+
+    def surrogate(self) -> str:
+        """Returns half a character."""
+        return "half \ud800"
+
+    def bad_text(self) -> str:
+        """Raises what cannot be shown."""
+        raise Unshown
+
+    def tuples(self) -> Any:
+        """Returns what JSON cannot hold."""
+        return {("a", 1): 2}
+
+    def unshown(self) -> Any:
+        """Returns what cannot be written at all."""
+        return {"x": Unshown()}
+
+    def get_reward(self) -> Any:
         """Is the same for all."""
-        return 1.0
+        return {"half \ud800": 1.0}
+
+
+class Unshown(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
 
 
 NAME = f"python:{__name__}:Hangs"
@@ -105,16 +133,89 @@ async def test_hung_call_keeps_its_thread_but_frees_its_place(
 
 
 @pytest.mark.parametrize(
-    ("tool", "told"), [("leave", "SystemExit: enough"), ("exhaust", "StopIteration")]
+    ("tool", "told", "errors"),
+    [
+        ("leave", "SystemExit: enough", 1),
+        ("exhaust", "StopIteration", 1),
+        ("cancels", "error: RuntimeError: CancelledError", 1),
+        ("bad_text", "error: Unshown", 1),
+        ("surrogate", "half ?", 0),
+        ("tuples", "{('a', 1): 2}", 0),
+        ("unshown", "a dict that cannot be shown: ValueError: no text", 0),
+    ],
 )
-async def test_model_is_told_of_an_exception_that_would_end_more_than_the_call(
-    tool: str, told: str
+async def test_whatever_a_tool_does_is_told_to_the_model(tool: str, told: str, errors: int) -> None:
+    def reply(text: str) -> str:
+        return "done" if "<tool_response>" in text else call(tool)
+
+    async with served(Hangs, reply) as server:
+        episodes = await server.client.episodes(request_for(NAME, n=2, deadline_s=60))
+        for episode in episodes:
+            assert (episode.status, episode.metrics["tool_errors"]) == ("ok", errors)
+            assert told in episode.sequences[0].text
+            assert episode.components == {"half ?": 1.0}
+        assert len(server.engine.asked) == 4, "no call is repeated"
+
+
+class Blocks:
+    """Has a coroutine that blocks its event loop."""
+
+    release = threading.Event()
+
+    async def reset(self, prompt: str) -> None:
+        """Shows that it does not run beside the server."""
+        self.blocks = prompt == "block"
+        assert threading.current_thread() is not threading.main_thread()
+
+    async def get_reward(self) -> float:
+        """Blocks, or takes longer than the loop may be blocked."""
+        if self.blocks:
+            self.release.wait(60)
+        else:
+            await asyncio.sleep(0.5)
+        return 1.0
+
+
+async def test_a_coroutine_that_blocks_stops_neither_the_server_nor_other_episodes(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replies = iter([call(tool), "done"])
-    async with served(Hangs, lambda _: next(replies)) as server:
-        (episode,) = await server.client.episodes(request_for(NAME, deadline_s=60))
-        assert (episode.status, episode.metrics["tool_errors"]) == ("ok", 1)
-        assert told in episode.sequences[0].text
+    monkeypatch.setattr(threads_module, "_BEAT_S", 0.05)
+    monkeypatch.setattr(threads_module, "BLOCKED_S", 0.2)
+    Blocks.release.clear()
+    async with served(Blocks, lambda _: "done") as server:
+        name = server.service.environment.name
+        requests = [request_for(name, prompt) for prompt in ("other", "block")]
+        requests[1].request_id = "r2"
+        other, blocks = [
+            asyncio.create_task(server.client.episodes(request)) for request in requests
+        ]
+        (episode,) = await other
+        assert (episode.status, episode.reward) == ("ok", 1.0), "it was played again"
+        stats = (await server.http.get("/stats")).json()
+        assert stats["hung_calls"] == 1
+        assert not blocks.done()
+        Blocks.release.set()
+        (episode,) = await blocks
+        assert (episode.status, episode.reward) == ("ok", 1.0)
+        while server.service.stats()["hung_calls"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_crash_of_one_episode_leaves_the_others() -> None:
+    async with served(Hangs, lambda _: "done") as server:
+        runner: Any = server.service.environment
+        numbers = iter(range(2))
+        run = runner.run
+
+        async def fails_once(*given: Any) -> Any:
+            if next(numbers) == 0:
+                raise KeyError("a defect")
+            return await run(*given)
+
+        runner.run = fails_once
+        episodes = await server.client.episodes(request_for(NAME, n=2))
+        assert [episode.status for episode in episodes] == ["error", "ok"]
+        assert "KeyError: 'a defect'" in episodes[0].detail
 
 
 async def test_threads_are_reused_and_the_number_of_concurrent_calls_is_bounded() -> None:

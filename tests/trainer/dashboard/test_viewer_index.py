@@ -215,7 +215,7 @@ def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
 
 @pytest.mark.parametrize("steps", [310, pytest.param(3125, marks=pytest.mark.slow)])
 def test_a_hundred_thousand_groups_are_searched(steps: int, tmp_path: Path) -> None:
-    """The short form has ten thousand. `python -m benchmarks.groups` measures the speed."""
+    """The short form has ten thousand. `python -m benchmarks.groups searching` measures the speed."""
     write_lines(tmp_path, 1, steps)
     groups = steps * 32
     index = GroupIndex(tmp_path)

@@ -3,9 +3,11 @@
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from benchmarks.processes import free_port, processes, run
+from benchmarks.processes import calling, free_port, processes, run
+from benchmarks.router import work
 from common.errors import ConfigError
 
 
@@ -17,6 +19,14 @@ def test_processes_are_awaited_and_ended(tmp_path: Path) -> None:
     with processes([command], [f"http://127.0.0.1:{port}"], disposable=True) as (server,):
         assert server.poll() is None
     assert server.poll() is not None
+
+
+@pytest.mark.integration
+def test_a_function_is_called_in_a_process_of_its_own() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with processes([calling(work, port)], [url], disposable=True):
+        assert httpx.get(f"{url}/server_info", trust_env=False).json()["asked"] == 0
 
 
 @pytest.mark.integration

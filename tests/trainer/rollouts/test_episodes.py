@@ -15,7 +15,7 @@ from common.wire.schemas import Group, Groups, Prompt
 from learning.ranks import Ranks
 from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.groups import batch_of, make_group, prepared, whole, with_algorithm
-from tests.support.own_environments import Insists, Moody
+from tests.support.own_environments import Insists, Moody, Unlucky
 from tests.support.small_run import small_run
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex
@@ -171,6 +171,16 @@ def test_an_environment_that_fails_drops_its_group_with_the_reason(small: Config
     config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
     records = train(config)
     assert set(records[-1]["dropped"]) == {"episode"}
+    assert [record["update"]["trained_tokens"] > 0 for record in records] == [True, True]
+
+
+def test_a_lost_episode_costs_one_episode_not_its_group(small: Config) -> None:
+    config = episodes_of(small, Unlucky)
+    config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
+    Unlucky.known.clear()
+    records = train(config)
+    assert len(Unlucky.known) >= 4, "every group lost one"
+    assert [record["dropped"] for record in records] == [{}, {}]
     assert [record["update"]["trained_tokens"] > 0 for record in records] == [True, True]
 
 

@@ -91,7 +91,7 @@ def test_a_setting_that_nothing_reads_is_refused(settings: dict[str, Any], field
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_kl_estimator_has_the_gradient_of_a_divergence_where_it_is_used(recipe: str) -> None:
-    """The default passes too; test_trainer_kl_gradient.py shows what each estimator measures."""
+    """The default passes too; test_kl_gradient.py shows what each estimator measures."""
 
     def estimator(**settings: Any) -> str:
         return AlgorithmSection.model_validate(

@@ -1,6 +1,6 @@
 """Processes of the real job group are killed: it goes on, from the newest checkpoint if necessary.
 
-Each task has one node here; `test_e2e_critic` and the chaos tests have several.
+Each task has one node here; `test_critic` and the chaos tests have several.
 """
 
 import os

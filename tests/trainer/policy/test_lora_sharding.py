@@ -115,7 +115,7 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
 
 def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:
     """The damage keeps the file's size: with another size it would count as incomplete
-    (`test_trainer_files.py`)."""
+    (`test_files.py`)."""
     config = load(words(policy_dir), {})
     path = save(Policy(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"
