@@ -71,18 +71,41 @@ class Message:
         }
         return json.dumps(_with_whole_numbers(compared), sort_keys=True)
 
+    @cached_property
+    def _parts(self) -> tuple[str, str]:
+        """The thoughts and the rest of the content, without what programs change on the way: line
+        ends, and the white space around a text.
+        """
+        thoughts = self.reasoning
+        content = self.content
+        if self.role == "assistant" and "</think>" in content:
+            # Some programs send thoughts back inside the content.
+            thoughts, _, content = content.rpartition("</think>")
+            thoughts = thoughts.strip().removeprefix("<think>")
+        return _plain(thoughts), _plain(content)
+
     def is_sent(self, sent: "Message") -> bool:
-        """Whether `sent` is this recorded message, perhaps without its thoughts."""
-        # The fields first: `key` is costly, and only tool calls need it.
-        for name in ("content", "role", "name"):
-            if self.fields.get(name) != sent.fields.get(name):
-                return False
-        has_tool_calls = "tool_calls" in self.fields or "tool_calls" in sent.fields
-        if has_tool_calls and self.key != sent.key:
+        """Whether `sent` is this recorded message: the same text and calls, whatever its name and
+        thoughts.
+        """
+        # The texts first: calls are costly to compare.
+        if self.role != sent.role or self._parts[1] != sent._parts[1]:
             return False
-        if "reasoning_content" not in sent.fields:
-            return True
-        return sent.reasoning.strip() in ("", self.reasoning.strip())
+        has_tool_calls = "tool_calls" in self.fields or "tool_calls" in sent.fields
+        return not has_tool_calls or self._calls == sent._calls
+
+    def has_thoughts_of(self, sent: "Message") -> bool:
+        """Whether the thoughts agree; this tells two equal answers apart."""
+        return self._parts[0] == sent._parts[0]
+
+    @cached_property
+    def _calls(self) -> str:
+        calls = [call["function"] for call in self.tool_calls]
+        return json.dumps(_with_whole_numbers(calls), sort_keys=True)
+
+
+def _plain(text: str) -> str:
+    return text.replace("\r\n", "\n").strip()
 
 
 def parse_messages(content: Any, where: str = "messages") -> list[Message]:

@@ -1,16 +1,12 @@
-"""Extracts thoughts and tool calls from answers: `<think>…</think>`, `<tool_call>{…}</tool_call>`
-(Hermes, Qwen).
-"""
+"""Extracts thoughts and tool calls from answers, in the format of the model."""
 
-import json
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.environment.messages import Message, parsed_arguments
-
-_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>", re.DOTALL)
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+from services.environment.call_formats import HERMES, CallFormat, properties_of
+from services.environment.messages import Message
 
 
 class Parsed(NamedTuple):
@@ -20,26 +16,35 @@ class Parsed(NamedTuple):
     problem: str
 
 
-def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
+def parse_answer(
+    text: str,
+    tools: Sequence[dict[str, Any]],
+    call_format: CallFormat = HERMES,
+    id_prefix: str = "",
+) -> Parsed:
     """Returns the answer as a message; looks for tool calls only with `tools`.
 
-    If one tool call is not JSON, all of them stay in the content, so that nothing that was sampled
-    is lost.
+    If one tool call cannot be read, all of them stay in the content, so that nothing that was
+    sampled is lost.
     """
     fields: dict[str, Any] = {"role": "assistant"}
-    thought, content = _split(text)
-    if thought is not None:
-        fields["reasoning_content"] = thought.strip()
-        content = content.lstrip()
+    thoughts = [_text(match) for match in call_format.thought.finditer(text)]
+    content = text
+    if thoughts:
+        fields["reasoning_content"] = "\n".join(thoughts).strip()
+        content = call_format.thought.sub("", text).lstrip()
 
     tool_calls: list[dict[str, Any]] = []
     problem = ""
-    matches = _TOOL_CALL.finditer(content) if tools else ()
-    for number, match in enumerate(matches):
-        name, arguments, problem = _parse_tool_call(match[1])
-        if problem:
-            tool_calls = []
-            break
+    try:
+        calls = read_calls(content, tools, call_format) if tools else []
+    except ValueError as error:
+        calls = []
+        problem = str(error)
+    except RecursionError:
+        calls = []
+        problem = "the tool call is nested too deeply"
+    for number, (name, arguments) in enumerate(calls):
         identifier = f"call_{id_prefix}_{number}" if id_prefix else f"call_{uuid.uuid4().hex[:24]}"
         tool_calls.append(
             {
@@ -51,29 +56,27 @@ def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
 
     if tool_calls:
         fields["tool_calls"] = tool_calls
-        content = _TOOL_CALL.sub("", content).strip()
+        content = call_format.block.sub("", content)
+    if call_format.markup is not None:
+        content = call_format.markup.sub("", content)
+    if tool_calls:
+        content = content.strip()
     return Parsed(Message(fields | {"content": content}), problem)
 
 
-def _split(text: str) -> tuple[str | None, str]:
-    """Separates the thoughts from the rest; if the thoughts never end, there is no rest."""
-    match = _THOUGHT.match(text)
-    if match is not None:
-        return match[1], text[match.end() :]
-    if text.lstrip().startswith("<think>"):
-        return text.lstrip().removeprefix("<think>"), ""
-    return None, text
+def read_calls(
+    text: str, tools: Sequence[dict[str, Any]], call_format: CallFormat
+) -> list[tuple[str, Any]]:
+    """Returns the name and arguments of every tool call. Raises ValueError when one cannot be
+    read.
+    """
+    properties = properties_of(tools)
+    calls = []
+    for block in call_format.block.finditer(text):
+        calls += call_format.read(_text(block), properties)
+    return calls
 
 
-def _parse_tool_call(text: str) -> tuple[str, Any, str]:
-    """Returns the name and arguments of a tool call, and what is wrong with it."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return "", {}, f"the tool call is not JSON: {error}"
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
-        return "", {}, "the tool call has no name"
-    arguments = parsed_arguments(content.get("arguments", content.get("parameters")))
-    if not isinstance(arguments, dict):
-        return "", {}, "the arguments of the tool call are not a mapping"
-    return content["name"], arguments, ""
+def _text(match: re.Match[str]) -> str:
+    """Returns the first group that took part in a match."""
+    return next((group for group in match.groups() if group is not None), "")

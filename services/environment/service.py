@@ -40,6 +40,8 @@ _TRIES = 3
 _DETAIL_CHARS = 10_000
 _SEND_AGAIN = "it was deleted or never made: send the request again"
 
+log = logging.getLogger(__name__)
+
 
 class _Known(NamedTuple):
     """A request whose episodes are running, or finished and remembered."""
@@ -79,15 +81,18 @@ class EpisodeService:
             self.environment = load_runner(config, gateway)
         else:
             self.environment = class_runner(environment, config)
-        if self.environment.tools and not template.takes_tools:
+        if self.environment.tools and template.no_tools:
             raise ConfigError(
-                f"{self.environment.name} has tools, but the model's chat template cannot write "
-                "them",
+                f"{self.environment.name} has tools, which the model's chat template cannot use: "
+                f"{template.no_tools}",
                 field="model.name",
                 value=template.name,
-                remedy="use a model that was trained with tools, or an environment that has only "
-                "step()",
+                remedy="use a model that was trained with tools (docs/reference/models.md lists "
+                "templates), set model.chat_template, or use an environment that has only step()",
             )
+        if template.no_tools and self.environment.threads is None:
+            # A program's tools are known once it calls; its calls with tools get this reason.
+            log.warning("episodes cannot offer tools to the model: %s", template.no_tools)
         self._template = template
         self._router = router
         self._stop_token_ids = list(stop_token_ids)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from common.errors import Conflict, InvalidInput, ServiceError
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
 from services.environment.messages import Message, tools_key
-from services.environment.parsing import parse_answer
 from services.environment.template import Template
 from services.environment.tree import SessionTree, TurnNode
 
@@ -232,7 +231,7 @@ class Session:
         self.sampled_tokens += len(completion.token_ids)
         self.stop_reason = tightest if completion.finish_reason == "length" else ""
         text = self._template.decode(completion.token_ids.tolist())
-        message, problem = parse_answer(text, bool(tools), id_prefix=str(len(self.tree.nodes)))
+        message, problem = self._template.parse(text, tools, id_prefix=str(len(self.tree.nodes)))
         self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
             message=message,
@@ -246,9 +245,9 @@ class Session:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[TurnNode | None, Sequence[Message], list[int]]:
         """Returns the turn that a call continues, its new messages, and their tokens."""
-        if tools and not self._template.takes_tools:
+        if tools and self._template.no_tools:
             raise InvalidInput(
-                "the model's chat template does not support tools",
+                f"the model's chat template does not support tools: {self._template.no_tools}",
                 field="tools",
                 value=self._template.name,
                 remedy="use a model that was trained with tools, or describe them in the messages",

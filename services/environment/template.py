@@ -13,25 +13,33 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from common.errors import ConfigError, InvalidInput
+from common.errors import ConfigError, InvalidInput, shorten
+from services.environment.call_formats import FORMATS, HERMES, CallFormat
 from services.environment.messages import Message
+from services.environment.parsing import Parsed, parse_answer, read_calls
 
 _MARK = "Zq7Answer7qZ"
 """The text of a made-up answer; no template writes it by itself."""
 _NEW_TEXTS = ("Xj5News5jX", "Yk6News6kY")
+_ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"x": "12", "n": 3, "flag": True, "items": ["a", {"k": 1.5}]},
+    {"x": 'say "hi"\n{2}', "n": -4, "flag": False, "items": []},
+)
+"""Of two made-up calls, which the template writes and the gateway has to read back."""
 
 
 def _tool(name: str) -> dict[str, Any]:
+    types = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
+    properties: dict[str, Any] = {
+        key: {"type": kind, "description": "Probes."} for key, kind in types.items()
+    }
+    properties["items"]["items"] = {}
     return {
         "type": "function",
         "function": {
             "name": name,
             "description": "Probes.",
-            "parameters": {
-                "type": "object",
-                "properties": {"x": {"type": "string", "description": "Text."}},
-                "required": ["x"],
-            },
+            "parameters": {"type": "object", "properties": properties, "required": ["x"]},
         },
     }
 
@@ -62,7 +70,10 @@ class Template:
         self.name = str(tokenizer.name_or_path)
         if not tokenizer.chat_template:
             raise self._refused("the model has none")
-        self.takes_tools = self._verify()
+        self.call_format: CallFormat = HERMES
+        """How the model writes thoughts and tool calls."""
+        self.no_tools = self._verify()
+        """Why tools cannot be used; empty if they can."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Returns the tokens of a new conversation, up to the answer. Raises InvalidInput when the
@@ -100,6 +111,10 @@ class Template:
         if ids and ids[-1] in self._stop_tokens.values():
             ids.pop()
         return self.text(ids)
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], id_prefix: str = "") -> Parsed:
+        """Returns the message in the text of an answer."""
+        return parse_answer(text, tools, self.call_format, id_prefix)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, unchanged."""
@@ -147,9 +162,9 @@ class Template:
         place, stop = min(written)
         return stop, whole[place + len(stop) :]
 
-    def _verify(self) -> bool:
-        """Returns whether the template writes tools. Raises ConfigError when it cannot continue a
-        conversation.
+    def _verify(self) -> str:
+        """Returns why tools cannot be used, or nothing. Raises ConfigError when the template cannot
+        continue a conversation.
         """
         question = [_user("x")]
         silent = self._render(question, [], asks=False)
@@ -160,17 +175,31 @@ class Template:
 
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
         messages = [_user(text) for text in _NEW_TEXTS]
-        self._check(answer, messages[:1], [], answer_start)
-        with suppress(InvalidInput):  # some templates allow no two of the user
-            self._check(answer, messages, [], answer_start)
+        no_tools = self._verify_tools(question, answer)
+        # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
+        # continue; a message of the user begins a new sequence.
+        ends = self._after(answer, messages[:1], []) is not None
+        if ends or no_tools:
+            self._check(answer, messages[:1], [], answer_start)
+            with suppress(InvalidInput):  # some templates allow no two of the user
+                self._check(answer, messages, [], answer_start)
+        return no_tools
 
-        calling, results = _tool_exchange()
+    def _verify_tools(self, question: list[Message], answer: Message) -> str:
+        """Chooses the format of calls; returns why tools cannot be used, or nothing."""
         try:
             if "probe_tool" not in self._render(question, [_TOOL]):
-                return False
+                return "it does not write the tools into the prompt"
+            unread = self._choose_format(2)
+            single = bool(unread)
+            if single:  # some templates write one call in an answer
+                unread = self._choose_format(1)
+            if unread:
+                return unread
+            calling, results = _tool_exchange(1 if single else 2)
             self._check(calling, results, [_TOOL], "")
-        except InvalidInput:
-            return False
+        except InvalidInput as error:
+            return str(error)
 
         continuations = (
             (calling, results),
@@ -182,7 +211,40 @@ class Template:
                 self._after(last, new, [_TOOL]) != self._after(last, new, [_OTHER_TOOL])
                 for last, new in continuations
             )
-        return True
+        return ""
+
+    def _choose_format(self, count: int) -> str:
+        """Chooses the format that reads back what the template writes for `count` calls; returns
+        why there is none.
+        """
+        arguments = _ARGUMENTS[:count]
+        calls = [_call(number, each) for number, each in enumerate(arguments)]
+        answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
+        _, results = _tool_exchange(count)
+        asking = self._render([_user("x")], [_TOOL])
+        try:
+            whole = self._render([_user("x"), answer, *results], [_TOOL])
+        except InvalidInput as error:
+            return str(error)
+
+        # The answer begins where the two differ, and ends with a stop token.
+        pairs = zip(asking, whole, strict=False)
+        start = next(
+            (i for i, (old, new) in enumerate(pairs) if old != new), min(len(asking), len(whole))
+        )
+        written = whole[start:]
+        for stop in self._stop_tokens:
+            written = written.partition(stop)[0]
+
+        if "probe_tool" not in written:
+            return "it writes no tool calls"
+        expected = [("probe_tool", each) for each in arguments]
+        for call_format in FORMATS:
+            with suppress(ValueError):
+                if read_calls(written, [_TOOL], call_format) == expected:
+                    self.call_format = call_format
+                    return ""
+        return f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
 
     def _check(
         self, answer: Message, new: list[Message], tools: list[dict[str, Any]], answer_start: str
@@ -254,6 +316,8 @@ def _stand_in(answer: Message) -> Message:
     """
     fields: dict[str, Any] = {"role": "assistant", "content": _MARK}
     if answer.tool_calls:
+        # The calls carry the mark: Gemma 4 writes the content after the results.
+        fields["content"] = ""
         fields["tool_calls"] = [
             call | {"function": {"name": call["function"]["name"], "arguments": {"x": _MARK}}}
             for call in answer.tool_calls
@@ -261,15 +325,17 @@ def _stand_in(answer: Message) -> Message:
     return Message(fields)
 
 
-def _tool_exchange() -> tuple[Message, list[Message]]:
-    """Returns a made-up answer with two tool calls, and their results."""
-    calls: list[dict[str, Any]] = []
-    results: list[Message] = []
-    for number, text in enumerate(_NEW_TEXTS, start=1):
-        identifier = f"call{number:05}"
-        function = {"name": "probe_tool", "arguments": {}}
-        calls.append({"id": identifier, "type": "function", "function": function})
-        fields = {"role": "tool", "content": text, "tool_call_id": identifier, "name": "probe_tool"}
-        results.append(Message(fields))
+def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
+    """Returns a made-up answer with tool calls, and their results."""
+    calls = [_call(i, {}) for i in range(count)]
+    results = [
+        Message({"role": "tool", "content": text, "tool_call_id": call["id"], "name": "probe_tool"})
+        for call, text in zip(calls, _NEW_TEXTS, strict=False)
+    ]
     answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
     return _stand_in(answer), results
+
+
+def _call(number: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": "probe_tool", "arguments": arguments}
+    return {"id": f"call{number + 1:05}", "type": "function", "function": function}

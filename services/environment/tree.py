@@ -55,13 +55,15 @@ class _Match(NamedTuple):
 
     messages: int
     """Length of that beginning."""
-    same_ids: int
-    """How many tool-call ids agree in it; this tells two equal answers to one prompt apart."""
+    same_marks: int
+    """How many tool-call ids and thoughts agree in it; this tells two equal answers to one prompt
+    apart.
+    """
     node: TurnNode | None
 
     @property
     def rank(self) -> tuple[int, int]:
-        return self.messages, self.same_ids
+        return self.messages, self.same_marks
 
 
 class SessionTree:
@@ -79,7 +81,7 @@ class SessionTree:
         If an answer in the history was not recorded there, the history was rewritten and continues
         no node.
         """
-        root = _Match(messages=0, same_ids=0, node=None)
+        root = _Match(messages=0, same_marks=0, node=None)
         best = root
         # Depth first, earlier nodes first: the stack is filled in reverse.
         stack = [(root, node) for node in reversed(self._roots.get(tools_key(tools), []))]
@@ -139,14 +141,15 @@ def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match
         if not recorded.is_sent(sent):
             return None
     return _Match(
-        messages=end, same_ids=above.same_ids + _same_ids(node.answer, part[-1]), node=node
+        messages=end, same_marks=above.same_marks + _same_marks(node.answer, part[-1]), node=node
     )
 
 
-def _same_ids(recorded: Message, sent: Message) -> int:
-    """Returns how many tool-call ids agree."""
+def _same_marks(recorded: Message, sent: Message) -> int:
+    """Returns how many tool-call ids agree, and one more for the same thoughts."""
     pairs = zip(recorded.tool_calls, sent.tool_calls, strict=True)
-    return sum(call["id"] == sent_call["id"] for call, sent_call in pairs)
+    ids = sum(int(call["id"] == sent_call["id"]) for call, sent_call in pairs)
+    return ids + int(recorded.has_thoughts_of(sent))
 
 
 def _sequence(

@@ -517,3 +517,37 @@ async def test_a_template_without_tools_refuses_calls_with_tools() -> None:
     first = await ask(session, [user("x")])
     await ask(session, [user("x"), sent_back(first), user("y")])
     assert len(session.sequences()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"content": "ba\r\nok"},
+        {"content": "  ba\nok\n"},
+        {"content": "<think>\nab\n</think>\n\nba\nok"},
+        {"name": "agent"},
+        {"reasoning_content": "a summary"},
+    ],
+    ids=str,
+)
+async def test_what_client_libraries_change_in_an_answer_is_no_rewrite(
+    changes: dict[str, Any],
+) -> None:
+    session, engine, tokenizer = trap_session(["<think>ab</think>ba\nok ", "aba"], STRIPS)
+    first = await ask(session, [user("x")])
+    await ask(session, [user("x\n"), sent_back(first, **changes), user("y")])
+    (sequence,) = session.sequences()
+    recorded = [*engine.asked[0], *letters(tokenizer, "<think>ab</think>ba\nok ")]
+    assert engine.asked[1][: len(recorded)] == recorded
+    assert sequence.mask.sum() == len(letters(tokenizer, "<think>ab</think>ba\nok abaa"))
+
+
+async def test_thoughts_tell_two_equal_answers_apart() -> None:
+    answers = ["<think>ab</think>ok", "<think>ba</think>ok", "aba"]
+    session, engine, tokenizer = trap_session(answers, STRIPS)
+    await ask(session, [user("x")], key="one")
+    second = await ask(session, [user("x")], key="two")
+    back = sent_back(second, reasoning_content="ba")
+    await ask(session, [user("x"), back, user("y")])
+    recorded = [*engine.asked[1], *letters(tokenizer, answers[1])]
+    assert engine.asked[2][: len(recorded)] == recorded

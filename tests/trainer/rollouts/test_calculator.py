@@ -15,7 +15,6 @@ from examples.tool_calculator import report
 from examples.tool_calculator.base import Problem, build, conversations, problems
 from examples.tool_calculator.calculator import Calculator
 from services.environment.messages import parse_messages
-from services.environment.parsing import parse_answer
 from services.environment.template import Template
 from tests.support.in_process import stored
 from tests.support.own_environments import RewardsAtRandom
@@ -57,7 +56,7 @@ def test_the_conversations_of_the_warm_start_have_the_tokens_of_the_gateway(made
     question = parse_messages([{"role": "user", "content": "4739 * 8526 = ?"}])
     prompt = template.prompt(question, tools)
     end = tokens.index(tokenizer.eos_token_id, len(prompt)) + 1
-    answer, problem_of_call = parse_answer(template.decode(tokens[len(prompt) : end]), tools=True)
+    answer, problem_of_call = template.parse(template.decode(tokens[len(prompt) : end]), tools)
     assert not problem_of_call
     assert [call["function"] for call in answer.tool_calls] == [
         {"name": "multiply", "arguments": {"a": 4739, "b": 8526}}
