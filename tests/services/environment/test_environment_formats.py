@@ -313,7 +313,7 @@ def test_calls_that_nothing_reads_are_refused_at_the_start_with_what_is_written(
             environment=Environment.of(_Adder, "python:adder"),
         )
     assert caught.value.field == "model.name"
-    assert "docs/reference/models.md" in caught.value.remedy
+    assert "docs/reference/models.md" in str(caught.value.remedy)
 
 
 async def test_a_program_that_offers_tools_gets_the_reason() -> None:
