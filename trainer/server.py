@@ -152,6 +152,7 @@ class BackgroundServer:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._loop.call(asyncio.wait({self._task}, timeout=10))
+        if not self._task.done():
+            self._loop.call(asyncio.wait({self._task}, timeout=10))
         self._loop.close()
         self._socket.close()  # a server that died left it open

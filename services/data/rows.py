@@ -138,8 +138,8 @@ def _as_json(value: Any, column: str, where: str) -> Any:
         json.dumps(found, ensure_ascii=False).encode()  # lone surrogates cannot be sent
     except (ValueError, AttributeError, RecursionError) as error:
         stop(
-            f"{where}: column {column!r} has a {type(value).__name__} that JSON cannot represent: "
-            f"{error}",
+            f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot "
+            f"represent: {error}",
             column,
             "keep only the columns that the reward functions need (data.columns), or convert it to "
             "text (data.map)",

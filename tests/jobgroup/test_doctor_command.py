@@ -290,7 +290,7 @@ def test_an_unknown_architecture_is_reported(tmp_path: Path) -> None:
 
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    (tmp_path / "constraints.txt").write_text("pytest==0.1\npydantic_settings==0.2\ntorch==9.9\n")
+    (tmp_path / "constraints.txt").write_text("pytest==0.1\nprometheus_client==0.2\ntorch==9.9\n")
     found = {
         result.name: result for result in software.check_packages(plan_of(tmp_path, DATA), tmp_path)
     }

@@ -121,6 +121,7 @@ def _load(config: Config, temporary: Path, prompts: Sequence[Prompt]) -> tuple[M
     """Loads the engine's model with room for the longest problem and its answer, as far as the
     model allows.
     """
+    device = choose_device(config.rollout.device, "device")
     prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
     longest = max(map(len, prompter.all_token_ids(prompts)))
     directory = Path(config.model.name)
@@ -130,7 +131,6 @@ def _load(config: Config, temporary: Path, prompts: Sequence[Prompt]) -> tuple[M
         loaded.save_pretrained(directory)
         prompter.tokenizer.save_pretrained(directory)
     quiet()
-    device = choose_device(config.rollout.device, "device")
     context = longest + longest_answer(config)
     return Model(directory, context, device, dtype=config.model.dtype), prompter
 

@@ -120,7 +120,7 @@ def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist([{**row, "image": b"\x89PNG"}]), tmp_path / "train.parquet"
     )
-    assert "column 'image' has a bytes that JSON cannot represent" in refused(
+    assert "column 'image' is of type bytes, which JSON cannot represent" in refused(
         lambda: CustomDatasetLoader(tmp_path).load("train")
     )
     assert CustomDatasetLoader(tmp_path, columns=["tags"]).load("train")[0].columns == {

@@ -206,7 +206,7 @@ def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None
         (["--lora.publish", "merged"], r"lora\.publish is set but not read"),
         (
             ["--lora.rank", "4", "--trainer.weight_sync", "distributed"],
-            r"weight_sync distributed.*lora\.publish is adapter.*set lora\.publish merged, or trainer\.weight_sync http",
+            r"weight_sync distributed.*lora\.publish adapter is not one.*set lora\.publish merged, or trainer\.weight_sync http",
         ),
         (
             ["--lora.rank", "4", "--lora.target_modules", "q_proj"],
@@ -226,7 +226,7 @@ def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None
                 "--algorithm.reference_refresh",
                 "2",
             ],
-            r"reference_refresh is 2",
+            r"reference_refresh 2 with lora\.rank",
         ),
         (
             [

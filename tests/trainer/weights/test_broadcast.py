@@ -121,7 +121,10 @@ group = None
 for line in sys.stdin:
     sent = json.loads(line)
     if group is None:
-        group = join(sent["master_address"], sent["master_port"], 1, 2, sent["group"], "gloo", 60.0)
+        group = join(
+            sent["master_address"], sent["master_port"], rank=1, world_size=2,
+            name=sent["group"], backend="gloo", timeout_s=60.0,
+        )
     sums = {}
     for body in sent["buckets"]:
         bucket = Bucket(**body)
