@@ -26,7 +26,7 @@ def train(run: Run) -> None:
 
             watchdog.at(f"the update of step {policy.step + 1}")
             with run.clock.stage("update"):
-                run.lease.acquire()
+                run.lease.acquire()  # `push` releases it
                 batch.old_logprobs = policy.logprobs(batch)
                 batch.ref_logprobs = run.reference.logprobs(batch)
                 batch.values = critic.values(batch)
@@ -34,6 +34,7 @@ def train(run: Run) -> None:
 
                 finish_critic_update = critic.start_update(batch, policy.seed)
                 warming_up = critic.warming_up(policy.step)
+                # Either one increments policy.step.
                 update = policy.skip_update(batch) if warming_up else policy.update(batch)
                 run.reference.refresh(policy)
                 critic_metrics = finish_critic_update()

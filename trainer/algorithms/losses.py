@@ -26,6 +26,7 @@ _MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ±20 before exp, as in the public implementations, to prevent
 overflow."""
 _MAX_SEQUENCE_LOG_RATIO = 10.0
+"""Upper bound only: exp of a very negative mean is 0. Beyond a bound the gradient is 0."""
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
@@ -42,7 +43,7 @@ class TokenTerms:
     logprobs: Tensor
     """[C] under the policy that is trained, π; the gradient flows through them."""
     old_logprobs: Tensor
-    """[C] under the policy that the ratio refers to, π_old."""
+    """[C] under π_old: μ, or the trainer's policy before this batch (`Policy` chooses)."""
     rollout_logprobs: Tensor
     """[C] under the policy that sampled the tokens, μ."""
     advantages: Tensor

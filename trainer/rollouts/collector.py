@@ -87,6 +87,7 @@ class Collector:
         self._held: set[str] = set()  # groups that were taken but not acknowledged yet
         self._stored = asyncio.Event()
         self._slots = asyncio.Semaphore(0)
+        # Groups to draw in total, and drawn so far; a retry and a replacement raise both.
         self._wanted = 0
         self._drawn = 0
         self._maker = GroupMaker(context)
@@ -103,7 +104,7 @@ class Collector:
             while True:
                 count = await self._acquire_slots()
                 if self._drawn >= self._wanted:
-                    continue
+                    continue  # the slot is not needed: `_collect_more` brings its own
                 self._drawn += count
                 drawn = await self._draw(count)
                 token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
