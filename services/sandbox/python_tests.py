@@ -137,9 +137,14 @@ def _reached(tree: ast.Module) -> Iterator[ast.AST]:
 def _is_test(definition: ast.AST) -> bool:
     """Whether `services.sandbox.suite` runs a function or class of this name."""
     if isinstance(definition, ast.ClassDef):
-        return definition.name.startswith("Test") or bool(definition.bases)
+        bases = [ast.unparse(base) for base in definition.bases]
+        return definition.name.startswith("Test") or any("Test" in base for base in bases)
     if isinstance(definition, _Function):
-        return definition.name.startswith("test") or definition.name == "check"
+        # `check` gets the tested function, and nothing else.
+        arguments = definition.args.posonlyargs + definition.args.args
+        required = len(arguments) - len(definition.args.defaults)
+        is_check = definition.name == "check" and required == 1
+        return definition.name.startswith("test") or is_check
     return False
 
 

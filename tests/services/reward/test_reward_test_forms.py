@@ -175,6 +175,14 @@ class Cases(unittest.IsolatedAsyncioTestCase):
         self.assertEqual(await later(2), 4)
 """,
     "check": "def check(candidate):\n    assert candidate(2) == 4",
+    "check as a coroutine": "async def check(candidate):\n    assert candidate(2) == 4",
+    "a helper called check": """
+def check(x, y):
+    assert double(x) == y
+
+def test_double():
+    check(2, 4)
+""",
     "check, called": "def check(candidate):\n    assert candidate(2) == 4\ncheck(double)",
     "check, with its entry point": {
         "test": "def check(candidate):\n    assert candidate(2) == 4",
@@ -222,6 +230,13 @@ CANNOT_FAIL = {
     "a constant": "assert True",
     "a function that nothing calls": "def verify(f):\n    assert f(2) == 4",
     "a class that is no test": "class Cases:\n    def test(self):\n        assert double(2) == 4",
+    "an exception of its own": """
+class Failed(Exception):
+    def fail(self):
+        raise self
+
+double(2)
+""",
     "check without an assert": "def check(candidate):\n    candidate(2)",
     "unittest without an assert": """
 import unittest
