@@ -48,6 +48,8 @@ class Case:
     list."""
     equal: bool = True
     """False for `assert … != literal`."""
+    identical: bool = False
+    """True for `assert … is literal`, a None, True or False: 1 is not True."""
     may_be_wrapped: bool = False
     """The expected value may stand in a list of one, as in APPS and TACO."""
 
@@ -72,6 +74,8 @@ class Case:
         """Whether the value that the program reported is as expected."""
         try:
             value = decoded(json.loads(reported))
+            if self.identical:
+                return value is self.expected
             if self.exact:
                 return bool(value == self.expected) == self.equal
             is_wrapped = self.may_be_wrapped and _holds_one(self.expected)

@@ -152,15 +152,15 @@ def _callee(expression: str, namespace: dict[str, Any]) -> Any:
 
 def _run_test(job: Json, case: Json) -> dict[str, Any]:
     """Runs the test of a case, in a separate process from the program's."""
-    text = _read_test(case["index"])
+    code = _read_test(case["index"])
     from services.sandbox.remote import Test
 
     test = Test(_CHANNEL_IN, _CHANNEL_OUT, 8 * job["output_bytes"])
-    test.run(text, job["source"], case["entry_point"])
+    test.run(code["text"], code["tests"], job["source"], code["entry_point"])
     return {"status": "done"}
 
 
-def _read_test(case_index: int) -> str:
+def _read_test(case_index: int) -> Json:
     """Returns the test of a case from the server.
 
     The test of an earlier case may still be there, whole or cut, when its process was killed; one
@@ -176,9 +176,9 @@ def _read_test(case_index: int) -> str:
             rest = line + data
             continue
         with contextlib.suppress(ValueError):
-            index, text = json.loads(line)
+            index, code = json.loads(line)
             if index == case_index:
-                return str(text)
+                return code
 
 
 # Starting them

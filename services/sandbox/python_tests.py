@@ -1,14 +1,15 @@
 """Reads tests that are written in Python, and refuses those that cannot fail.
 
 A test has one of four forms: statements that run (asserts, also behind a main guard), functions
-`test_*` (pytest), cases of unittest, or `check(candidate)` (HumanEval). `services.sandbox.suite`
-runs the functions and classes of the last three.
+`test_*` and classes `Test*` (pytest), cases of unittest, or `check(candidate)` (HumanEval). Which
+functions and classes run is decided here alone; `services.sandbox.suite` runs them.
 """
 
 import ast
 import builtins
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NoReturn
 
 from common.errors import InvalidInput
@@ -16,9 +17,11 @@ from services.sandbox.cases import Case
 
 _CHECKS = re.compile(r"assert|raises\Z|fail|_?exit\Z|quit\Z", re.IGNORECASE)
 """Names of functions that may end a test (`self.assertEqual`, `pytest.raises`, `sys.exit`)."""
-_FIXTURES = {"self", "cls", "request"}
+_UNCOUNTED = re.compile(r"\b(?:skip|xfail|expectedFailure)\b")
+"""Decorators of a test that no program can fail."""
+_MOCK = ("mock", "unittest.mock")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Definition = _Function | ast.ClassDef
 
 
 def parse_test(text: str, where: str, entry_point: str = "") -> Case:
@@ -28,7 +31,7 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
     Anything else runs inside.
 
     Raises:
-        InvalidInput: the text is not Python, or nothing in it can fail.
+        InvalidInput: the text is not Python, nothing in it can fail, or it needs what is not here.
     """
     try:
         tree = ast.parse(text)
@@ -38,9 +41,11 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
     comparison = _parse_comparison(tree.body)
     if comparison is not None:
         return comparison
-    _refuse_idle(tree, text, where)
-    _refuse_fixtures(tree, text, where)
-    return Case({"kind": "code", "code": text, "entry_point": entry_point})
+    _refuse_patches(tree, text, where)
+    tests = _tests(tree, text, where)
+    _refuse_idle(tree, tests, text, where)
+    code = {"text": text, "tests": tests, "entry_point": entry_point}
+    return Case({"kind": "code", "code": code})
 
 
 def _refuse(problem: str, text: str, where: str, remedy: str) -> NoReturn:
@@ -69,10 +74,13 @@ def _parse_comparison(statements: list[ast.stmt]) -> Case | None:
             expected = ast.literal_eval(literal)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
-        if not _is_call(expression):
+        is_identity = isinstance(operator, ast.Is)
+        is_single = expected is None or isinstance(expected, bool)
+        if not _is_call(expression) or (is_identity and not is_single):
             return None
         request = {"kind": "value", "expression": ast.unparse(expression)}
-        return Case(request, expected, equal=not isinstance(operator, ast.NotEq))
+        equal = not isinstance(operator, ast.NotEq)
+        return Case(request, expected, equal=equal, identical=is_identity)
     return None
 
 
@@ -93,17 +101,126 @@ def _contains_call(expression: ast.expr) -> bool:
     return any(isinstance(node, ast.Call) for node in ast.walk(expression))
 
 
-# Tests that check nothing
+# Which functions and classes run
 
 
-def _refuse_idle(tree: ast.Module, text: str, where: str) -> None:
+def _tests(tree: ast.Module, text: str, where: str) -> list[str]:
+    """Returns the names of the functions and classes that run after the statements of a test.
+
+    The cases of unittest are not among them: unittest finds them itself. Raises InvalidInput for a
+    test function whose argument nothing provides.
+    """
+    fixtures = _fixtures(tree)
+    names: list[str] = []
+    for definition in _definitions(tree):
+        if _never_counts(definition):
+            continue
+        if isinstance(definition, ast.ClassDef):
+            if definition.name.startswith("Test") and not _is_unittest(definition, tree):
+                names.append(definition.name)
+                for method in _methods(definition):
+                    _refuse_missing(method, fixtures, text, where)
+        elif definition.name == "check":
+            # `check(candidate)` gets the tested function; with other arguments it is a helper.
+            if len(_required(definition)) == 1 and not _is_used(definition, tree):
+                names.append(definition.name)
+        elif definition.name.startswith("test"):
+            if _is_used(definition, tree) and _missing(definition, fixtures):
+                continue  # others call it with arguments
+            _refuse_missing(definition, fixtures, text, where)
+            names.append(definition.name)
+    return names
+
+
+def _definitions(tree: ast.Module) -> list[_Definition]:
+    return [statement for statement in tree.body if isinstance(statement, _Definition)]
+
+
+def _never_counts(definition: _Definition) -> bool:
+    """Whether a test is skipped, or may fail: then any program passes it."""
+    decorators = map(ast.unparse, definition.decorator_list)
+    return any(_UNCOUNTED.search(decorator) for decorator in decorators)
+
+
+def _is_unittest(definition: ast.ClassDef, tree: ast.Module) -> bool:
+    """Whether a class derives from `unittest.TestCase`, perhaps by another class of the text."""
+    classes = {each.name: each for each in _definitions(tree) if isinstance(each, ast.ClassDef)}
+    for base in map(ast.unparse, definition.bases):
+        if base.endswith("TestCase"):
+            return True
+        if base in classes and base != definition.name and _is_unittest(classes[base], tree):
+            return True
+    return False
+
+
+def _methods(definition: ast.ClassDef) -> list[_Function]:
+    """Returns the methods of a class that are tests."""
+    methods = [item for item in definition.body if isinstance(item, _Function)]
+    named = [method for method in methods if method.name.startswith("test")]
+    return [method for method in named if not _never_counts(method)]
+
+
+def _is_used(definition: _Definition, tree: ast.Module) -> bool:
+    """Whether another statement of the module names a function."""
+    others = (statement for statement in tree.body if statement is not definition)
+    nodes = itertools.chain.from_iterable(map(ast.walk, others))
+    return any(isinstance(node, ast.Name) and node.id == definition.name for node in nodes)
+
+
+def _required(function: _Function) -> list[str]:
+    """Returns the names of the arguments without a default, but for `self`."""
+    arguments = function.args.posonlyargs + function.args.args
+    required = arguments[: len(arguments) - len(function.args.defaults)]
+    return [argument.arg for argument in required if argument.arg not in ("self", "cls")]
+
+
+def _fixtures(tree: ast.Module) -> set[str]:
+    """Returns the names of the fixtures that a test defines."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, _Function):
+            continue
+        for decorator in node.decorator_list:
+            if "fixture" in ast.unparse(decorator):
+                names |= {node.name, *_texts(decorator)}
+    return names
+
+
+def _missing(function: _Function, fixtures: set[str]) -> list[str]:
+    """Returns the arguments that neither a fixture nor `parametrize` provides."""
+    provided = set(fixtures)
+    for decorator in function.decorator_list:
+        provided.update(_texts(decorator))
+    return [name for name in _required(function) if name not in provided]
+
+
+def _texts(decorator: ast.expr) -> Iterator[str]:
+    """Yields the words in the texts of a decorator, such as the names of `parametrize`."""
+    for node in ast.walk(decorator):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.split(r"[,\s]+", node.value)
+
+
+def _refuse_missing(function: _Function, fixtures: set[str], text: str, where: str) -> None:
+    for name in _missing(function, fixtures):
+        _refuse(
+            f"the fixture {name!r} of {function.name} does not exist here",
+            text,
+            where,
+            "define it in the test with @pytest.fixture",
+        )
+
+
+# Tests that cannot work
+
+
+def _refuse_idle(tree: ast.Module, tests: list[str], text: str, where: str) -> None:
     """Raises InvalidInput when nothing that runs can fail."""
-    reached = list(_reached(tree))
-    if any(map(_can_fail, reached)):
+    if any(map(_can_fail, _reached(tree, tests))):
         return
     if any(map(_can_fail, ast.walk(tree))):
         _refuse(
-            "the test's asserts are in functions that nothing calls",
+            "the test's asserts are in functions that nothing calls, or that are skipped",
             text,
             where,
             "call them, or name the functions test_…, or one of them check(candidate)",
@@ -111,17 +228,14 @@ def _refuse_idle(tree: ast.Module, text: str, where: str) -> None:
     _refuse("the test asserts nothing", text, where, "add an assert, or remove the test")
 
 
-def _reached(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields the nodes that run: the statements of the module, the tests, and what these use."""
-    definitions: dict[str, ast.AST] = {}
-    waiting: list[ast.AST] = []
-    for statement in tree.body:
-        if isinstance(statement, _DEFINITIONS):
-            definitions[statement.name] = statement
-        else:
-            waiting.append(statement)
-    waiting += filter(_is_test, definitions.values())
+def _reached(tree: ast.Module, tests: list[str]) -> Iterator[ast.AST]:
+    """Yields the nodes that run: the statements of the module, the tests, and what these name."""
+    named: dict[str, list[_Function]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, _Function):
+            named.setdefault(node.name, []).append(node)
 
+    waiting = _roots(tree, tests)
     seen: set[int] = set()
     while waiting:
         root = waiting.pop()
@@ -130,22 +244,23 @@ def _reached(tree: ast.Module) -> Iterator[ast.AST]:
         seen.add(id(root))
         for node in ast.walk(root):
             yield node
-            if isinstance(node, ast.Name) and node.id in definitions:
-                waiting.append(definitions[node.id])
+            if isinstance(node, ast.Name):
+                waiting += named.get(node.id, [])
+            elif isinstance(node, ast.Attribute):
+                waiting += named.get(node.attr, [])
 
 
-def _is_test(definition: ast.AST) -> bool:
-    """Whether `services.sandbox.suite` runs a function or class of this name."""
-    if isinstance(definition, ast.ClassDef):
-        bases = [ast.unparse(base) for base in definition.bases]
-        return definition.name.startswith("Test") or any("Test" in base for base in bases)
-    if isinstance(definition, _Function):
-        # `check` gets the tested function, and nothing else.
-        arguments = definition.args.posonlyargs + definition.args.args
-        required = len(arguments) - len(definition.args.defaults)
-        is_check = definition.name == "check" and required == 1
-        return definition.name.startswith("test") or is_check
-    return False
+def _roots(tree: ast.Module, tests: list[str]) -> list[ast.AST]:
+    """Returns what runs by itself; of a class only its tests."""
+    roots: list[ast.AST] = []
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            runs = statement.name in tests or _is_unittest(statement, tree)
+            if runs and not _never_counts(statement):
+                roots += _methods(statement)
+        elif not isinstance(statement, _Function) or statement.name in tests:
+            roots.append(statement)
+    return roots
 
 
 def _can_fail(node: ast.AST) -> bool:
@@ -159,36 +274,19 @@ def _can_fail(node: ast.AST) -> bool:
     return isinstance(node, ast.Raise)
 
 
-# Fixtures
+def _refuse_patches(tree: ast.Module, text: str, where: str) -> None:
+    """Raises InvalidInput for `unittest.mock.patch`, which changes the test's process alone."""
+    if any(map(_patches, ast.walk(tree))):
+        _refuse(
+            "patches do not reach the program, which runs in a process of its own",
+            text,
+            where,
+            "test what the program returns, or give it input and compare its output",
+        )
 
 
-def _refuse_fixtures(tree: ast.Module, text: str, where: str) -> None:
-    """Raises InvalidInput for a test function whose argument nothing provides."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
-    provided = _FIXTURES | {function.name for function in functions if function.decorator_list}
-    for function in functions:
-        if not function.name.startswith("test"):
-            continue
-        arguments = function.args.posonlyargs + function.args.args
-        required = arguments[: len(arguments) - len(function.args.defaults)]
-        known = provided | set(_parameters(function.decorator_list))
-        for argument in required:
-            if argument.arg not in known and not _is_called(function.name, tree):
-                _refuse(
-                    f"the fixture {argument.arg!r} of {function.name} does not exist here",
-                    text,
-                    where,
-                    "define it in the test with @pytest.fixture",
-                )
-
-
-def _parameters(decorators: Iterable[ast.expr]) -> Iterator[str]:
-    """Yields the argument names of `@pytest.mark.parametrize` and of `@patch` decorators."""
-    for decorator in decorators:
-        for node in ast.walk(decorator):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield from re.split(r"[,\s]+", node.value)
-
-
-def _is_called(name: str, tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
+def _patches(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom) and node.module in _MOCK:
+        return "patch" in [alias.name for alias in node.names]
+    is_patch = isinstance(node, ast.Attribute) and node.attr == "patch"
+    return is_patch and ast.unparse(node).removesuffix(".patch") in _MOCK

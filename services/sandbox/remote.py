@@ -71,11 +71,12 @@ class Test:
         self.locals: dict[int, Any] = {}
         """Objects of the test to which the program has references."""
 
-    def run(self, text: str, source: str, entry_point: str) -> None:
+    def run(self, text: str, tests: list[str], source: str, entry_point: str) -> None:
         """Runs a test: its statements, then the functions and classes that are tests.
 
         Args:
             text: the test.
+            tests: the names of these functions and classes.
             source: the program, for the names of its functions.
             entry_point: the function that `check(candidate)` gets; when empty, the last one that
                 the program defines.
@@ -110,7 +111,7 @@ class Test:
             roots = set(re.findall(r"^\w+", functions[-1]))
             return eval(functions[-1], self._globals(roots))  # noqa: S307
 
-        run_suite(module, text, candidate)
+        run_suite(module, tests, candidate)
 
     def _globals(self, names: set[str]) -> dict[str, Any]:
         """Returns what the program binds to these names, but for those of builtins."""

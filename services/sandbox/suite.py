@@ -1,8 +1,7 @@
 """Runs the functions and classes of a test, once its statements have run. Source for the Python of
 the sandbox, like `inside`.
 
-Which ones these are is the rule of `services.sandbox.python_tests`: functions `test_*` and classes
-`Test*` (pytest), subclasses of `unittest.TestCase`, and `check(candidate)` (HumanEval).
+`services.sandbox.python_tests` says which ones these are.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -17,37 +16,28 @@ from typing import Any
 
 from services.sandbox.pytest_names import Skipped
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-
-def run_suite(module: types.ModuleType, text: str, candidate: Callable[[], Any]) -> None:
-    """Runs the tests that a module defines and its own statements do not call.
+def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[], Any]) -> None:
+    """Runs the cases of unittest, and the functions and classes with these names.
 
     Args:
         module: the test, after its statements have run.
-        text: its source.
+        tests: names in it.
         candidate: returns the function of the program that `check` gets.
 
     Raises:
         AssertionError: a case of unittest failed, or whatever another test raises.
     """
     _run_unittest(module)
-    tree = ast.parse(text)
-    called = _called(tree)
-    # By the names in the text, which the program cannot add to.
-    defined = [statement.name for statement in tree.body if isinstance(statement, _DEFINITIONS)]
-    definitions = {name: vars(module)[name] for name in defined if name in vars(module)}
-
-    fixtures = _Fixtures(definitions)
-    for name, value in definitions.items():
-        if name in called:
-            continue
-        if name == "check" and inspect.isfunction(value) and len(_required(value)) == 1:
+    fixtures = _Fixtures(vars(module))
+    for name in tests:
+        value = vars(module)[name]
+        if name == "check":
             _run_to_end(value, {_required(value)[0]: candidate()})
-        elif name.startswith("test") and inspect.isfunction(value):
-            _run_function(value, fixtures)
-        elif name.startswith("Test") and inspect.isclass(value) and not _is_unittest(value):
+        elif inspect.isclass(value):
             _run_class(value, fixtures)
+        else:
+            _run_function(value, fixtures)
 
 
 def public_functions(source: str) -> list[str]:
@@ -65,24 +55,7 @@ def public_functions(source: str) -> list[str]:
     return [name for name in names if not name.startswith(hidden)]
 
 
-def _called(tree: ast.Module) -> set[str]:
-    """Returns the names that the statements of a module call."""
-    names: set[str] = set()
-    for statement in tree.body:
-        if isinstance(statement, _DEFINITIONS):
-            continue
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                names.add(node.func.id)
-    return names
-
-
 # unittest
-
-
-def _is_unittest(value: Any) -> bool:
-    unittest: Any = sys.modules.get("unittest")
-    return unittest is not None and issubclass(value, unittest.TestCase)
 
 
 def _run_unittest(module: types.ModuleType) -> None:
@@ -101,27 +74,32 @@ def _run_unittest(module: types.ModuleType) -> None:
 
 
 class _Fixtures:
-    """The fixtures of a test; each test function gets new values."""
+    """The fixtures among some definitions; each test function gets new values."""
 
     def __init__(self, definitions: dict[str, Any]) -> None:
         self._functions: dict[str, Any] = {}
-        self.add(definitions)
+        for value in list(definitions.values()):
+            # An object of the program answers for any attribute, so only functions are asked.
+            if inspect.isfunction(value) and hasattr(value, "fixture_name"):
+                self._functions[value.fixture_name] = value
 
-    def add(self, definitions: dict[str, Any]) -> None:
-        for value in definitions.values():
-            name = getattr(value, "fixture_name", None)
-            if name:
-                self._functions[name] = value
+    def of_class(self, kind: type) -> _Fixtures:
+        """Returns these fixtures with those of a class and its bases."""
+        inside = _Fixtures({name: inspect.getattr_static(kind, name) for name in dir(kind)})
+        inside._functions = {**self._functions, **inside._functions}
+        return inside
 
     def automatic(self) -> list[str]:
         """Returns the names of the fixtures that every test uses."""
         return [name for name, function in self._functions.items() if function.is_automatic]
 
     def value(self, name: str, ready: dict[str, Any], cleanup: list[Iterator[Any]]) -> Any:
-        """Returns the value of a fixture; `ready` holds those of this test."""
+        """Returns the value of a fixture; `ready` holds those of this test, and its `self`."""
         if name not in ready:
             function = self._functions[name]
             arguments = {key: self.value(key, ready, cleanup) for key in _required(function)}
+            if "self" in inspect.signature(function).parameters:
+                arguments["self"] = ready["self"]
             value = function(**arguments)
             if inspect.isgenerator(value):
                 cleanup.append(value)
@@ -130,8 +108,8 @@ class _Fixtures:
         return ready[name]
 
 
-def _run_class(kind: type, fixtures: _Fixtures) -> None:
-    fixtures.add(dict(vars(kind)))
+def _run_class(kind: type, outside: _Fixtures) -> None:
+    fixtures = outside.of_class(kind)
     for name in dir(kind):
         if not name.startswith("test"):
             continue

@@ -119,6 +119,69 @@ def test_stack(stack):
     stack.push(2)
     assert stack.pop() == 2
 """,
+    "pytest, fixtures of a class": """
+import pytest
+
+class Base:
+    @pytest.fixture
+    def two(self):
+        return self.one() + 1
+
+    def one(self):
+        return 1
+
+class TestDouble(Base):
+    @pytest.fixture(autouse=True)
+    def ready(self):
+        self.expected = 4
+
+    def test_two(self, two):
+        assert double(two) == self.expected
+
+def test_without_them():
+    assert double(1) == 2
+""",
+    "pytest, a test that another calls": """
+def test_one(x, y):
+    assert double(x) == y
+
+def test_many():
+    for x in (1, 2, 3):
+        test_one(x, 2 * x)
+""",
+    "pytest, a helper in a class": """
+class TestDouble:
+    def holds(self, x, y):
+        assert double(x) == y
+
+    def test_two(self):
+        self.holds(2, 4)
+""",
+    "unittest, a base class": """
+import unittest
+
+class Base(unittest.TestCase):
+    def holds(self, x, y):
+        self.assertEqual(double(x), y)
+
+class Cases(Base):
+    def test_two(self):
+        self.holds(2, 4)
+""",
+    "pytest, a skipped test beside one that counts": """
+import pytest
+
+@pytest.mark.skip(reason="slow")
+def test_slow():
+    assert False
+
+@pytest.mark.skipif(True, reason="elsewhere")
+def test_elsewhere():
+    assert False
+
+def test_double():
+    assert double(2) == 4
+""",
     "pytest, a coroutine": """
 import pytest
 
@@ -237,6 +300,29 @@ class Failed(Exception):
 
 double(2)
 """,
+    "a skipped test": """
+import pytest
+
+@pytest.mark.skip
+def test_double():
+    assert double(2) == 4
+""",
+    "a test that may fail": """
+import unittest
+
+class Cases(unittest.TestCase):
+    @unittest.expectedFailure
+    def test_two(self):
+        self.assertEqual(double(2), 4)
+""",
+    "asserts in a method that no test calls": """
+class TestDouble:
+    def holds(self):
+        assert double(2) == 4
+
+    def test_two(self):
+        double(2)
+""",
     "check without an assert": "def check(candidate):\n    candidate(2)",
     "unittest without an assert": """
 import unittest
@@ -278,9 +364,33 @@ def test_a_test_that_cannot_fail_is_refused(form: str) -> None:
     assert caught.value.field == "test_cases[0]"
 
 
-def test_a_fixture_that_does_not_exist_is_named() -> None:
-    with pytest.raises(InvalidInput, match="'tmp_path' of test_file"):
-        parse_cases(["def test_file(tmp_path):\n    assert double(2) == 4"])
+@pytest.mark.parametrize("name", ["tmp_path", "request", "capsys", "monkeypatch"])
+def test_a_fixture_that_does_not_exist_is_named(name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"'{name}' of test_it"):
+        parse_cases([f"def test_it({name}):\n    assert double(2) == 4"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from unittest.mock import patch\n@patch('builtins.print')\ndef test_it(printed):\n"
+        "    assert printed.called",
+        "from unittest import mock\ndef test_it():\n    with mock.patch('builtins.input'):\n"
+        "        assert double(2) == 4",
+    ],
+)
+def test_patches_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="patches do not reach the program"):
+        parse_cases([text])
+
+
+def test_one_is_not_true(code: CodeRewardFunction) -> None:
+    tests = ["assert f(0) is True", "assert f(0) is None", "assert f(0) is not True"]
+    for value, passed in (("True", 0), ("None", 1), ("1", 2)):
+        program = f"def f(x):\n    return {value}"
+        scores = [score(code, program, [test]) for test in tests]
+        assert scores[passed] == 1.0, (value, scores)
+    assert score(code, "def f(x):\n    return 1", ["assert f(0) is True"]) == 0.0
 
 
 def test_check_gets_the_function_that_the_column_names(code: CodeRewardFunction) -> None:
