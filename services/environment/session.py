@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,10 +80,11 @@ class Session:
         self.tree = SessionTree()
         self.closed = False
         self.stop_reason: StopReason = ""
-        """The limit that was reached, if any."""
+        """What cut the latest call short; a complete answer clears it."""
         self.unanswered: dict[str, ServiceError | None] = {}
         """Sampled calls whose answer has not reached the client, with the engines' error; None for
         one that is being sampled, or whose client has left."""
+        # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
         self.first_refusal: InvalidInput | None = None
         self.turns = 0
@@ -96,6 +98,8 @@ class Session:
         self._sample = sample
         self._settings = settings
         self._calls: dict[str, asyncio.Task[CallAnswer]] = {}
+        self._clients: Counter[str] = Counter()
+        """The clients that wait for a call, by its name."""
         self._names: dict[str, list[str]] = {}
         """The names of the calls with the same key, in their order."""
         self._reserved_tokens = 0
@@ -132,12 +136,15 @@ class Session:
             task.add_done_callback(lambda done: self._forget_failed(name, done))
             self._calls[name] = task
 
+        self._clients[name] += 1
         try:
             answer = await asyncio.shield(task)  # a disconnected client may retry for the answer
         except asyncio.CancelledError:
             if self.closed and task.cancelled():
                 raise session_closed(self.id) from None
             raise
+        finally:
+            self._clients[name] -= 1
         self.unanswered.pop(name, None)
         return answer
 
@@ -176,11 +183,13 @@ class Session:
     def _name(self, key: str, is_retry: bool | None) -> str:
         """Returns the name of a call: of the earlier one that is sent again, or a new one."""
         names = self._names.setdefault(key, [])
-        unanswered = [name for name in names if self._is_open(name)]
+        open_names = [name for name in names if self._is_open(name)]
         if is_retry is None:
-            is_retry = bool(unanswered)
+            is_retry = bool(open_names)
         if names and is_retry:
-            return unanswered[0] if unanswered else names[-1]
+            # Several clients may send the same call: a retry is for one that nobody waits for.
+            abandoned = [name for name in open_names if not self._clients[name]]
+            return (abandoned or open_names or names[-1:])[0]
         name = f"{key} {len(names)}" if names else key
         names.append(name)
         return name
@@ -268,11 +277,13 @@ class Session:
     def _reached(self, limit: StopReason, value: int) -> LimitReached:
         """Records that a limit was reached, and returns the error."""
         self.stop_reason = limit
+        # The limits on tokens and tool calls follow from that on turns.
+        setting = "context" if limit == "context" else "turns"
         return LimitReached(
             f"the episode has reached its limit of {limit}",
             field=limit,
             value=value,
-            remedy=f"the episode is over; raise environment.{limit} for longer ones",
+            remedy=f"the episode is over; raise environment.{setting} for longer ones",
         )
 
     def _seed(self, name: str) -> int:

@@ -273,6 +273,35 @@ async def test_a_client_that_went_away_gets_its_answer_later() -> None:
     assert len(session.sequences()) == 1
 
 
+async def test_a_retry_is_for_the_call_that_nobody_waits_for() -> None:
+    release = asyncio.Event()
+
+    class Slow(ScriptedEngine):
+        async def __call__(self, *arguments: Any) -> Completion:
+            await release.wait()
+            return await super().__call__(*arguments)
+
+    session, _, tokenizer = trap_session([])
+    texts = [letters(tokenizer, text) for text in ("ab", "ba")]
+    session._sample = Slow(texts, tokenizer.eos_token_id)
+    messages = parse_messages([user("x")])
+    stays, leaves = (
+        asyncio.create_task(session.call(messages, [], "key", is_retry=False)) for _ in range(2)
+    )
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+
+    again = asyncio.create_task(session.call(messages, [], "key", is_retry=True))
+    await asyncio.sleep(0)
+    release.set()
+    answers = await asyncio.gather(stays, again)
+
+    assert [answer.message.content for answer in answers] == ["ab", "ba"]
+    assert not session.unanswered
+
+
 async def test_a_compacted_history_opens_a_new_sequence() -> None:
     session, _, tokenizer = trap_session(["abab", "aba", "ok"])
     first = await ask(session, [user("long"), user("story")])

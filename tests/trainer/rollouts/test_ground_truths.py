@@ -14,7 +14,7 @@ from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.settings.config import load
 from common.wire.schemas import Prompt
 from services.data.app import create_data_app
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.integration
 
 GOOD = [Prompt(id=f"good{i}", prompt="?", ground_truth=str(i)) for i in range(40)]
 BAD = Prompt(id="bad", prompt="?", ground_truth="x" * 4000)
-EVAL = Prompt(id="held-out", prompt="?", ground_truth=" ")
+EVAL = [Prompt(id=f"held-out{i}", prompt="?", ground_truth=str(i)) for i in range(20)]
+BAD_EVAL = Prompt(id="held-out", prompt="?", ground_truth=" ")
 TESTS = [{"input": "1", "output": "1"}]
 
 
@@ -64,15 +65,15 @@ def test_the_problems_that_cannot_be_solved_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> dict[str, str]:
-        async with served([*GOOD, BAD], [EVAL], tmp_path) as services:
+        async with served([*GOOD, BAD], [*EVAL, BAD_EVAL], tmp_path) as services:
             return await check(services, tmp_path / GROUND_TRUTHS)
 
     unsolvable = asyncio.run(run())
 
     assert set(unsolvable) == {"bad", "held-out"}
-    assert "42 ground truths; 2 cannot be graded: bad ('xxx" in caplog.text
+    assert "62 ground truths; 2 cannot be graded: bad ('xxx" in caplog.text
     stored = json.loads((tmp_path / GROUND_TRUTHS).read_text())
-    assert stored == {"checked": 42, "unsolvable": unsolvable}
+    assert stored == {"checked": 62, "unsolvable": unsolvable}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,36 @@ def test_what_is_a_ground_truth(tmp_path: Path, ground_truth: str, reason: str) 
 
     assert set(unsolvable) == ({"bad"} if reason else set())
     assert reason in unsolvable.get("bad", "")
+
+
+def test_what_was_checked_counts_when_a_service_stops_answering(tmp_path: Path) -> None:
+    bad = [BAD.model_copy(update={"id": f"bad{i}"}) for i in range(300)]
+
+    async def run() -> None:
+        async with served(bad, [], tmp_path) as services:
+            list_prompts = services.data.train_prompts
+
+            async def first_page_only(limit: int, offset: int) -> list[Prompt]:
+                if offset:
+                    raise ServiceError("it has ended")
+                return await list_prompts(limit, offset)
+
+            services.data.train_prompts = first_page_only  # type: ignore[method-assign]
+            await check(services, tmp_path / GROUND_TRUTHS)
+
+    with pytest.raises(ConfigError, match="256 ground truths; 256 cannot be graded"):
+        asyncio.run(run())
+
+
+def test_each_split_is_judged_by_itself(tmp_path: Path) -> None:
+    held_out = [BAD.model_copy(update={"id": f"bad{i}"}) for i in range(3)]
+
+    async def run() -> None:
+        async with served(GOOD, held_out, tmp_path) as services:
+            await check(services, tmp_path / GROUND_TRUTHS)
+
+    with pytest.raises(ConfigError, match="43 ground truths; 3 cannot be graded"):
+        asyncio.run(run())
 
 
 def test_a_run_of_mostly_unsolvable_problems_stops(tmp_path: Path) -> None:
