@@ -232,7 +232,7 @@ class GroundTruthProblem(Wire):
     """A ground truth that no answer can match."""
 
     index: int
-    """Of the item in the request."""
+    """Position of the item in the request."""
     reason: str
 
 

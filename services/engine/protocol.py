@@ -213,7 +213,7 @@ class GenerateBody(BaseModel):
     logprob_start_len: int = -1
     """Position from which the log-probabilities of the prompt are returned; -1: none."""
     sampling_params: Columns | None = None
-    """Of every prompt, like the fields below."""
+    """Apply to every prompt, as do the fields below."""
     return_logprob: bool | None = None
     return_sampling_mask: bool | None = None
     rid: str | None = Field(None, min_length=1, max_length=200)

@@ -25,7 +25,7 @@ _ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"x": "12", "n": 3, "flag": True, "items": ["a", {"k": 1.5}]},
     {"x": 'say "hi"\n{2}', "n": -4, "flag": False, "items": []},
 )
-"""Of two made-up calls, which the template writes and the gateway has to read back."""
+"""Arguments of two made-up calls, which the template writes and the gateway has to read back."""
 
 
 def _tool(name: str) -> dict[str, Any]:

@@ -62,7 +62,8 @@ class Lease:
 
 
 _COLUMNS = tuple(name for name in GroupRow.__dataclass_fields__ if name != "data")
-_INSERT = f"INSERT INTO groups ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608
+_VALUES = ", ".join("?" for _ in _COLUMNS)
+_INSERT = f"INSERT INTO groups ({', '.join(_COLUMNS)}) VALUES ({_VALUES})"  # noqa: S608
 
 
 class Store(Reading):
@@ -251,15 +252,14 @@ class Store(Reading):
             self._end_leases("request_id = ?", request)
 
     def _end_leases(self, condition: str, value: object) -> None:
-        where = f"FROM groups WHERE request_id IS NOT NULL AND {condition}"
-        if self.db.execute(f"SELECT 1 {where}", (value,)).fetchone():
-            takes = f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})"  # noqa: S608
-            self.db.execute(takes, (value,))
-            self.db.execute(
-                "UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE "  # noqa: S608
-                f"key IN (SELECT key {where})",
-                (value,),
-            )
+        leased = f"FROM groups WHERE request_id IS NOT NULL AND {condition}"
+        if not self.db.execute(f"SELECT 1 {leased}", (value,)).fetchone():
+            return
+        takes = f"SELECT request_id {leased}"
+        self.db.execute(f"DELETE FROM takes WHERE request_id IN ({takes})", (value,))  # noqa: S608
+        fresh = "state = 'fresh', request_id = NULL, lease_until = NULL"
+        keys = f"SELECT key {leased}"
+        self.db.execute(f"UPDATE groups SET {fresh} WHERE key IN ({keys})", (value,))  # noqa: S608
 
     def ack(self, ids: list[str]) -> int:
         """Marks groups as consumed; already consumed and removed ones stay unchanged.

@@ -1,16 +1,11 @@
 """The environment-server is killed during a run: its episodes are played again, and none is scored
 as zero."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
 
+from tests.support.killed_task import run_with_kill
 from tests.support.paths import ROOT
 from tests.support.processes import marked
 from trainer.observe.run_dir import read_lines
@@ -20,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path) -> None:
-    run_dir, mark, output = tmp_path / "run", f"e2e-{uuid.uuid4()}", tmp_path / "output.txt"
+    run_dir = tmp_path / "run"
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
         "MODEL_NAME": str(base_model),
@@ -34,24 +29,13 @@ def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path)
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-tools-jobgroup.yaml"]
-    command += ["--log-dir", str(tmp_path / "logs")]
-    for name, value in settings.items():
-        command += ["--env", f"{name}={value}"]
-    environment = {**os.environ, "E2E_MARK": mark}
-    with (
-        output.open("w") as log,
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group,
-    ):
-        limit = time.monotonic() + 400
-        while len(read_lines(run_dir / "metrics.jsonl")) < 2:
-            assert group.poll() is None, output.read_text()[-4000:]
-            assert time.monotonic() < limit, output.read_text()[-4000:]
-            time.sleep(0.02)
-        os.kill(min(marked(mark, "-m services.environment")), signal.SIGKILL)
-        status = group.wait(timeout=400)
-    text = output.read_text()
-    assert status == 0, text[-6000:]
+    text, mark = run_with_kill(
+        "jobgroup/rlhf-math-tools-jobgroup.yaml",
+        settings,
+        tmp_path,
+        module="services.environment",
+        after_step=2,
+    )
     assert "restart 1 of environment-server" in text
     lines = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

@@ -2,17 +2,11 @@
 checkpoint."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.killed_task import run_with_kill
 from tests.support.processes import marked
 from trainer.observe.run_dir import read_lines
 
@@ -23,12 +17,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 def test_a_run_never_goes_on_with_another_critic_than_it_trained(
     base_model: Path, tmp_path: Path
 ) -> None:
-    run_dir, state_dir, mark, output = (
-        tmp_path / "run",
-        tmp_path / "state",
-        f"e2e-{uuid.uuid4()}",
-        tmp_path / "output.txt",
-    )
+    run_dir = tmp_path / "run"
+    state_dir = tmp_path / "state"
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-ppo-cpu.yaml",
         "MODEL_NAME": str(base_model),
@@ -41,31 +31,13 @@ def test_a_run_never_goes_on_with_another_critic_than_it_trained(
         "RLHF_TRAINER__EVAL_SAMPLES": "0",
         "OMP_NUM_THREADS": "1",
     }
-    group_file = "jobgroup/rlhf-math-ppo-jobgroup.yaml"
-    command = [
-        sys.executable,
-        "-m",
-        "jobgroup.local",
-        group_file,
-        "--log-dir",
-        str(tmp_path / "logs"),
-    ]
-    for name, value in settings.items():
-        command += ["--env", f"{name}={value}"]
-    environment = {**os.environ, "E2E_MARK": mark}
-    with (
-        output.open("w") as log,
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group,
-    ):
-        limit = time.monotonic() + 400
-        while len(read_lines(run_dir / "metrics.jsonl")) < EVERY + 2:
-            assert group.poll() is None, output.read_text()[-4000:]
-            assert time.monotonic() < limit, output.read_text()[-4000:]
-            time.sleep(0.02)
-        os.kill(min(marked(mark, "-m services.critic")), signal.SIGKILL)
-        status = group.wait(timeout=400)
-    text = output.read_text()
-    assert status == 0, text[-6000:]
+    text, mark = run_with_kill(
+        "jobgroup/rlhf-math-ppo-jobgroup.yaml",
+        settings,
+        tmp_path,
+        module="services.critic",
+        after_step=EVERY + 2,
+    )
     assert "restart 1 of critic-server" in text
     assert (
         "the critic-server lost the critic of this run: the critic is not that of any run" in text

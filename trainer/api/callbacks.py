@@ -226,15 +226,15 @@ class Callbacks(Listener):
             self._carrying_out = False
 
 
-def _call(hook: Any, *given: Any, keywords: dict[str, Any]) -> Any:
+def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: dict[str, Any]) -> Any:
     """Calls a hook with (args, state, control) and those of `keywords` that it accepts, or only
     with what it names.
     """
     parameters = inspect.signature(hook).parameters
-    if next(iter(parameters), "state") in ("state", "control"):
-        keywords = dict(zip(("args", "state", "control"), given, strict=True)) | keywords
-        given = ()
+    names_only = next(iter(parameters), "state") in ("state", "control")
+    if names_only:
+        keywords = {"args": args, "state": state, "control": control, **keywords}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     if not takes_all:
         keywords = {name: keywords[name] for name in parameters if name in keywords}
-    return hook(*given, **keywords)
+    return hook(**keywords) if names_only else hook(args, state, control, **keywords)

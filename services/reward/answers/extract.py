@@ -62,8 +62,9 @@ _ROW_END = re.compile(
 )
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}")
 _NUMBER_WORD = re.compile(
-    r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven"
-    r"|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-[a-z]+)?)\b(?! of\b)"
+    r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+    r"|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-[a-z]+)?)\b(?! of\b)"
 )
 _OPTIONS = re.compile(r"\(?[A-H]\)?(?:,? or \(?[A-H]\)?)+")
 _OTHERWISE = re.compile(r",?\s+or\s+|,\s+i\.e\.,?\s+")

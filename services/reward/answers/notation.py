@@ -66,8 +66,9 @@ GREEK = words(
 )
 _TYPESETTING = (
     "quad|qquad|(?:display|text|script|scriptscript)style|(?:no)?limits|left|right|middle"
-    "|[bB]ig+[lr]?|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline|(?:en|thin|med|thick|negthin|nobreak)space"
-    "|hfill?|boldmath|ensuremath|[lL]arge|LARGE|[hH]uge|small|footnotesize|normalsize|tiny|mathstrut"
+    "|[bB]ig+[lr]?|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline"
+    "|(?:en|thin|med|thick|negthin|nobreak)space|hfill?|boldmath|ensuremath"
+    "|[lL]arge|LARGE|[hH]uge|small|footnotesize|normalsize|tiny|mathstrut"
     "|strut|smash|null|relax|bold|pmb|math(?:op|ord|rel|bin|open|close|inner)|bfseries|centering"
     "|newline|nonumber|notag|mathbf|boldsymbol|bm|mathit"
 )

@@ -204,7 +204,8 @@ def _words(part: Tokens, _: int) -> Reading | None:
 
 def _content(text: str) -> str:
     """Returns what words say: "The function is even" says "even"."""
-    if (match := _SAYS.fullmatch(text)) and not DOUBTS & {*match["subject"].split()}:
+    match = _SAYS.fullmatch(text)
+    if match is not None and DOUBTS.isdisjoint(match["subject"].split()):
         text = match["said"]
     if _UNDEFINED.fullmatch(text):
         return "undefined"

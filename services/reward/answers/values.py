@@ -26,7 +26,7 @@ MINUS_INFINITY: Node = ("neg", INFINITY)
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
 _MAX_EXPONENT = 10**15
-"""Of an unknown's value: its power is rounded."""
+"""Largest exponent of an unknown's value: its power is rounded."""
 _DIGITS = 150
 _MAX_DIGITS = 3000
 _UNSURE_DIGITS = 40

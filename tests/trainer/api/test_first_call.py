@@ -69,7 +69,7 @@ def trainer(
         (coroutine, ["own is a coroutine: define it with def, not async def"]),
         (
             broken,
-            ["IndexError: list index out of range", "test_trainer_first_call.py", "in broken"],
+            ["IndexError: list index out of range", "test_first_call.py", "in broken"],
         ),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",

@@ -73,7 +73,7 @@ def test_an_exception_of_the_grader_is_an_error_with_its_place(
     monkeypatch.setattr(equivalence, "read_gold", lambda text: 1 // 0)
     with caplog.at_level(logging.ERROR):
         found = handle(json.dumps(["x+1", "1+x+0"]))
-    assert found.startswith("error: ZeroDivisionError in test_reward_kinds.py, line ")
+    assert found.startswith("error: ZeroDivisionError in test_kinds.py, line ")
     assert "'1+x+0' against 'x+1'" in caplog.text
 
 
