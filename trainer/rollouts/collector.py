@@ -300,7 +300,9 @@ class Collector:
                 self._retry(drawn)
                 self._collect_more(1)
             else:
-                self.is_stored[position] = True
+                # The trainer may have taken it before the replay buffer's answer came.
+                if position in self.is_stored:
+                    self.is_stored[position] = True
                 self._stored.set()
                 self.drops.in_a_row = 0
 

@@ -29,7 +29,7 @@ from common.errors import ConfigError
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
-from common.wire.schemas import Group, Int32, Prompt
+from common.wire.schemas import Group, Int32, Prompt, TakeRequest
 from learning.ranks import Ranks
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
@@ -126,8 +126,14 @@ class Simulation:
     """A run with one value of `when_stale`."""
 
     def __init__(
-        self, config: Config, rollouts: LeaderRollouts, loop: LoopThread, engine: Engine
+        self,
+        config: Config,
+        rollouts: LeaderRollouts,
+        loop: LoopThread,
+        engine: Engine,
+        replay: "LateAnswers",
     ) -> None:
+        self.replay = replay
         self.config, self.rollouts, self.loop, self.engine = config, rollouts, loop, engine
         self.collector: Collector = rollouts._collector
         self.trained: list[Group] = []
@@ -205,6 +211,18 @@ class Simulation:
         self.loop.call(settled())
 
 
+class LateAnswers(httpx.ASGITransport):
+    """A replay buffer whose answers to stored groups wait for `released`."""
+
+    released: asyncio.Event | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        if self.released is not None and (request.method, request.url.path) == ("POST", "/groups"):
+            await self.released.wait()
+        return response
+
+
 @contextmanager
 def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[Simulation]:
     words = [
@@ -234,10 +252,12 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         create_replay_app(config.replay, config.state_dir),
     ]
 
+    transports = [LateAnswers(app) for app in started]
+
     async def start() -> Services:
         for app in started:
             await apps.enter_async_context(app.router.lifespan_context(app))
-        data, reward, replay = map(httpx.ASGITransport, started)
+        data, reward, replay = transports
         services = Services(
             DataClient("data-server", "http://x", transport=data),
             RolloutClient("rollout-server", "http://x", transport=engine),
@@ -262,7 +282,7 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
             ground_truths=GroundTruthCheck(services, Path(os.devnull)),
         )
         rollouts.prepare(0, known=True)
-        yield Simulation(config, rollouts, loop, engine)
+        yield Simulation(config, rollouts, loop, engine, transports[2])
 
 
 Runs = Callable[[str, int, float], Simulation]
@@ -276,6 +296,34 @@ def run(base_model: Path, tmp_path: Path) -> Runs:
         return made
 
     return runs
+
+
+def test_a_group_that_is_taken_before_the_answer_about_it_is_forgotten(
+    base_model: Path, tmp_path: Path
+) -> None:
+    with simulation(base_model, tmp_path, "train") as made:
+        collector = made.collector
+        transport = made.replay
+
+        async def take_first() -> None:
+            transport.released = asyncio.Event()
+            while len(made.engine.running) < FRESH:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            while made.engine.running:
+                heapq.heappop(made.engine.running)[2].set_result(None)
+            request = TakeRequest(
+                count=FRESH, min_version=0, wait_s=30.0, request_id="take", run_id="run"
+            )
+            taken: list[Group] = []
+            while len(taken) < FRESH:
+                taken = await collector.take(request)
+            assert collector.is_stored == {}
+            transport.released.set()
+            await collector._stored.wait()
+            assert collector.is_stored == collector.waiting == {}
+
+        with made.rollouts.collecting(0, 1):
+            made.loop.call(take_first())
 
 
 def chi_square(groups: list[Group]) -> float:
