@@ -68,6 +68,8 @@ class Problems:
     train: list[Prompt]
     held_out: list[Prompt]
     """Empty when there is no evaluation (`trainer.eval_samples` 0)."""
+    rewards_are_tried: bool = False
+    """Whether the reward functions have graded made-up answers to one of them."""
 
 
 def train_in_process(
@@ -263,6 +265,7 @@ class InProcessBackend:
             replay=ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
         )
         services.reward.gets_tokens = self.rewards is not None
+        services.reward.is_tried = problems.rewards_are_tried
 
         to_start = [data, reward, replay]
         if template is not None:

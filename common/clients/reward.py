@@ -19,6 +19,8 @@ class RewardClient(Client):
     gets_tokens = False
     """Whether reward functions also get the completions' tokens; functions passed to the Python API
     do."""
+    is_tried = False
+    """Whether the reward functions have graded made-up answers before the start of the run."""
 
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
         body = BatchRewardRequest(items=items).model_dump_json()

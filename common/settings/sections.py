@@ -21,6 +21,7 @@ from pydantic import (
 
 from common.errors import did_you_mean
 from common.settings.chat_templates import read_chat_template, read_template_variables
+from common.settings.lr_schedules import LrSchedule
 from common.settings.prompt_templates import read_template
 from common.settings.rewards import OwnReward, Reward, RewardEntry
 from common.settings.section import InHelp, Section
@@ -493,10 +494,11 @@ class TrainerSection(Section):
     warmup_steps: InHelp[NonNegativeInt] = 10
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""
-    lr_schedule: InHelp[Literal["constant", "linear", "cosine"]] = "constant"
-    """Learning rate after the warm-up: `constant`, or falling until the last step."""
-    min_lr_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the learning rate at which it ends. 0: it falls to zero."""
+    lr_schedule: InHelp[LrSchedule] = "constant"
+    """Learning rate after the warm-up: `constant`, or falling until the last step, with the names
+    and formulas of `transformers`."""
+    lr_schedule_args: dict[str, Any] = {}
+    """Arguments of the schedule, such as `{"min_lr_rate": 0.1}` of `cosine_with_min_lr`."""
     max_grad_norm: PositiveFloat = 1.0
     """Norm to which the gradients of policy and critic are clipped."""
     micro_batch_tokens: InHelp[PositiveInt] = 16_384

@@ -99,6 +99,15 @@ class Callbacks(Listener):
             )
         self.callbacks.append(callback)
 
+    def remove(self, callback: Any) -> None:
+        """Removes a callback, or those of a class; does nothing without one."""
+        kept = []
+        for each in self.callbacks:
+            is_meant = type(each) is callback if isinstance(callback, type) else each is callback
+            if not is_meant:
+                kept.append(each)
+        self.callbacks = kept
+
     def begin(self, problems: int) -> None:
         """Resets the log history and the stop flag for a new call of `train`."""
         self._num_problems = problems

@@ -3,12 +3,14 @@ rewards.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError, ServiceError
 from common.process.logs import SHOWN
 from common.settings.rewards import ModelReward
 from common.settings.sections import RewardSection
+from common.wire.schemas import Prompt, RewardItem, RewardResult
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 
@@ -69,7 +71,7 @@ class RolloutStart:
             log.info(
                 "dropped %d groups of an earlier attempt; their prompts are drawn again", dropped
             )
-        if not known:
+        if not known and not self.context.services.reward.is_tried:
             await self._try_rewards()
         await self.context.services.data.seek(position)
 
@@ -109,25 +111,33 @@ class RolloutStart:
         is busy. Nor is a problem that no function grades.
         """
         batch = await self.context.services.data.prompts(1, f"{self.context.run_id}-trial")
-        prompt = batch.prompts[0]
-        answer = GeneratedAnswer(
-            prompt.ground_truth or "0", finish_reason="stop", tokens=None, token_ids=[0]
-        )
         reward = self.context.services.reward
-        items = reward_items(prompt, [answer, answer], reward.gets_tokens)
+        items = trial_items(batch.prompts[0], reward.gets_tokens)
         try:
             graded = await reward.batch_reward(items)
         except ServiceError as error:
             # It concerns this problem only, whose group will be dropped and counted.
             log.warning("the reward functions could not be tried: %s", error)
             return
+        check_trial(graded.rewards, self.context.config.reward)
 
-        failed = (
-            result.reward is None and result.reason and result.status != "inapplicable"
-            for result in graded.rewards
-        )
-        if all(failed):
-            raise no_reward(graded.rewards[0].reason, self.context.config.reward)
+
+def trial_items(prompt: Prompt, with_tokens: bool) -> list[RewardItem]:
+    """Returns two made-up answers to a problem."""
+    answer = GeneratedAnswer(
+        prompt.ground_truth or "0", finish_reason="stop", tokens=None, token_ids=[0]
+    )
+    return reward_items(prompt, [answer, answer], with_tokens)
+
+
+def check_trial(results: Sequence[RewardResult], settings: RewardSection) -> None:
+    """Raises ConfigError when the reward functions failed for all made-up answers."""
+    failed = (
+        result.reward is None and result.reason and result.status != "inapplicable"
+        for result in results
+    )
+    if all(failed):
+        raise no_reward(results[0].reason, settings)
 
 
 def no_reward(reason: str, settings: RewardSection) -> ConfigError:

@@ -86,6 +86,12 @@ def test_a_broken_function_is_refused_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_broken_function_is_found_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer(Path("no/such/model"), tmp_path, broken).train()
+    assert caught.value.field == "reward_fn"
+
+
 def test_a_slow_function_is_refused_with_the_setting_to_raise(
     base_model: Path, tmp_path: Path
 ) -> None:
