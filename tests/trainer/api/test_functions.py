@@ -169,6 +169,10 @@ def test_callbacks_follow_a_run_and_can_stop_it(base_model: Path, tmp_path: Path
         )
     ]
     assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2]
+    evaluation, first = trainer.state.log_history[:2]
+    assert first["loss"] == result.history[0]["update"]["loss"], "TRL's names are there too"
+    assert first["rewards/length/mean"] == first["reward"] == result.history[0]["reward"]
+    assert evaluation["eval_reward"] == result.evaluations[0]["mean_reward"]
     assert trainer.state.best_metric == max(line["mean_reward"] for line in result.evaluations)
     assert {path.name for path in (result.output_dir / "checkpoints").glob("step_*")} == {
         "step_000001",
