@@ -89,7 +89,7 @@ def _report(value: Any) -> Values:
 def _optimizer(value: Any) -> Values | None:
     if "adamw" not in value:
         raise Unsupported("the optimiser is AdamW")
-    return {} if value.startswith("adamw_torch") else None
+    return {} if value in ("adamw_torch", "adamw_torch_fused") else None
 
 
 def _schedule(value: Any) -> Values:
