@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from common.errors import Conflict, InvalidInput, ServiceError
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
-from services.environment.messages import Message, tools_key
+from services.environment.messages import Message
 from services.environment.template import Template
 from services.environment.tree import SessionTree, TurnNode
 
@@ -289,9 +289,3 @@ class Session:
     def _seed(self, name: str) -> int:
         digest = hashlib.blake2b(f"{self._settings.seed} {name}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) & 0x7FFFFFFF  # not negative as an int32
-
-
-def request_key(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-    """Returns the key of a call made by a runner itself."""
-    keys = "\n".join(message.key for message in messages).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(tools_key(tools) + b"\n" + keys, digest_size=16).hexdigest()
