@@ -151,7 +151,7 @@ class FreeingReplay(ReplayClient):
         self.stored += len(groups)
         for group in groups:
             self.collector.forget(group.position)
-        self.collector.free(len(groups))
+        self.collector.free_slots(len(groups))
         return added
 
 

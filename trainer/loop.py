@@ -1,6 +1,6 @@
 """The training loop, the same on every rank.
 
-    groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► release slots
+    groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► free slots
 
 Rank 0 takes the groups from the replay buffer and shares them; every rank computes its share of the
 gradient; rank 0 publishes the weights. One process is a group of one.
@@ -44,6 +44,6 @@ def train(run: Run) -> None:
             served = run.weights.push(policy)  # waits for the engines only with max_staleness 0
             finish_acknowledging()
             run.evaluate()
-            rollouts.release(batch, served)
+            rollouts.free_slots(batch, when=served)
             record = run.log.step(policy.step, batch, update, critic_metrics, drops=rollouts.drops)
             run.end_step(record)

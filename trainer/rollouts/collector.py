@@ -15,13 +15,14 @@ of its prompt until the engines serve the weights that it trained:
 | grading | reward-server and teacher answered; a failure drops the group | storing; drawing |
 | storing | the replay-buffer acknowledged the group | waiting |
 | waiting | the trainer takes the group; with `drop`, a stale one is dropped | training; drawing |
-| training | the engines serve the weights that the group trained (`free`) | free |
+| training | the engines serve the weights that the group trained (`free_slots`) | free |
 
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
 failures in a row stop the run. With max_staleness 0 nothing is generated while the weights change.
-Otherwise, if groups are trained on in the order in which they got their slots (`oldest_stored`),
-the weights that start a group are at most max_staleness versions older than those that are updated
-on it: at most max_staleness × (fresh groups per step) others precede a new group.
+Otherwise, if groups are trained on in the order in which they got their slots
+(`wait_for_oldest`), the weights that start a group are at most max_staleness versions older than
+those that are updated on it: at most max_staleness × (fresh groups per step) others precede a new
+group.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from common.errors import ServiceError
 from common.process import logs
@@ -54,11 +55,15 @@ class CollectFailed(ServiceError):
     code = "collect_failed"
 
 
-class WaitingGroup(NamedTuple):
-    """A group that waits for the trainer, and where its prompt came from."""
+@dataclass(slots=True)
+class UntakenGroup:
+    """What is known of a group from the draw of its prompt until the trainer takes it."""
 
-    group: Group
     drawn: Drawn
+    graded: Group | None = None
+    """The group itself, once it has its rewards."""
+    is_stored: bool = False
+    """Whether the replay buffer acknowledged it."""
 
 
 class Collector:
@@ -78,12 +83,8 @@ class Collector:
         self._cursor = cursor
         self._ground_truths = ground_truths
         self.drops = Drops()
-        self.waiting: dict[int, WaitingGroup] = {}
-        """Groups that are stored or being stored and that the trainer has not taken yet, by
-        position."""
-        self.is_stored: dict[int, bool] = {}
-        """Whether the group is stored, by position not yet taken by the trainer, in the order of
-        their slots."""
+        self.untaken: dict[int, UntakenGroup] = {}
+        """By position, in the order in which the groups got their slots."""
         self._held: set[str] = set()  # groups that were taken but not acknowledged yet
         self._stored = asyncio.Event()
         self._slots = asyncio.Semaphore(0)
@@ -98,7 +99,7 @@ class Collector:
         stops the run.
         """
         self._wanted = groups
-        self.free(slots)
+        self.free_slots(slots)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._ground_truths.run())
             while True:
@@ -109,8 +110,9 @@ class Collector:
                 drawn = await self._draw(count)
                 token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
                 for each, prompt_ids in zip(drawn, token_ids, strict=True):
-                    self.is_stored[each.position] = False
-                    tasks.create_task(self._collect(each, prompt_ids))
+                    untaken = UntakenGroup(each)
+                    self.untaken[each.position] = untaken
+                    tasks.create_task(self._collect(untaken, prompt_ids))
 
     async def _acquire_slots(self) -> int:
         """Waits for a free slot and takes it, with the others that are free and wanted; returns
@@ -124,17 +126,12 @@ class Collector:
             count += 1
         return count
 
-    def free(self, count: int) -> None:
+    def free_slots(self, count: int) -> None:
         """Frees the slots of groups that were trained on."""
         for _ in range(count):
             self._slots.release()
 
-    def forget(self, position: int) -> None:
-        """Forgets a group that no longer waits for the trainer."""
-        self.waiting.pop(position, None)
-        self.is_stored.pop(position, None)
-
-    async def oldest_stored(self, count: int, wait_s: float) -> bool:
+    async def wait_for_oldest(self, count: int, wait_s: float) -> bool:
         """Waits up to `wait_s` until the `count` groups that got their slots first are stored;
         returns whether they are.
         """
@@ -142,15 +139,16 @@ class Collector:
             async with asyncio.timeout(wait_s):
                 while not self._are_oldest_stored(count):
                     self._stored.clear()
-                    enough = sum(self.is_stored.values()) >= count
+                    stored = [each for each in self.untaken.values() if each.is_stored]
+                    enough = len(stored) >= count
                     with self._clock.stage("stragglers") if enough else nullcontext():
                         await self._stored.wait()
                 return True
         return False
 
     def _are_oldest_stored(self, count: int) -> bool:
-        oldest = list(self.is_stored.values())[:count]
-        return len(oldest) == count and all(oldest)
+        oldest = list(self.untaken.values())[:count]
+        return len(oldest) == count and all(each.is_stored for each in oldest)
 
     async def take(self, request: TakeRequest) -> list[Group]:
         """Takes groups from the replay buffer for the trainer; returns none if there are too few.
@@ -169,7 +167,7 @@ class Collector:
                     "end of its update",
                 )
             self._held.add(group.id)
-            self.forget(group.position)
+            self.untaken.pop(group.position, None)
         if taken.evicted:
             self._drop_stale(request.min_version, taken.evicted)
         return taken.groups
@@ -178,23 +176,15 @@ class Collector:
         """Drops the groups that are older than `min_version`, of which the replay buffer evicted
         `evicted`.
         """
-        stale = [
-            waiting
-            for waiting in self.waiting.values()
-            if waiting.group.weight_version < min_version
-        ]
-        self.drops.add(
-            [waiting.group for waiting in stale],
-            "stale",
-            f"its weights are older than version {min_version}",
-        )
+        stale = [group for group in self._graded() if group.weight_version < min_version]
+        self.drops.add(stale, "stale", f"its weights are older than version {min_version}")
         self.drops.counts["stale"] += evicted - len(stale)
         log.warning(
             "dropping the stale groups at %s of the prompt stream",
-            [waiting.drawn.position for waiting in stale],
+            [group.position for group in stale],
         )
-        for waiting in stale:
-            self._retry(waiting.drawn)
+        for group in stale:
+            self._retry(self.untaken[group.position].drawn)
         self._collect_more(evicted)
 
     async def replace_equal(self, groups: Sequence[Group]) -> None:
@@ -216,7 +206,7 @@ class Collector:
         Raises CollectFailed when another client acknowledged some: the replay-buffer considers
         these trained on.
         """
-        groups = [waiting.group for waiting in self.waiting.values()]
+        groups = self._graded()
         if await self._unacknowledged() >= len(groups):
             return
 
@@ -240,6 +230,10 @@ class Collector:
                 remedy="the log of replay-buffer names the client: stop it and restart the run to "
                 "collect them again",
             )
+
+    def _graded(self) -> list[Group]:
+        """Returns the groups that are stored or being stored and that the trainer has not taken."""
+        return [each.graded for each in self.untaken.values() if each.graded is not None]
 
     async def _unacknowledged(self) -> int:
         stats = await self._services.replay.stats()
@@ -281,18 +275,18 @@ class Collector:
         self.drops.counts["ground_truth"] += 1
         return True
 
-    async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
+    async def _collect(self, untaken: UntakenGroup, prompt_ids: list[int]) -> None:
         """Collects one group, from prompt to replay buffer; when it fails, another group takes its
         slot.
         """
-        position = drawn.position
+        drawn = untaken.drawn
         # The random part tells the tries of a position apart.
-        group_id = f"{self._run_id}-{position}-{secrets.token_hex(4)}"
+        group_id = f"{self._run_id}-{drawn.position}-{secrets.token_hex(4)}"
         group = self._maker.empty(drawn, prompt_ids, group_id)
         with logs.request(group.id):  # every service adds this id to its log lines about the group
             try:
                 await self._maker.fill(group, drawn.prompt)
-                self.waiting[position] = WaitingGroup(group, drawn)
+                untaken.graded = group
                 with self._clock.stage("replay"):
                     await self._store_batched(group)
             except GroupFailed as error:
@@ -300,9 +294,7 @@ class Collector:
                 self._retry(drawn)
                 self._collect_more(1)
             else:
-                # The trainer may have taken it before the replay buffer's answer came.
-                if position in self.is_stored:
-                    self.is_stored[position] = True
+                untaken.is_stored = True
                 self._stored.set()
                 self.drops.in_a_row = 0
 
@@ -327,7 +319,7 @@ class Collector:
         """Schedules the prompt of a dropped group to be drawn again, before new ones, unless it
         failed too often.
         """
-        self.forget(drawn.position)
+        self.untaken.pop(drawn.position, None)
         if not self._cursor.retry(drawn):
             log.warning(
                 "prompt %s at %d is skipped after %d tries",
@@ -339,4 +331,4 @@ class Collector:
     def _collect_more(self, count: int) -> None:
         """Collects `count` more groups, in the slots of groups that will not be trained on."""
         self._wanted += count
-        self.free(count)
+        self.free_slots(count)

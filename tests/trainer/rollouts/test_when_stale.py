@@ -158,7 +158,7 @@ class Simulation:
                 self.engine.versions.append((self.engine.now, step + 1))
                 self.rollouts.start_ack(batch)()
                 served: Future[None] = Future()
-                self.rollouts.release(batch, served)
+                self.rollouts.free_slots(batch, when=served)
                 served.set_result(None)
 
     def _train(self, batch: Batch, step: int, learning_rate: float) -> None:
@@ -177,15 +177,11 @@ class Simulation:
         when, oldest = self.config.trainer.when_stale, step - STALENESS
 
         async def look() -> bool:
-            is_stored = self.collector.is_stored
-            waiting = self.collector.waiting
+            untaken = list(self.collector.untaken.values())
             if when == "wait":
-                return all(list(is_stored.values())[:FRESH])
-            young = [
-                p
-                for p, stored in is_stored.items()
-                if stored and (when == "train" or waiting[p][0].weight_version >= oldest)
-            ]
+                return all(each.is_stored for each in untaken[:FRESH])
+            stored = [each.graded for each in untaken if each.graded and each.is_stored]
+            young = [group for group in stored if when == "train" or group.weight_version >= oldest]
             return len(young) >= FRESH
 
         return self.loop.call(look())
@@ -202,10 +198,12 @@ class Simulation:
         """Waits until every group in a slot is being generated or is stored."""
 
         async def settled() -> None:
-            is_stored = self.collector.is_stored
-            while len(is_stored) != open_slots or list(is_stored.values()).count(False) != len(  # noqa: ASYNC110
-                self.engine.running
-            ):
+            def is_settled() -> bool:
+                untaken = self.collector.untaken.values()
+                generating = sum(not each.is_stored for each in untaken)
+                return len(untaken) == open_slots and generating == len(self.engine.running)
+
+            while not is_settled():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
         self.loop.call(settled())
@@ -317,11 +315,10 @@ def test_a_group_that_is_taken_before_the_answer_about_it_is_forgotten(
             taken: list[Group] = []
             while len(taken) < FRESH:
                 taken = await collector.take(request)
-            assert not collector.is_stored
+            assert not collector.untaken
             transport.released.set()
             await collector._stored.wait()
-            assert not collector.is_stored
-            assert not collector.waiting
+            assert not collector.untaken
 
         with made.rollouts.collecting(0, 1):
             made.loop.call(take_first())
