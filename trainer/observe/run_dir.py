@@ -100,6 +100,7 @@ class Recorder:
         directory: Path,
         config: Config,
         console: Console,
+        *,
         step: int = 0,
         tracked: Counter | None = None,
         run_id: str = "",

@@ -66,6 +66,7 @@ class LeaderRunLog(RunLog):
         config: Config,
         recorder: Recorder,
         metrics: TrainerMetrics,
+        *,
         clock: StageClock,
         step: int,
         measured: Callable[[int], dict[str, float]] = lambda step: {},
