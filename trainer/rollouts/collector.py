@@ -201,13 +201,15 @@ class Collector:
         self._cursor.finish([group.position for group in groups])
 
     async def store_lost(self) -> None:
-        """Stores groups again that the replay-buffer lost before they were trained on.
+        """Stores groups again that the replay-buffer lost before the trainer took them.
 
-        Raises CollectFailed when another client acknowledged some: the replay-buffer considers
-        these trained on.
+        Raises CollectFailed for groups that it would not take again because another client
+        acknowledged them, and for lost ones that the trainer holds: they could not be acknowledged.
         """
         groups = self._graded()
-        if await self._unacknowledged() >= len(groups):
+        # Dynamic sampling holds groups while it waits for others; the replay-buffer counts both.
+        expected = len(groups) + len(self._held)
+        if await self._unacknowledged() >= expected:
             return
 
         added = 0
@@ -220,11 +222,11 @@ class Collector:
                 added,
             )
 
-        lost = len(groups) - await self._unacknowledged()
+        lost = expected - await self._unacknowledged()
         if lost > 0:
             raise CollectFailed(
-                f"{lost} groups were acknowledged in the replay-buffer by another client before "
-                "they were trained on",
+                f"{lost} groups were acknowledged or dropped in the replay-buffer by another "
+                "client before they were trained on",
                 field="/groups/ack",
                 value=lost,
                 remedy="the log of replay-buffer names the client: stop it and restart the run to "
