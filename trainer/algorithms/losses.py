@@ -15,7 +15,8 @@ padding; R is the number of rows. `row_of_token` [C] holds the index, 0 to R −
 token belongs to. Log-probabilities are in nats, at the sampling temperature.
 
 In the equations, t is a token, A_t its advantage, π the policy that is trained, π_old the policy
-that the ratio refers to, μ the policy that sampled the token, and ρ_t = π(t) / π_old(t).
+that the ratio refers to, μ the policy that sampled the token, ρ_t = π(t) / π_old(t), and sg stops
+the gradient.
 """
 
 import math
@@ -28,11 +29,11 @@ from torch import Tensor
 from common.settings.algorithm import AlgorithmSection
 
 _MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ±20 before exp, as in the public implementations, to prevent
-overflow."""
+"""Log ratios of tokens are clamped to ±20 before exp, as in the public implementations, to prevent
+overflow. Beyond a bound the gradient is 0."""
 _MAX_ROW_LOG_RATIO = 10.0
-"""Upper bound only, of the mean over a row: exp of a very negative mean is 0. Beyond a bound the
-gradient is 0."""
+"""For the mean over a row, as in verl; there is no lower bound, since exp of a very negative mean
+is 0."""
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
@@ -72,17 +73,51 @@ class PolicyLoss:
     """[C] 1 where clipping or a mask took effect, else 0."""
 
 
-def row_sum(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
-    """Returns [R] sums of `values` [C] by row."""
-    sums = torch.zeros(row_count, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, row_of_token, values)
+def policy_loss(config: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
+    """Returns the loss of each token, before weights and aggregation, as the settings say."""
+    if config.importance_level == "sequence":
+        ratio = row_ratio(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            row_of_token=tokens.row_of_token,
+            row_count=tokens.row_count,
+        )
+    else:
+        ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
 
-
-def row_mean(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
-    """Returns [R] means of `values` [C] by row; 0 for a row without tokens."""
-    sums = row_sum(values, row_of_token, row_count)
-    lengths = row_sum(torch.ones_like(values), row_of_token, row_count)
-    return sums / lengths.clamp(min=1)
+    match config.policy_loss:
+        case "cispo":
+            return cispo(
+                ratio,
+                tokens.logprobs,
+                tokens.advantages,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+            )
+        case "dppo":  # its bounds are of the probability, not of the ratio
+            return dppo(
+                ratio,
+                logprobs=tokens.logprobs,
+                rollout_logprobs=tokens.rollout_logprobs,
+                advantages=tokens.advantages,
+                low=config.clip_low,
+                high=config.clip_high,
+            )
+        case "sapo":
+            return sapo(
+                ratio,
+                tokens.advantages,
+                tau_positive=config.sapo_tau_positive,
+                tau_negative=config.sapo_tau_negative,
+            )
+        case "clip":
+            return clipped_surrogate(
+                ratio,
+                tokens.advantages,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+            )
 
 
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -101,7 +136,7 @@ def row_ratio(
 
     s = exp(1/L · Σ_t log ρ_t), over the L tokens of a row. Returns [C], in which every token of a
     row has the same value. The gradient of that value flows through the token's own log-probability
-    (eq. 14): s_t = sg(s) · π(t) / sg(π(t)), where sg stops the gradient.
+    (eq. 14): s_t = sg(s) · π(t) / sg(π(t)).
 
     Args:
         logprobs, old_logprobs, row_of_token: [C]
@@ -132,18 +167,18 @@ def clipped_surrogate(
         clip_low, clip_high: distances from 1 to which the ratio is clipped.
         dual_clip: c, above 1; None for no bound.
     """
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
-    took_effect = clipped > unclipped
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    took_effect = clipped_loss > unclipped_loss
 
     if dual_clip is not None:
         bound = -advantages * dual_clip
-        over = (advantages < 0) & (bound < loss)
-        loss = torch.where(over, bound, loss)
-        took_effect = took_effect | over
+        exceeds = (advantages < 0) & (loss > bound)
+        loss = torch.where(exceeds, bound, loss)
+        took_effect = took_effect | exceeds
 
-    return PolicyLoss(loss, ratio, took_effect.float())
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=took_effect.float())
 
 
 def cispo(
@@ -160,10 +195,14 @@ def cispo(
     """
     unclipped = ratio.detach()
     weight = unclipped.clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != unclipped).float())
+    return PolicyLoss(
+        loss=-weight * advantages * logprobs,
+        ratio=ratio,
+        clipped=(weight != unclipped).float(),
+    )
 
 
-def divergence_masked(
+def dppo(
     ratio: Tensor,
     *,
     logprobs: Tensor,
@@ -188,7 +227,7 @@ def divergence_masked(
     moved = (logprobs.exp() - rollout_logprobs.exp()).detach()
     masked = torch.where(advantages > 0, moved > high, moved < -low)
     loss = torch.where(masked, 0.0, -advantages * ratio)
-    return PolicyLoss(loss, ratio, masked.float())
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=masked.float())
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> PolicyLoss:
@@ -203,7 +242,100 @@ def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: f
     """
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
-    return PolicyLoss(loss, ratio, torch.zeros_like(ratio))
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio))
+
+
+def policy_weights(config: AlgorithmSection, tokens: TokenTerms) -> Tensor:
+    """Returns [C] the weight of each token in the policy loss, without gradient.
+
+    It is the product of the corrections and masks that the settings ask for, and 1 without any. The
+    KL term and the entropy bonus count every token.
+    """
+    weights = torch.ones_like(tokens.rollout_logprobs)
+    if config.correction is not None:
+        weights = importance_correction(
+            tokens,
+            mode=config.correction,
+            level=config.correction_level,
+            cap=config.correction_cap,
+            floor=config.correction_floor,
+        )
+    if config.rejects:
+        weights = weights * geometric_mask(tokens, config.geometric_low, config.geometric_high)
+    if config.off_policy_delta is not None:
+        weights = weights * off_policy_mask(tokens, config.off_policy_delta)
+    return weights
+
+
+def importance_correction(
+    tokens: TokenTerms,
+    *,
+    mode: Literal["truncate", "mask"],
+    level: Literal["token", "sequence"],
+    cap: float,
+    floor: float | None = None,
+) -> Tensor:
+    """Returns [C] weights, without gradient, that correct for the gap between engine and trainer.
+
+    w_t = π_old(t) / μ(t) or, with level `sequence`, the product of these over the row.
+    `truncate` gives min(w, cap): truncated importance sampling (Yao et al. 2025). `mask` gives w
+    where floor ≤ w ≤ cap and 0 elsewhere; by token this is IcePop (Ling team 2025,
+    arXiv:2510.18855), whose bounds are 0.5 and 5.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        mode: what happens to weights beyond the bounds.
+        level: `token`, or `sequence` for one weight per row.
+        cap: upper bound.
+        floor: lower bound of `mask`; None for 1 / cap.
+    """
+    log_weight = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
+    if level == "sequence":
+        row_log_weights = row_sum(log_weight, tokens.row_of_token, tokens.row_count)
+        log_weight = row_log_weights[tokens.row_of_token]
+    weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+    if mode == "truncate":
+        return weight.clamp(max=cap)
+    lowest = 1 / cap if floor is None else floor
+    outside = (weight > cap) | (weight < lowest)
+    return torch.where(outside, torch.zeros_like(weight), weight)
+
+
+def geometric_mask(tokens: TokenTerms, low: float | None, high: float | None) -> Tensor:
+    """Returns [C] 1 on the tokens of rows that are kept, and 0 on those of rejected ones.
+
+    A row is kept if low ≤ exp(1/L · Σ_t log(π_old(t) / μ(t))) ≤ high, the geometric mean over its L
+    tokens (Liu et al. 2025, "When Speed Kills Stability"). verl calls this `seq_mean_k1` and uses
+    [0.999, 1.001]. The product over a row would reject long ones whatever their tokens are.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        low, high: bounds of the geometric mean; None for no bound.
+    """
+    log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
+    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
+    kept = torch.ones_like(mean)
+    if low is not None:
+        kept = (mean >= math.log(low)).float()
+    if high is not None:
+        kept = kept * (mean <= math.log(high)).float()
+    return kept
+
+
+def off_policy_mask(tokens: TokenTerms, delta: float) -> Tensor:
+    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Returns [C] M_t = 0 if A_t < 0 and 1/L · Σ_t log(μ(t) / π(t)) > delta, over the L tokens of the
+    row, and 1 otherwise: a bad row from which the policy has moved away teaches nothing more.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        delta: the largest mean, in nats per token.
+    """
+    log_ratio = (tokens.rollout_logprobs - tokens.logprobs).detach()
+    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
+    return ((tokens.advantages >= 0) | (mean <= delta)).float()
 
 
 def kl_divergence(
@@ -281,140 +413,14 @@ def token_coefficients(
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
-def importance_correction(
-    tokens: TokenTerms,
-    *,
-    mode: Literal["truncate", "mask"],
-    level: Literal["token", "sequence"],
-    cap: float,
-    floor: float | None = None,
-) -> Tensor:
-    """Returns [C] weights, without gradient, that correct for the gap between engine and trainer.
-
-    w_t = π_old(t) / μ(t) or, with level `sequence`, the product of these over the row.
-    `truncate` gives min(w, cap): truncated importance sampling (Yao et al. 2025). `mask` gives w
-    where floor ≤ w ≤ cap and 0 elsewhere; by token this is IcePop (Ling team 2025,
-    arXiv:2510.18855), whose bounds are 0.5 and 5.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        mode: what happens to weights beyond the bounds.
-        level: `token`, or `sequence` for one weight per row.
-        cap: upper bound.
-        floor: lower bound of `mask`; None for 1 / cap.
-    """
-    log_weight = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-    if level == "sequence":
-        row_log_weights = row_sum(log_weight, tokens.row_of_token, tokens.row_count)
-        log_weight = row_log_weights[tokens.row_of_token]
-    weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-
-    if mode == "truncate":
-        return weight.clamp(max=cap)
-    outside = (weight > cap) | (weight < (floor or 1 / cap))
-    return torch.where(outside, torch.zeros_like(weight), weight)
+def row_sum(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
+    """Returns [R] sums of `values` [C] by row."""
+    sums = torch.zeros(row_count, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, row_of_token, values)
 
 
-def geometric_mask(tokens: TokenTerms, low: float | None, high: float | None) -> Tensor:
-    """Returns [C] 1 on the tokens of rows that are kept, and 0 on those of rejected ones.
-
-    A row is kept if low ≤ exp(1/L · Σ_t log(π_old(t) / μ(t))) ≤ high, the geometric mean over its L
-    tokens (Liu et al. 2025, "When Speed Kills Stability"). verl calls this `seq_mean_k1` and uses
-    [0.999, 1.001]. The product over a row would reject long ones whatever their tokens are.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        low, high: bounds of the geometric mean; None for no bound.
-    """
-    log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
-    kept = torch.ones_like(mean)
-    if low is not None:
-        kept = (mean >= math.log(low)).float()
-    if high is not None:
-        kept = kept * (mean <= math.log(high)).float()
-    return kept
-
-
-def off_policy_mask(tokens: TokenTerms, delta: float) -> Tensor:
-    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
-
-    Returns [C] M_t = 0 if A_t < 0 and 1/L · Σ_t log(μ(t) / π(t)) > delta, over the L tokens of the
-    row, and 1 otherwise: a bad row from which the policy has moved away teaches nothing more.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        delta: the largest mean, in nats per token.
-    """
-    log_ratio = (tokens.rollout_logprobs - tokens.logprobs).detach()
-    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
-    return ((tokens.advantages >= 0) | (mean <= delta)).float()
-
-
-def policy_loss(config: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
-    """Returns the loss of each token, before weights and aggregation, as the settings say."""
-    if config.importance_level == "sequence":
-        ratio = row_ratio(
-            tokens.logprobs,
-            tokens.old_logprobs,
-            row_of_token=tokens.row_of_token,
-            row_count=tokens.row_count,
-        )
-    else:
-        ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
-
-    match config.policy_loss:
-        case "cispo":
-            return cispo(
-                ratio,
-                tokens.logprobs,
-                tokens.advantages,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-            )
-        case "dppo":  # here the bounds are of the probability, not of the ratio
-            return divergence_masked(
-                ratio,
-                logprobs=tokens.logprobs,
-                rollout_logprobs=tokens.rollout_logprobs,
-                advantages=tokens.advantages,
-                low=config.clip_low,
-                high=config.clip_high,
-            )
-        case "sapo":
-            return sapo(
-                ratio,
-                tokens.advantages,
-                tau_positive=config.sapo_tau_positive,
-                tau_negative=config.sapo_tau_negative,
-            )
-        case "clip":
-            return clipped_surrogate(
-                ratio,
-                tokens.advantages,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
-            )
-
-
-def policy_weights(config: AlgorithmSection, tokens: TokenTerms) -> Tensor:
-    """Returns [C] the weight of each token in the policy loss, without gradient.
-
-    It is the product of the corrections and masks that the settings ask for, and 1 without any. The
-    KL term and the entropy bonus count every token.
-    """
-    weights = torch.ones_like(tokens.rollout_logprobs)
-    if config.correction is not None:
-        weights = importance_correction(
-            tokens,
-            mode=config.correction,
-            level=config.correction_level,
-            cap=config.correction_cap,
-            floor=config.correction_floor,
-        )
-    if config.rejects:
-        weights = weights * geometric_mask(tokens, config.geometric_low, config.geometric_high)
-    if config.off_policy_delta is not None:
-        weights = weights * off_policy_mask(tokens, config.off_policy_delta)
-    return weights
+def row_mean(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
+    """Returns [R] means of `values` [C] by row; 0 for a row without tokens."""
+    sums = row_sum(values, row_of_token, row_count)
+    lengths = row_sum(torch.ones_like(values), row_of_token, row_count)
+    return sums / lengths.clamp(min=1)
