@@ -105,7 +105,7 @@ class Policy:
                 "one process on a CPU has nothing to offload",
             )
 
-        self.scorer = load_policy(config, ranks, directory)
+        self.scorer = load_policy(config, ranks, directory)  # computes log-probabilities
         self.model = self.scorer.model
         self.model.train()
         self.optimizer = Optimizer(
@@ -125,6 +125,8 @@ class Policy:
         With `trainer.resume` false, checkpoints of an earlier run are set aside first. Only rank 0
         needs to see the directory; what it reads is broadcast. Raises ConfigError when the
         checkpoint is damaged or belongs to another run. A collective.
+
+        `learns_from` is a part of the run's identity.
         """
         checkpoints = run_dir / "checkpoints"
         if ranks.is_rank_zero and not config.trainer.resume:
@@ -135,7 +137,8 @@ class Policy:
 
         content = checkpoint.read_state(path) if ranks.is_rank_zero else b""
         state = checkpoint.load_state(ranks.broadcast(content), path)
-        if ranks.is_rank_zero:  # others may lack the files of the data set
+        # Rank 0 alone: the others may lack the files of the data set.
+        if ranks.is_rank_zero:
             check_same(state.identity, identity(config, learns_from), path)
 
         changed = checkpoint.changed_file(path) if ranks.is_rank_zero else ""
@@ -200,7 +203,9 @@ class Policy:
 
     @property
     def seed(self) -> int:
-        """The seed for all randomness in this step."""
+        """The seed for all randomness in this step: another one for every `config.seed` and, in the
+        first million, every step.
+        """
         return self.config.seed * 1_000_003 + self.step
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:

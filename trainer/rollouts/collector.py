@@ -63,7 +63,7 @@ class UntakenGroup:
     graded: Group | None = None
     """The group itself, once it has its rewards."""
     is_stored: bool = False
-    """Whether the replay buffer acknowledged it."""
+    """Whether the replay buffer answered that it is stored."""
 
 
 class Collector:
@@ -85,18 +85,22 @@ class Collector:
         self.drops = Drops()
         self.untaken: dict[int, UntakenGroup] = {}
         """By position, in the order in which the groups got their slots."""
-        self._held: set[str] = set()  # groups that were taken but not acknowledged yet
+        self._held: set[str] = set()
+        """Ids of the groups that the trainer took and did not acknowledge yet."""
         self._stored = asyncio.Event()
+        """Set when another group is stored."""
         self._slots = asyncio.Semaphore(0)
-        # Groups to draw in total, and drawn so far; a retry and a replacement raise both.
         self._wanted = 0
+        """Groups to draw in total; a retry or a replacement adds one."""
         self._drawn = 0
+        """Groups drawn so far."""
         self._maker = GroupMaker(context)
+        # Groups that are ready at the same time are stored by one call.
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
-        """Collects `groups` groups in total, each in its own task. Never returns; raises whatever
-        stops the run.
+        """Collects `groups` groups in total, each in its own task, at most `slots` at once. Never
+        returns; raises whatever stops the run.
         """
         self._wanted = groups
         self.free_slots(slots)
@@ -105,8 +109,9 @@ class Collector:
             while True:
                 count = await self._acquire_slots()
                 if self._drawn >= self._wanted:
-                    continue  # the slot is not needed: `_collect_more` brings its own
+                    continue  # the last groups are under way; `_collect_more` brings its own slots
                 self._drawn += count
+
                 drawn = await self._draw(count)
                 token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
                 for each, prompt_ids in zip(drawn, token_ids, strict=True):
@@ -115,8 +120,8 @@ class Collector:
                     tasks.create_task(self._collect(untaken, prompt_ids))
 
     async def _acquire_slots(self) -> int:
-        """Waits for a free slot and takes it, with the others that are free and wanted; returns
-        their number.
+        """Waits for a free slot and takes it, with the others that are free and for which groups
+        are wanted; returns their number.
         """
         await self._slots.acquire()
         count = 1
@@ -131,16 +136,107 @@ class Collector:
         for _ in range(count):
             self._slots.release()
 
+    async def _draw(self, count: int) -> list[Drawn]:
+        """Returns `count` prompts: retries first, then the next ones of the stream."""
+        data = self._services.data
+        drawn = self._cursor.take_retries(count)
+        while (missing := count - len(drawn)) > 0:
+            position = self._cursor.next
+            # The data-server answers a repeated request with the same prompts.
+            request_id = f"{self._run_id}-{position}-{missing}"
+            batch = await data.prompts(missing, request_id)
+            if batch.position != position:
+                # Its cursor was lost with its disk, or another client drew from the stream.
+                log.warning(
+                    "setting the data-server back from position %d to %d", batch.position, position
+                )
+                await data.seek(position)
+                batch = await data.prompts(missing, f"{request_id}-again")
+            if batch.position != position:
+                raise CollectFailed(
+                    f"the data-server gave prompt {batch.position} instead of {position}: another "
+                    "client draws from it",
+                    field="prompts",
+                    value=batch.position,
+                    remedy="stop the other client, or give it another data-server; then start "
+                    "again",
+                )
+            for each in self._cursor.draw(batch.prompts, batch.total_available):
+                if each.prompt.id in self._ground_truths.unsolvable:  # no answer is right
+                    self._cursor.finish([each.position])
+                    self.drops.counts["ground_truth"] += 1
+                else:
+                    drawn.append(each)
+        return drawn
+
+    async def _collect(self, untaken: UntakenGroup, prompt_ids: list[int]) -> None:
+        """Collects one group, from prompt to replay buffer; when it fails, another group takes its
+        slot.
+        """
+        drawn = untaken.drawn
+        # The random part tells the tries of a position apart.
+        group_id = f"{self._run_id}-{drawn.position}-{secrets.token_hex(4)}"
+        group = self._maker.empty(drawn, prompt_ids, group_id)
+        with logs.request(group.id):  # every service adds this id to its log lines about the group
+            try:
+                await self._maker.fill(group, drawn.prompt)
+                untaken.graded = group
+                with self._clock.stage("replay"):
+                    await self._store_batched(group)
+            except GroupFailed as error:
+                self._drop(error, group)
+                self._retry(drawn)
+                self._collect_more(1)
+            else:
+                untaken.is_stored = True
+                self._stored.set()
+                self.drops.in_a_row = 0
+
+    async def _store(self, groups: list[Group]) -> list[None]:
+        await self._services.replay.add(groups)
+        return [None] * len(groups)
+
+    def _drop(self, error: GroupFailed, group: Group) -> None:
+        self.drops.add([group], error.reason, error.detail)
+        self.drops.in_a_row += 1
+        log.warning("dropped the group of prompt %s: %s", group.prompt_id, error)
+        if self.drops.in_a_row >= self._config.trainer.max_failed_groups:
+            raise CollectFailed(
+                f"{self.drops.in_a_row} groups in a row were dropped, the last one because of "
+                f"{error}",
+                field="trainer.max_failed_groups",
+                value=self._config.trainer.max_failed_groups,
+                remedy="look at the log of the service in that error",
+            )
+
+    def _retry(self, drawn: Drawn) -> None:
+        """Schedules the prompt of a dropped group to be drawn again, before new ones, unless it
+        failed too often.
+        """
+        self.untaken.pop(drawn.position, None)
+        if not self._cursor.retry(drawn):
+            log.warning(
+                "prompt %s at %d is skipped after %d tries",
+                drawn.prompt.id,
+                drawn.position,
+                MAX_TRIES,
+            )
+
+    def _collect_more(self, count: int) -> None:
+        """Collects `count` more groups, in the slots of groups that will not be trained on."""
+        self._wanted += count
+        self.free_slots(count)
+
     async def wait_for_oldest(self, count: int, wait_s: float) -> bool:
-        """Waits up to `wait_s` until the `count` groups that got their slots first are stored;
-        returns whether they are.
+        """Waits up to `wait_s` until the oldest `count` groups are stored: those not taken yet that
+        got their slots first. Returns whether they are.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self._are_oldest_stored(count):
                     self._stored.clear()
                     stored = [each for each in self.untaken.values() if each.is_stored]
-                    enough = len(stored) >= count
+                    enough = len(stored) >= count  # but an older one is not among them
                     with self._clock.stage("stragglers") if enough else nullcontext():
                         await self._stored.wait()
                 return True
@@ -178,6 +274,7 @@ class Collector:
         """
         stale = [group for group in self._graded() if group.weight_version < min_version]
         self.drops.add(stale, "stale", f"its weights are older than version {min_version}")
+        # One that is still being stored is in `stale` now and in `evicted` of a later call.
         self.drops.counts["stale"] += evicted - len(stale)
         log.warning(
             "dropping the stale groups at %s of the prompt stream",
@@ -240,97 +337,3 @@ class Collector:
     async def _unacknowledged(self) -> int:
         stats = await self._services.replay.stats()
         return int(stats["fresh"] + stats["leased"])
-
-    async def _draw(self, count: int) -> list[Drawn]:
-        """Returns `count` prompts: retries first, then the next ones of the stream."""
-        data = self._services.data
-        drawn = self._cursor.take_retries(count)
-        while (missing := count - len(drawn)) > 0:
-            position = self._cursor.next
-            request_id = f"{self._run_id}-{position}-{missing}"
-            batch = await data.prompts(missing, request_id)
-            if batch.position != position:
-                # Its cursor was lost with its disk, or another client drew from the stream.
-                log.warning(
-                    "setting the data-server back from position %d to %d", batch.position, position
-                )
-                await data.seek(position)
-                batch = await data.prompts(missing, f"{request_id}-again")
-            if batch.position != position:
-                raise CollectFailed(
-                    f"the data-server gave prompt {batch.position} instead of {position}: another "
-                    "client draws from it",
-                    field="prompts",
-                    value=batch.position,
-                    remedy="stop the other client, or give it another data-server; then start "
-                    "again",
-                )
-            new = self._cursor.draw(batch.prompts, batch.total_available)
-            drawn += [each for each in new if not self._skip_unsolvable(each)]
-        return drawn
-
-    def _skip_unsolvable(self, drawn: Drawn) -> bool:
-        """Finishes a problem that no answer solves, and counts it; returns whether it is one."""
-        if drawn.prompt.id not in self._ground_truths.unsolvable:
-            return False
-        self._cursor.finish([drawn.position])
-        self.drops.counts["ground_truth"] += 1
-        return True
-
-    async def _collect(self, untaken: UntakenGroup, prompt_ids: list[int]) -> None:
-        """Collects one group, from prompt to replay buffer; when it fails, another group takes its
-        slot.
-        """
-        drawn = untaken.drawn
-        # The random part tells the tries of a position apart.
-        group_id = f"{self._run_id}-{drawn.position}-{secrets.token_hex(4)}"
-        group = self._maker.empty(drawn, prompt_ids, group_id)
-        with logs.request(group.id):  # every service adds this id to its log lines about the group
-            try:
-                await self._maker.fill(group, drawn.prompt)
-                untaken.graded = group
-                with self._clock.stage("replay"):
-                    await self._store_batched(group)
-            except GroupFailed as error:
-                self._drop(error, group)
-                self._retry(drawn)
-                self._collect_more(1)
-            else:
-                untaken.is_stored = True
-                self._stored.set()
-                self.drops.in_a_row = 0
-
-    async def _store(self, groups: list[Group]) -> list[None]:
-        await self._services.replay.add(groups)
-        return [None] * len(groups)
-
-    def _drop(self, error: GroupFailed, group: Group) -> None:
-        self.drops.add([group], error.reason, error.detail)
-        self.drops.in_a_row += 1
-        log.warning("dropped the group of prompt %s: %s", group.prompt_id, error)
-        if self.drops.in_a_row >= self._config.trainer.max_failed_groups:
-            raise CollectFailed(
-                f"{self.drops.in_a_row} groups in a row were dropped, the last one because of "
-                f"{error}",
-                field="trainer.max_failed_groups",
-                value=self._config.trainer.max_failed_groups,
-                remedy="look at the log of the service in that error",
-            )
-
-    def _retry(self, drawn: Drawn) -> None:
-        """Schedules the prompt of a dropped group to be drawn again, before new ones, unless it
-        failed too often.
-        """
-        self.untaken.pop(drawn.position, None)
-        if not self._cursor.retry(drawn):
-            log.warning(
-                "prompt %s at %d is skipped after %d tries",
-                drawn.prompt.id,
-                drawn.position,
-                MAX_TRIES,
-            )
-
-    def _collect_more(self, count: int) -> None:
-        """Collects `count` more groups, in the slots of groups that will not be trained on."""
-        self._wanted += count
-        self.free_slots(count)
