@@ -242,33 +242,32 @@ class Policy:
         logprobs: list[Float32 | None] | None = None
         stopped = False
 
+        parts: list[Indices] = []
         for epoch in range(algorithm.update_epochs):
             seed = self.seed * 1_000 + epoch
-            for part in mini_batches(len(loss_rows), algorithm.mini_batches, seed):
-                is_first = len(norms) == 0
-                mini, scored = self._accumulate(batch, loss_rows[part], first=is_first)
-                if is_first:
-                    logprobs = scored
-                sums.values += mini.values
-                # Its gradient is not applied then.
-                stopped = (
-                    algorithm.early_stop_kl is not None
-                    and mini.mean("kl_old") > algorithm.early_stop_kl
-                )
-                if stopped:
-                    break
-                norms.append(self.optimizer.step(rate))
+            parts += mini_batches(len(loss_rows), algorithm.mini_batches, seed)
+
+        for part in parts:
+            is_first = len(norms) == 0
+            mini, scored = self._accumulate(batch, loss_rows[part], first=is_first)
+            if is_first:
+                logprobs = scored
+            sums.values += mini.values
+
+            limit = algorithm.early_stop_kl
+            stopped = limit is not None and mini.mean("kl_old") > limit
             if stopped:
-                break
+                break  # the gradient of this mini-batch is not applied
+            norms.append(self.optimizer.step(rate))
 
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped=skipped, stopped=stopped)
         self._advance(metrics, len(batch.rows))
         if skipped:  # their loss may not be finite either: 0 stands for it in the step's record
-            broken: dict[str, Any] = {
+            zeros: dict[str, Any] = {
                 name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
             }
-            metrics = replace(metrics, **broken)
+            metrics = replace(metrics, **zeros)
         return PolicyUpdate(metrics, logprobs)
 
     def skip_update(self, batch: Batch) -> PolicyUpdate:
