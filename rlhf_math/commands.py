@@ -42,6 +42,16 @@ def local() -> None:
     run("jobgroup.local")
 
 
+def sweep() -> None:
+    """`rlhf-sweep`: runs a job group for every point of a grid of settings."""
+    run("jobgroup.sweep")
+
+
+def compare() -> None:
+    """`rlhf-compare`: compares runs, paired by problem."""
+    run("trainer.compare")
+
+
 def doctor() -> None:
     """`rlhf-doctor`: checks this machine, or a pod from within."""
     run("jobgroup.doctor")
