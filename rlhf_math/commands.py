@@ -28,7 +28,7 @@ def train() -> None:
 
 
 def sft() -> None:
-    """`rlhf-sft`: trains a model on worked answers."""
+    """`rlhf-sft`: supervised fine-tuning."""
     run("trainer.sft")
 
 
