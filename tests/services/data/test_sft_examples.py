@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.config import from_mapping
 from common.wire.schemas import Prompt
-from services.data.sft_examples import load_examples, example_loader
+from services.data.sft_examples import example_loader, load_examples
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
