@@ -50,6 +50,8 @@ class Host(ABC):
         self.name = name
         self.call_items: int | None = None
         """Completions per call; None: `CALL_ITEMS`."""
+        self.gives_verdicts = False
+        """Whether its scores say which answers are right."""
         self.verifies_answers = False
         """Whether it compares a final answer with the ground truth."""
         self.unfinished = 0
@@ -157,6 +159,7 @@ class ThreadHost(Host):
     ) -> None:
         super().__init__(function.name, check)
         self._function = function
+        self.gives_verdicts = function.gives_verdicts
         self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)

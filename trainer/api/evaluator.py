@@ -168,7 +168,8 @@ class ModelEvaluator:
                     for i, prompt in enumerate(prompts)
                 ]
                 answers = await together(work, lambda: bar.advance(task))
-        return results_of(self.model, prompts, answers, k)
+            gives_verdicts = await reward.gives_verdicts()
+        return results_of(self.model, prompts, answers, k=k, gives_verdicts=gives_verdicts)
 
     def _generator(self, prompts: Sequence[Prompt]) -> AbstractAsyncContextManager[Generator]:
         slots = asyncio.Semaphore(self._concurrency)

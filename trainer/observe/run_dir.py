@@ -81,7 +81,7 @@ class StepRecord:
     gpus: int | None = None
     """None when external servers generate."""
     verified: bool = True
-    """Whether the rewards are verdicts on correctness."""
+    """Whether the rewards are verdicts on correctness: the same in all lines of a run."""
     rewards: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
@@ -91,8 +91,9 @@ class Recorder:
 
     The run continues after `step`: lines of later steps are removed, and a warning names earlier
     steps without a line. `tracked` counts records for trackers; `run_id` names this attempt;
-    `data` says where the prompts come from if not from `data.source`; `files` are those with a line
-    per step.
+    `data` says where the prompts come from if not from `data.source`; `verdicts` whether the
+    rewards are verdicts, None when the first answers decide; `files` are those with a line per
+    step.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Recorder:
         tracked: Counter | None = None,
         run_id: str = "",
         data: str = "",
+        verdicts: bool | None = None,
         files: Sequence[str] = ("metrics", "groups", "samples"),
     ) -> None:
         self.directory = directory
@@ -119,7 +121,7 @@ class Recorder:
         }
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # drops a last line that a crash cut
-        attempt = {"time": time.time(), "run_id": run_id, "step": step}
+        attempt = {"time": time.time(), "run_id": run_id, "step": step, "verdicts": verdicts}
         append_line(directory / ATTEMPTS, {**attempt, "data": data or config.data.source})
         self._progress: Progress | None = None
         self._total = 0

@@ -289,6 +289,7 @@ class Unsure(RewardFunction):
     """Cannot score the first problem."""
 
     name = "unsure"
+    gives_verdicts = True
 
     def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
         return [float("nan") if prompt.endswith("?first") else 1.0 for prompt in kwargs["prompt"]]
