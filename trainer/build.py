@@ -34,6 +34,7 @@ from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.policy.trained_prompts import TrainedPrompts
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
@@ -247,6 +248,8 @@ def _build_leader(
     critic.restore(models.saved)
     policy.total_steps = rollouts.prepare(policy.step, models.continues)
 
+    trained = TrainedPrompts.of(models.saved or config.model.name)
+
     # All checks have passed: only now may the recorder remove the lines of lost steps.
     recorder = stack.enter_context(
         Recorder(
@@ -289,11 +292,14 @@ def _build_leader(
             publisher, clock, in_background=config.trainer.max_staleness > 0, lease=lease
         ),
         lease=lease,
-        evaluator=LeaderEvaluator(config, services, prompter, loop=loop, verdicts=verdicts),
+        evaluator=LeaderEvaluator(
+            config, services, prompter, loop=loop, verdicts=verdicts, trained=trained
+        ),
         log=log,
         clock=clock,
         run_id=run_id,
         lock=lock,
+        trained=trained,
         identity=identity(config),
         total_steps=policy.total_steps,
         listener=listener,

@@ -36,6 +36,7 @@ def train(run: Run) -> None:
                 warming_up = critic.warming_up(policy.step)
                 # Either one increments policy.step.
                 update = policy.skip_update(batch) if warming_up else policy.update(batch)
+                run.trained.add(batch.problems)
                 run.reference.refresh(policy)
                 critic_metrics = finish_critic_update()
 

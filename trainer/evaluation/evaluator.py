@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from statistics import mean, pstdev
 
@@ -22,6 +23,7 @@ from trainer.evaluation.generation import (
     together,
 )
 from trainer.evaluation.verdicts import Verdicts
+from trainer.policy.trained_prompts import TrainedPrompts
 from trainer.rollouts.episodes import answer_of, episode_request, play
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 from trainer.rollouts.services import Services
@@ -59,8 +61,10 @@ class LeaderEvaluator(Evaluator):
         *,
         loop: LoopThread,
         verdicts: Verdicts,
+        trained: TrainedPrompts,
     ) -> None:
         self._config = config
+        self._trained = trained
         self._verdicts = verdicts
         self._services = services
         self._prompter = prompter
@@ -77,7 +81,7 @@ class LeaderEvaluator(Evaluator):
         """See `Evaluator`. Raises ServiceError when an answer or a grade is missing."""
         if not self._held_out:
             return None
-        self.last = self._loop.call(
+        found = self._loop.call(
             evaluate(
                 self._config,
                 self._services,
@@ -88,6 +92,7 @@ class LeaderEvaluator(Evaluator):
                 verdicts=self._verdicts,
             )
         )
+        self.last = replace(found, trained_on=sum(self._trained.contain(self._held_out)))
         return self.last
 
 

@@ -208,7 +208,10 @@ class Recorder:
         else:
             accuracy = f"{evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
             result = f"held-out accuracy {accuracy}"
-        text = f"evaluation at step {evaluation.step}: {result} ({evaluation.num_samples} problems)"
+        problems = f"{evaluation.num_samples} problems"
+        if evaluation.trained_on:
+            problems += f", {evaluation.trained_on} of which were trained on"
+        text = f"evaluation at step {evaluation.step}: {result} ({problems})"
         if evaluation.pass_at_k is not None:
             text += f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
         self.evaluated(evaluation.summary(), text, evaluation.answers)

@@ -161,6 +161,8 @@ def test_the_same_model_behind_a_socket(
     native = ModelEvaluator(engine, tokenizer=base_model, max_new_tokens=24).evaluate(
         test_data, reward, k=2
     )
+    assert local["trained_on"] == [False] * len(test_data)
+    local["trained_on"] = None  # a server does not say
     assert {**native, "model": ""} == {**local, "model": ""}
     for url in (engine, f"{engine}/v1"):
         served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(
