@@ -99,6 +99,11 @@ class Host(ABC):
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         return await self._score_chunks(chunks, batch=object())
 
+    async def call_once(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Returns the scores of exactly one call of the function. Raises CallFailed."""
+        completions, columns = arguments(items)
+        return await self._call(completions, columns, batch=object())
+
     async def _score_chunks(
         self, chunks: Sequence[Sequence[RewardItem]], batch: object
     ) -> list[Score]:

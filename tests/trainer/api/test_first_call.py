@@ -1,6 +1,7 @@
 """The first call of a custom reward function is checked before training; a single error says what
 to change."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +36,6 @@ async def coroutine(completions: list[Any], **_: Any) -> list[float]:
 
 def broken(completions: list[Any], **_: Any) -> list[float]:
     return [1.0 / len(completions[5]) for _ in completions]
-
-
-def slow(completions: list[Any], **_: Any) -> list[float]:
-    time.sleep(0.5)
-    return [1.0 for _ in completions]
 
 
 def trainer(
@@ -86,15 +82,32 @@ def test_a_broken_function_is_refused_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_slow_function_is_refused_with_the_setting_to_raise(
+def test_a_broken_function_is_found_before_the_model_is_loaded(
     base_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"no answer within 0\.05 s") as caught:
-        trainer(base_model, tmp_path, slow, **{"reward.function_timeout_s": 0.05}).train()
-    assert (caught.value.field, caught.value.value) == ("reward.function_timeout_s", "0.05")
-    trainer(
-        base_model, tmp_path, slow, **{"reward.function_timeout_s": 60}
-    ).train()  # the directory is free again
+    without_weights = tmp_path / "model"
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(base_model, without_weights, ignore=ignored)
+    with pytest.raises(ConfigError, match="IndexError: list index out of range"):
+        trainer(without_weights, tmp_path, broken).train()
+    assert not any((tmp_path / "run").iterdir())
+
+
+def test_the_trial_is_one_call_and_a_slow_function_is_only_warned_of(
+    base_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def slow_at_first(completions: list[Any], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        time.sleep(0.3 if len(calls) == 1 else 0)
+        return [1.0 for _ in completions]
+
+    settings = {"reward.function_timeout_s": 0.2, "trainer.max_failed_groups": 100}
+    trainer(base_model, tmp_path, slow_at_first, **settings).train()
+    assert calls[:2] == [2, 8], "two made-up answers, then a group"
+    assert "a reward function is slow: own: no answer within 0.2 s" in caplog.text
+    assert "raise reward.function_timeout_s" in caplog.text
 
 
 def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
