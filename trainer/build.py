@@ -261,6 +261,7 @@ def _build_leader(
             run_id=run_id,
             data=backend.data(),
             verdicts=verdicts.decided,
+            words=listener.words,
         )
     )
     log = LeaderRunLog(

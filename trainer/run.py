@@ -51,6 +51,10 @@ class Listener:
         an evaluation), `evaluate` (`metrics`), `save` (`checkpoint`) and `train_end`.
         """
 
+    def words(self, text: str) -> str:
+        """Returns a hint with the names that this user knows for settings."""
+        return text
+
     def measured(self, step: int) -> dict[str, float]:
         """Returns the caller's measurements since the last call, for the record of `step`."""
         return {}

@@ -190,7 +190,8 @@ async def _graded_problems(
                     f"an answer could not be graded: {result.reason or result.status}",
                     field="prompt_id",
                     value=prompt.id,
-                    remedy="look at the log of reward-server",
+                    remedy="correct the reward function; reward.function_timeout_s limits a call "
+                    "of it",
                     code="not_graded",
                 )
     return problems
@@ -257,7 +258,7 @@ async def _graded_episode(
             f"an episode ended with {episode.status}: {episode.detail or episode.stop_reason}",
             field="prompt_id",
             value=prompt.id,
-            remedy="look at the log of environment-server",
+            remedy="correct the environment",
             code="episode_failed",
         )
     completion = answer_of(episode, services.environment_gives_verdicts)

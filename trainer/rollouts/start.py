@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from common.process.logs import SHOWN
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.trial import try_rewards
 
@@ -87,7 +86,6 @@ class RolloutStart:
             trained,
             self.context.config.state_dir / "replay",
             consequence,
-            extra=SHOWN,
         )
 
     def _foreign(self, groups: int) -> ConfigError:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from common.clients.reward import RewardClient
 from common.errors import ConfigError, ServiceError
-from common.process.logs import SHOWN
 from common.process.loop_thread import LoopThread
 from common.settings.sections import RewardSection
 from common.wire.schemas import Prompt, RewardItem, RewardResult
@@ -104,6 +103,4 @@ def _warn_of(slow: str) -> None:
     remedy = "make the function faster, or raise reward.function_timeout_s"
     if slow.startswith("reward_model: "):
         remedy = "give the reward-server a GPU or a smaller model, or lower max_tokens"
-    log.warning(
-        "warning: a reward function is slow: %s; if it stays so, %s", slow, remedy, extra=SHOWN
-    )
+    log.warning("warning: a reward function is slow: %s; if it stays so, %s", slow, remedy)
