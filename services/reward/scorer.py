@@ -154,9 +154,9 @@ class RewardScorer:
             )
             self._pools.append(pool)
             for index, (name, function) in enumerate(shared.items()):
-                host = ProcessHost(function["name"], pool, index)
-                host.gives_verdicts = function.get("gives_verdicts", False)
-                self._hosts[name] = host
+                shared_host = ProcessHost(function["name"], pool, index)
+                shared_host.gives_verdicts = function.get("gives_verdicts", False)
+                self._hosts[name] = shared_host
         check_names([host.name for host in self._hosts.values()])
 
     def _model_host(self, entry: ModelReward) -> Host:

@@ -27,13 +27,13 @@ from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, lora_settings, optimizer_settings
 from trainer.api.output import check_output, remove_run
 from trainer.api.settings import FIELDS, TrainerConfig, renamed
+from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.export import export
 from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
-from trainer.rollouts.trial import try_functions
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""

@@ -118,7 +118,7 @@ class Checkpoints:
         self.wait()
         target = self.directory / self.name(state.step)
         if not self.alone or self._ranks.is_rank_zero:
-            write = partial(self._write, target, state, snapshots, files)
+            write = partial(self._write, target, state, snapshots, files=files)
             self._writing = in_daemon_thread(write, "checkpoint")
         return target
 

@@ -1,19 +1,13 @@
-"""A trial of the reward functions at the start of a run, before the model loads: a function that
-always fails is named within seconds, and not once the first groups are generated.
+"""A trial of the reward functions before the model of a run is loaded: a function that always fails
+is named within seconds, and not once the first groups are generated.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from common.clients.reward import RewardClient
 from common.errors import ConfigError, ServiceError
-from common.process.loop_thread import LoopThread
-from common.settings.sections import RewardSection
-from common.wire.schemas import Prompt, RewardItem, RewardResult
-from services.reward.functions import RewardFunction, Score
-from services.reward.hosts import ThreadHost
-from services.reward.pool import CallFailed
+from common.wire.schemas import Prompt, RewardItem
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 
 log = logging.getLogger(__name__)
@@ -21,77 +15,47 @@ TRIAL_S = 15.0
 """Longest wait. A function may load a model or call a network first; that is no reason to stop."""
 
 
-def try_functions(
-    functions: Sequence[RewardFunction], prompt: Prompt, settings: RewardSection
-) -> None:
-    """Calls each of the caller's functions once, in this process, with two made-up answers to a
-    problem. Raises ConfigError when one fails.
-    """
-    with LoopThread() as loop:
-        for function in functions:
-            loop.call(_try_function(function, _items(prompt, with_tokens=True), settings))
-
-
-async def _try_function(
-    function: RewardFunction, items: list[RewardItem], settings: RewardSection
-) -> None:
-    host = ThreadHost(function, settings.function_timeout_s, calls=1)
-    try:
-        async with asyncio.timeout(TRIAL_S):
-            scores = await host.call_once(items)
-    except TimeoutError:
-        _warn_of(f"{function.name}: no answer within {TRIAL_S:.0f} s")
-    except CallFailed as error:
-        if error.status == "timeout":
-            _warn_of(f"{function.name}: {error}")
-        else:
-            raise _failed(str(error) if error.always else f"{function.name}: {error}") from error
-    else:
-        if _all_failed(scores):
-            raise _failed(f"{function.name}: {scores[0].reason}")
-
-
 async def try_rewards(reward: RewardClient, prompt: Prompt) -> None:
     """Lets the reward-server grade two made-up answers to a problem. Raises ConfigError when a
     function fails for both.
+
+    A missing reward without a reason is not the function's fault: a judge cannot be reached, or a
+    sandbox is busy. Nor is a problem that no function grades. A function that is only slow gets a
+    warning.
     """
     try:
         async with asyncio.timeout(TRIAL_S):
-            graded = await reward.batch_reward(_items(prompt, reward.gets_tokens))
+            graded = await reward.batch_reward(made_up(prompt, reward.gets_tokens))
     except TimeoutError:
-        _warn_of(f"no answer within {TRIAL_S:.0f} s")
+        warn_of_slow(f"no answer within {TRIAL_S:.0f} s")
         return
     except ServiceError as error:
         # It concerns this problem only, whose group will be dropped and counted.
         log.warning("the reward functions could not be tried: %s", error)
         return
 
-    ungraded = [result for result in graded.rewards if result.reward is None]
-    if len(ungraded) < len(graded.rewards) or not _all_failed(ungraded):
+    failed = (
+        result.reward is None and result.reason and result.status != "inapplicable"
+        for result in graded.rewards
+    )
+    if not all(failed):
         return
-    reason = ungraded[0].reason
+    reason = graded.rewards[0].reason
     if "no answer within" in reason:
-        _warn_of(reason)
+        warn_of_slow(reason)
     else:
-        raise _failed(reason)
+        raise failed_trial(reason)
 
 
-def _items(prompt: Prompt, with_tokens: bool) -> list[RewardItem]:
+def made_up(prompt: Prompt, with_tokens: bool) -> list[RewardItem]:
+    """Returns two equal answers: a function that returns one score for any number fails."""
     text = prompt.ground_truth or "0"
     answer = GeneratedAnswer(text, finish_reason="stop", tokens=None, token_ids=[0])
     return reward_items(prompt, [answer, answer], with_tokens)
 
 
-def _all_failed(scores: Sequence[Score] | Sequence[RewardResult]) -> bool:
-    """Whether all scores lack a number for a reason.
-
-    A missing one without a reason is not the function's fault: a judge cannot be reached, or a
-    sandbox is busy. Nor is a problem that no function grades.
-    """
-    return all(score.reason and score.status != "inapplicable" for score in scores)
-
-
-def _failed(reason: str) -> ConfigError:
+def failed_trial(reason: str) -> ConfigError:
+    """Returns the error for a function that failed for a `reason`, which names it."""
     return ConfigError(
         f"a reward function failed for a made-up answer: {reason}",
         field="reward.functions",
@@ -99,8 +63,9 @@ def _failed(reason: str) -> ConfigError:
     )
 
 
-def _warn_of(slow: str) -> None:
+def warn_of_slow(reason: str) -> None:
+    """Logs a warning of a function that took too long, which the `reason` names."""
     remedy = "make the function faster, or raise reward.function_timeout_s"
-    if slow.startswith("reward_model: "):
+    if reason.startswith("reward_model: "):
         remedy = "give the reward-server a GPU or a smaller model, or lower max_tokens"
-    log.warning("warning: a reward function is slow: %s; if it stays so, %s", slow, remedy)
+    log.warning("warning: a reward function is slow: %s; if it stays so, %s", reason, remedy)

@@ -2,7 +2,7 @@
 to change."""
 
 import shutil
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,16 +97,18 @@ def test_the_trial_is_one_call_and_a_slow_function_is_only_warned_of(
     base_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[int] = []
+    trained = threading.Event()
 
     def slow_at_first(completions: list[Any], **_: Any) -> list[float]:
         calls.append(len(completions))
-        time.sleep(0.3 if len(calls) == 1 else 0)
+        if len(calls) == 1:
+            trained.wait(300)
         return [1.0 for _ in completions]
 
-    settings = {"reward.function_timeout_s": 0.2, "trainer.max_failed_groups": 100}
-    trainer(base_model, tmp_path, slow_at_first, **settings).train()
-    assert calls[:2] == [2, 8], "two made-up answers, then a group"
-    assert "a reward function is slow: own: no answer within 0.2 s" in caplog.text
+    trainer(base_model, tmp_path, slow_at_first, **{"reward.function_timeout_s": 2}).train()
+    trained.set()
+    assert calls == [2, 8], "two made-up answers, and a group"
+    assert "a reward function is slow: own: no answer within 2.0 s" in caplog.text
     assert "raise reward.function_timeout_s" in caplog.text
 
 
