@@ -1,4 +1,4 @@
-"""Training on worked answers in this process, and random rows of them, for the random tiny
+"""Training on examples in this process, and random rows of them, for the random tiny
 models."""
 
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from rich.console import Console
 from common.process.run_lock import RunLock
 from common.settings.config import Config
 from learning.ranks import Ranks
-from services.data.worked import Examples
+from services.data.sft_examples import Examples
 from tests.support.groups import VOCABULARY
 from trainer.sft.rows import TrainingSequence
 from trainer.sft.run import TASK, SftRun

@@ -46,7 +46,7 @@ class RunSummary(BaseModel):
     model: str | None
     data: str | None
     recipe: str | None
-    """`algorithm.name`; `sft` for a run on worked answers."""
+    """`algorithm.name`; `sft` for a run of supervised fine-tuning."""
     reward: float | None
     """Mean of the newest steps."""
     held_out: dict[str, Any] | None
@@ -227,7 +227,7 @@ class RunReader:
             columns = self._columns
             reward = columns.column("reward")
             judged: dict[str, Any] = {"level": "none", "text": ""}
-            # A run on worked answers has steps without rewards.
+            # A run of supervised fine-tuning has steps without rewards.
             if len(reward) == 0 or not np.isnan(reward).all():
                 judged = verdict(reward, columns.column("accuracy"))
             return {

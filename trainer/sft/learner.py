@@ -1,4 +1,4 @@
-"""The update and the held-out loss of learning from worked answers."""
+"""The update and the held-out loss of learning from examples."""
 
 import math
 from collections.abc import Sequence

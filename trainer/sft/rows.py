@@ -1,4 +1,4 @@
-"""Worked answers as tokens: rows of a prompt and its continuation, with the tokens to learn
+"""Examples as tokens: rows of a prompt and its continuation, with the tokens to learn
 marked.
 """
 
@@ -25,7 +25,7 @@ class TrainingSequence:
 
 @dataclass
 class Encoder:
-    """Turns worked answers into rows, tokenised as in generation.
+    """Turns examples into rows, tokenised as in generation.
 
     A prompt has the same tokens as in training from rewards. An answer ends with a token that ends
     generation; what a chat template adds after it is not learned. The answers of a chat share one

@@ -1,4 +1,4 @@
-"""A fine-tuning run on worked answers: rank 0 has the data, every rank computes its share of every
+"""A supervised fine-tuning run: rank 0 has the data, every rank computes its share of every
 update.
 """
 
@@ -22,7 +22,7 @@ from common.settings.config import Config
 from common.wire.codec import decode, encode
 from common.wire.schemas import Prompt
 from learning.ranks import Ranks
-from services.data.worked import Examples
+from services.data.sft_examples import Examples
 from trainer.observe.run_dir import Recorder, console, tell
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.identity import Facts, identity
