@@ -72,7 +72,7 @@ class TrainedPrompts:
 
     def contain(self, prompts: Sequence[Prompt]) -> list[bool]:
         """Returns for every prompt whether it was trained on: with this ground truth, or without
-        one, as worked answers are.
+        one, as the examples of supervised fine-tuning are.
         """
         self._merge()
         with_truth = np.isin(_hashes(prompts), self._prompts)

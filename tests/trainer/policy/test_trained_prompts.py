@@ -9,7 +9,7 @@ from rich.console import Console
 from common.errors import ConfigError
 from common.settings.config import load
 from common.wire.schemas import Prompt
-from services.data.worked import load_examples
+from services.data.sft_examples import load_examples
 from tests.support.sft import fine_tune
 from trainer import ModelEvaluator, OnlineRLTrainer, TrainerConfig
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
@@ -39,7 +39,9 @@ def test_the_form_of_a_problem_does_not_count_and_its_ground_truth_does(tmp_path
     assert found.contain([problem(each) for each in same]) == [True] * 3
     others = [problem(APPLES, "29"), problem("What is 2+4?"), problem("")]
     assert found.contain(others) == [False] * 3
-    assert found.contain([problem("what is 2+3?", "5")]) == [True], "as a worked answer"
+    assert found.contain([problem("what is 2+3?", "5")]) == [True], (
+        "as an example of supervised fine-tuning"
+    )
     assert TrainedPrompts.of(tmp_path / "nothing").contain([problem(APPLES)]) == [False]
 
 
@@ -113,7 +115,7 @@ def test_an_evaluation_says_what_was_trained_on(
     assert measured["trained_on"] == [True, True, False, False]
     assert measured["resembles_training"] == [False] * 4, "they have too few words"
     assert caplog.messages == [f"{saved}: 2 of 4 problems were trained on"]
-    assert sum(TrainedPrompts.of(saved).contain(learned)) == 4, "the batch of worked answers"
+    assert sum(TrainedPrompts.of(saved).contain(learned)) == 4, "the batch of examples"
 
     resumed = trainer.train()
     assert sum(TrainedPrompts.of(resumed.checkpoint).contain(learned)) == 4
