@@ -40,6 +40,7 @@ def train(run: Run) -> None:
                 warming_up = critic.warming_up(policy.step)
                 # Either one increments policy.step.
                 update = policy.skip_update(batch) if warming_up else policy.update(batch)
+                run.trained.add(batch.problems)
                 run.reference.refresh(policy)  # every `algorithm.reference_refresh` steps
                 critic_metrics = finish_critic_update()
 

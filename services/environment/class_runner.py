@@ -86,6 +86,11 @@ class EpisodeRun:
         returned = await self._call("get_reward", partial(self._instance.get_reward))
         if returned is not None or self._environment.has_reward:
             reward, components = parse_reward(returned, "get_reward returned")
+            if self._environment.gives_verdicts and reward not in (0.0, 1.0):
+                raise EpisodeFailed(
+                    f"get_reward returned {shorten(returned)}, but the environment declares "
+                    "gives_verdicts: return 1 for right and 0 for wrong"
+                )
             self.outcome.reward = reward + sum(self.outcome.turn_rewards)
             self.outcome.components = components
 
@@ -274,6 +279,7 @@ class ClassRunner:
         self.tools = environment.tools
         self.has_steps = environment.has_steps
         self.has_reward = environment.has_reward
+        self.gives_verdicts = environment.gives_verdicts
         self._environment = environment
         prepare = getattr(environment.make, "_prepare", None)
         if prepare is not None:

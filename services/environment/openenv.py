@@ -68,6 +68,7 @@ class OpenEnvRunner:
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward: bool | None = None
+        self.gives_verdicts = False
         self.threads: Threads | None = None
         self._slots = asyncio.Semaphore(slots)
         self._http: aiohttp.ClientSession | None = None

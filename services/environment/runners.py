@@ -30,6 +30,8 @@ class EpisodeRunner(Protocol):
     has_steps: bool
     has_reward: bool | None
     """Whether episodes give a reward; None: known once an episode gave one."""
+    gives_verdicts: bool
+    """Whether these rewards say which episodes were right."""
 
     @property
     def threads(self) -> Threads | None:

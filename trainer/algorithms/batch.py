@@ -90,6 +90,11 @@ class Batch:
     returns: Column | None = None
     """The critic's targets."""
 
+    @property
+    def problems(self) -> list[tuple[str, str]]:
+        """The prompt and the ground truth of every group."""
+        return [(item.group.prompt, item.group.ground_truth) for item in self.groups]
+
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
         """Returns the batch of `groups` for the update after `step` steps. Raises ConfigError for

@@ -118,6 +118,12 @@ class RunReader:
                     found.append("metrics.jsonl has no step yet")
                 else:
                     found.append("metrics.jsonl is missing: no step was recorded")
+            evaluation = self._evaluated[-1] if self._evaluated else {}
+            if evaluation.get("trained_on"):
+                found.append(
+                    f"{evaluation['trained_on']:.0f} of {evaluation['num_samples']:.0f} held-out "
+                    "problems were trained on"
+                )
             return found + self._metrics.problems() + self._evaluations.problems()
 
     def summary(self, run: int = 0) -> RunSummary:

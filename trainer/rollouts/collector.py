@@ -49,6 +49,15 @@ _MAX_STORE = 32
 """Maximum number of groups in one call to the replay-buffer."""
 
 
+_REMEDIES = {
+    "generation": "look at the log of rollout-server, or of this process if it generates itself",
+    "reward": "correct the reward function; reward.function_timeout_s limits a call of it",
+    "episode": "correct the environment",
+    "teacher": "look at the log of the teacher's server",
+}
+"""What to do when groups fail, by the reason."""
+
+
 class CollectFailed(ServiceError):
     """Collecting cannot continue; the message says why."""
 
@@ -206,7 +215,7 @@ class Collector:
                 f"{error}",
                 field="trainer.max_failed_groups",
                 value=self._config.trainer.max_failed_groups,
-                remedy="look at the log of the service in that error",
+                remedy=_REMEDIES.get(error.reason, "look at the log above"),
             )
 
     def _retry(self, drawn: Drawn) -> None:

@@ -133,19 +133,24 @@ class Batches:
         """Returns the number of examples in an epoch."""
         return len(self._examples)
 
-    def rows(self, step: int, last: int) -> list[TrainingSequence]:
-        """Returns the rows of the batch after `step` steps; the stream ends before the position
-        `last`.
+    def indices(self, step: int, last: int) -> list[int]:
+        """Returns which examples are in the batch after `step` steps; the stream ends before the
+        position `last`.
         """
+        places = range(step * self._size, min((step + 1) * self._size, last))
+        return [self._at(place) for place in places]
+
+    def rows(self, step: int, last: int) -> list[TrainingSequence]:
+        """Returns the rows of these examples."""
         rows: list[TrainingSequence] = []
-        for place in range(step * self._size, min((step + 1) * self._size, last)):
-            rows += self._at(place)
+        for index in self.indices(step, last):
+            rows += self._examples[index]
         return rows
 
-    def _at(self, place: int) -> Sequence[TrainingSequence]:
+    def _at(self, place: int) -> int:
         epoch, within = divmod(place, len(self._examples))
         if self._epoch != epoch:
             self._epoch = epoch
             generator = np.random.default_rng([self._seed, epoch])
             self._order = generator.permutation(len(self._examples))
-        return self._examples[self._order[within]]
+        return int(self._order[within])
