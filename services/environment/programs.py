@@ -173,6 +173,11 @@ class RunningProgram:
             await asyncio.sleep(0.02)
         return status if status >= 0 else SIGNALLED - status
 
+    def terminate(self) -> None:
+        """Asks the program to end by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
     async def kill(self) -> str:
         """Kills its remaining processes, including those that left the group; returns the end of
         the output.
