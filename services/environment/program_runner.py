@@ -159,7 +159,9 @@ class ProgramRunner:
             has_reward = session.graded.is_set()
             if status > SIGNALLED:
                 # A program may be killed when its work is done: a whole reward is kept.
-                has_reward = has_reward or await asyncio.to_thread(_is_complete, reward_file)
+                has_reward = has_reward or await asyncio.to_thread(
+                    _is_complete, reward_file, session.asked_at
+                )
             if status and not has_reward and not session.stop_reason:
                 _check_answered(session)
                 raise _failure(words[0], status, output)
@@ -278,13 +280,15 @@ def _read_reward(path: Path) -> Any:
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
 
 
-def _is_complete(path: Path) -> bool:
-    """Returns whether a reward file holds a whole reward."""
+def _is_complete(path: Path, asked_at: float) -> bool:
+    """Returns whether a reward file holds a whole reward, written after the last call of the model:
+    an earlier one may be a default.
+    """
     try:
         parse_reward(_read_reward(path), "the program's reward is")
-    except EpisodeFailed:
+        return path.stat().st_mtime > asked_at
+    except (EpisodeFailed, OSError):
         return False
-    return True
 
 
 def _parse_json(text: str, source: str) -> Any:

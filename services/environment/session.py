@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class Session:
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
         self.first_refusal: InvalidInput | None = None
+        self.asked_at = 0.0
+        """When the last call came, in seconds since 1970."""
         self.turns = 0
         """Answers of the model, including those being sampled."""
         self.sampled_tokens = 0
@@ -129,6 +132,7 @@ class Session:
                 remedy="end with a message of the user or of a tool",
             )
 
+        self.asked_at = time.time()
         name = self._name(key, is_retry)
         task = self._calls.get(name)
         if task is None:

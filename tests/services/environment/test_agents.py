@@ -78,6 +78,7 @@ FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
     "signal": ("died", "was ended by signal 9"),
     "killed while it writes": ("died", "was ended by signal 9"),
+    "killed with a default": ("died", "was ended by signal 9"),
     "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
     "NaN": ("error", "the program's reward is nan, not a finite number"),
     "[]": ("error", "the program's reward is [], not a finite number"),
@@ -122,6 +123,16 @@ async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one
         release.set()
         assert (episode.status, episode.reward) == ("died", None)
         assert "a call had no answer" in episode.detail
+
+
+async def test_an_episode_without_a_folder_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "number")
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "an episode has no folder: No such file or directory" in episode.detail
 
 
 async def test_a_refused_call_is_told_and_counted() -> None:
