@@ -50,6 +50,8 @@ Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
 class CallAnswer(NamedTuple):
     """The answer to a call."""
 
+    call: str
+    """The name of the call in its session."""
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
@@ -152,6 +154,10 @@ class Session:
         self.unanswered.pop(name, None)
         return answer
 
+    def lose(self, call: str) -> None:
+        """Records that the client of a call left before it got the answer."""
+        self.unanswered[call] = None
+
     def grade(self, reward: Any) -> None:
         """Takes the program's reward and ends the session. Raises Conflict for a second, different
         reward.
@@ -247,6 +253,7 @@ class Session:
         message, problem = self._template.parse(text, tools, id_prefix=str(len(self.tree.nodes)))
         self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
+            call=name,
             message=message,
             finish_reason=completion.finish_reason,
             prompt_tokens=len(prompt),

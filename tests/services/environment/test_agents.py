@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,17 @@ async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one
         episode = await play(server, "gives up")
         release.set()
         assert (episode.status, episode.reward) == ("died", None)
+        assert "a call had no answer" in episode.detail
+
+
+async def test_a_client_that_left_before_its_answer_has_none_even_if_the_server_was_busy() -> None:
+    def busy(_: str) -> str:
+        time.sleep(1.5)  # blocks the server: the client leaves, and the answer comes, at once
+        return "3"
+
+    async with served(NAME, busy) as server:
+        episode = await play(server, "gives up")
+        assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
         assert "a call had no answer" in episode.detail
 
 
