@@ -27,7 +27,6 @@ class Evidence:
     """The engine's answers: `text`, `tokens`, `fault`."""
     programs: list[dict[str, Any]]
     """What the programs saw: `number`, and `calls` with `text` and `error`."""
-    statuses: dict[str, int] = field(default_factory=dict)
     left_in_disk: list[str] = field(default_factory=list)
     """Files in the folder of temporary files after the end."""
 

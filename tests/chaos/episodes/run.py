@@ -216,6 +216,7 @@ class Run:
             os.kill(self.engine.pid, signal.SIGKILL)
         elif part in ("engine", "router"):
             order = {"kind": what, "count": rng.randint(2, 8)}
+            await self._healthy(self.engine_port)  # it may have just been killed
             async with httpx.AsyncClient() as http:
                 await http.post(f"http://127.0.0.1:{self.engine_port}/fault", json=order)
         elif fault == "environment-kill":
@@ -328,8 +329,6 @@ async def collect(run: Run, config: Config, faults: Sequence[str], rng: random.R
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
         await store.flush()
-        async with httpx.AsyncClient() as http:
-            stats = (await http.get(f"http://127.0.0.1:{run.port}/stats")).json()
 
     return Evidence(
         kind=run.kind,
@@ -341,7 +340,6 @@ async def collect(run: Run, config: Config, faults: Sequence[str], rng: random.R
         groups=list(read_groups(config.state_dir / "replay" / "replay.db").values()),
         engine=read_lines(run.folder / "engine.jsonl"),
         programs=read_lines(run.folder / "programs.jsonl"),
-        statuses=stats["episodes"],
     )
 
 
@@ -385,7 +383,6 @@ async def chaos(kind: str, seed: int, count: int, folder: Path) -> dict[str, Any
         "faults": run.injected,
         "groups": len(evidence.groups),
         "episodes": len(evidence.groups) * GROUP_SIZE,
-        "statuses": evidence.statuses,
         "dropped": evidence.dropped,
         "left_out": evidence.drawn - len(evidence.groups),
         "swallowed": evidence.swallowed(),
