@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
 class CallAnswer(NamedTuple):
     """The answer to a call."""
 
+    call: str
+    """The name of the call in its session."""
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
@@ -89,6 +92,8 @@ class Session:
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
         self.first_refusal: InvalidInput | None = None
+        self.asked_at = 0.0
+        """When the last call came, in seconds since 1970."""
         self.turns = 0
         """Answers of the model, including those being sampled."""
         self.sampled_tokens = 0
@@ -132,6 +137,7 @@ class Session:
                 remedy="end with a message of the user or of a tool",
             )
 
+        self.asked_at = time.time()
         name = self._name(key, is_retry)
         task = self._calls.get(name)
         if task is None:
@@ -150,6 +156,10 @@ class Session:
             self._clients[name] -= 1
         self.unanswered.pop(name, None)
         return answer
+
+    def lose(self, call: str) -> None:
+        """Records that the client of a call left before it got the answer."""
+        self.unanswered[call] = None
 
     def grade(self, reward: Any) -> None:
         """Takes the program's reward and ends the session. Raises Conflict for a second, different
@@ -251,6 +261,7 @@ class Session:
         message, problem = self._template.parse(text, tools, id_prefix=str(len(self.tree.nodes)))
         self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
+            call=name,
             message=message,
             finish_reason=completion.finish_reason,
             prompt_tokens=len(prompt),
