@@ -1,6 +1,7 @@
 """The reward-server's client."""
 
 from itertools import chain, islice
+from typing import Any
 
 from common.clients.base import Client
 from common.wire.schemas import (
@@ -19,8 +20,6 @@ class RewardClient(Client):
     gets_tokens = False
     """Whether reward functions also get the completions' tokens; functions passed to the Python API
     do."""
-    is_tried = False
-    """Whether the reward functions have graded made-up answers before the start of the run."""
 
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
         body = BatchRewardRequest(items=items).model_dump_json()
@@ -28,6 +27,11 @@ class RewardClient(Client):
         return await self.json(
             "POST", "/batch_reward", BatchRewardResult, content=body, headers=headers
         )
+
+    async def gives_verdicts(self) -> bool:
+        """Returns whether the reward functions say which answers are right."""
+        stats = await self.json("GET", "/stats", dict[str, Any])
+        return bool(stats["gives_verdicts"])
 
     async def check_ground_truths(self, items: list[RewardItem]) -> list[GroundTruthProblem]:
         """Returns the ground truths that no answer can match; the items' responses do not count."""

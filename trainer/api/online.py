@@ -14,14 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from common.errors import ConfigError, ServiceError
-from common.process.loop_thread import LoopThread
+from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.schemas import Prompt
 from learning.device import choose_device
 from services.environment.environments import Environment
-from services.reward.functions import RewardModelFunction
-from services.reward.scorer import RewardScorer
 from trainer.api.callbacks import Callbacks, TrainerState
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
 from trainer.api.engine import choose_engine
@@ -38,13 +35,13 @@ from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
 from trainer.api.refusals import Refusals
 from trainer.api.settings import FIELDS, TrainerConfig, renamed
+from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.export import export
 from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
-from trainer.rollouts.start import check_trial, trial_items
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""
@@ -249,7 +246,8 @@ class OnlineRLTrainer:
         if isinstance(resume_from_checkpoint, str | Path):
             check_newest(self.output_dir, Path(resume_from_checkpoint))
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
-        is_tried = not resume and self._try_rewards()
+        if checkpoint.newest(self.output_dir / "checkpoints") is None:
+            self._try_rewards()
         self.config.model_name_or_path = self._caller_model.saved(self.config)
         with self._own_names():
             _check_lengths(self.config, [*self._problems.train, *self._problems.held_out])
@@ -277,7 +275,7 @@ class OnlineRLTrainer:
                 self._checkpoint = train_in_process(
                     settings,
                     console() if self.config.verbose else Console(quiet=True),
-                    problems=replace(self._problems, rewards_are_tried=is_tried),
+                    problems=self._problems,
                     rewards=self._tried,
                     listener=self._callbacks,
                     engine=self._engine,
@@ -309,25 +307,13 @@ class OnlineRLTrainer:
             with self._whole_model() as directory:
                 self._caller_model.load(directory)
 
-    def _try_rewards(self) -> bool:
-        """Grades made-up answers before a model is loaded, which takes long. Returns False if a
-        function needs a model itself. Raises ConfigError.
+    def _try_rewards(self) -> None:
+        """Calls the reward functions with made-up answers to the first problem, before the model is
+        loaded. Raises ConfigError for a function that fails.
         """
-        if any(isinstance(function, RewardModelFunction) for function in self._tried):
-            return False
-        config = self.config.to_config(len(self._problems.train), 0, self.output_dir)
-        settings = config.reward.for_objects(self._weights)
-        scorer = RewardScorer(settings, functions=self._tried)
-        items = trial_items(self._problems.train[0], with_tokens=True)
-        # Calls that need the main thread are made while it waits.
-        with LoopThread("reward-trial") as loop:
-            try:
-                results = loop.call(scorer.score(items))
-            except ServiceError:
-                return False  # it concerns this problem only
+        settings = self.config.to_config(len(self._problems.train), 0, Path()).reward
         with self._own_names():
-            check_trial(results, settings)
-        return True
+            try_functions(self._tried, self._problems.train[0], settings.for_objects(self._weights))
 
     def _rounds_on_disk(self) -> int:
         """Returns how many whole calls of `train` the newest checkpoint contains."""
