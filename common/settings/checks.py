@@ -260,6 +260,12 @@ def _environment(config: Settings) -> Iterator[str]:
             "{algorithm.advantage} needs a critic, which values single completions, and "
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
+    min_episodes = config.environment.min_episodes
+    if min_episodes is not None and min_episodes > config.sampling.group_size:
+        yield (
+            "{environment.min_episodes} is more than {sampling.group_size}, the episodes of a "
+            "group: lower environment.min_episodes"
+        )
     if config.environment.turn_discount is not None and advantage not in TURN_ADVANTAGES:
         yield (
             "{algorithm.advantage} does not compare single turns: leave environment.turn_discount "

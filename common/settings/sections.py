@@ -590,8 +590,11 @@ class EnvironmentSection(Section):
     then credited only with the rewards that follow it, not with earlier ones. Unset: they count for
     the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode. One that takes longer has no reward, and another is played in its
-    place, once."""
+    """Seconds for one episode. One that takes longer is lost: it has no reward."""
+    min_episodes: int | None = Field(None, ge=2)
+    """Fewest whole episodes with which a group is trained. A group with fewer plays other episodes
+    in place of those that were lost, once, and is dropped if that does not suffice. Unset: all of
+    `sampling.group_size`."""
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the

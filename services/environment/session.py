@@ -86,7 +86,8 @@ class Session:
         one that is being sampled, or whose client has left."""
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
-        self.first_refusal: InvalidInput | None = None
+        self.refusal = ""
+        """Why the first of them was refused."""
         self.turns = 0
         """Answers of the model, including those being sampled."""
         self.sampled_tokens = 0

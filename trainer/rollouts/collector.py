@@ -90,7 +90,7 @@ class Collector:
         # Groups to draw in total, and drawn so far; a retry and a replacement raise both.
         self._wanted = 0
         self._drawn = 0
-        self._maker = GroupMaker(context)
+        self._maker = GroupMaker(context, self.drops)
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
