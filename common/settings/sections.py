@@ -591,6 +591,12 @@ class EnvironmentSection(Section):
     the whole episode."""
     deadline_s: PositiveFloat = 600.0
     """Seconds for one episode. One that takes longer is lost: it has no reward."""
+    tool_timeout_s: PositiveFloat | None = None
+    """Seconds for one tool call of a class, or one step of an OpenEnv server. For one that takes
+    longer, the model is told an error, and the episode goes on. Unset: as long as the episode."""
+    step_rewards: Literal["sum", "last", "max"] = "sum"
+    """What of the rewards of an OpenEnv server's steps is the episode's reward: the sum for
+    increments, the last for a score so far, the maximum for the best attempt."""
     min_episodes: int | None = Field(None, ge=2)
     """Fewest whole episodes with which a group is trained. A group with fewer plays other episodes
     in place of those that were lost, once, and is dropped if that does not suffice. Unset: all of

@@ -66,7 +66,7 @@ def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
     if kind == "agent":
         return ProgramRunner(name, target, slots=slots, gateway=gateway)
     if kind == "openenv":
-        return OpenEnvRunner(name, target, slots)
+        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "verifiers":
         python, _, identifier = target.strip().rpartition(" ")
         command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])

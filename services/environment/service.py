@@ -130,7 +130,7 @@ class EpisodeService:
         running_limit.set(MAX_EPISODES)
         hung = metrics.gauge(
             "environment_hung_calls",
-            "Calls of the environment that still run after the end of their episode",
+            "Calls of the environment that still run although nobody waits for them any more",
         )
         hung.set_function(lambda: self._hung_calls()["hung_calls"])
         hung_limit = metrics.gauge(

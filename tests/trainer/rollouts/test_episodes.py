@@ -321,6 +321,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment.min_episodes": 9},
         "environment.min_episodes 9 is more than sampling.group_size 8",
     ),
+    "a program's tools": (
+        {"environment.name": "agent:true", "environment.tool_timeout_s": 5},
+        "environment.tool_timeout_s 5 cannot end the tools of a program",
+    ),
+    "rewards of no steps": (
+        {"environment.step_rewards": "last"},
+        "environment.step_rewards last is for the steps of an OpenEnv server",
+    ),
     "a group of one": ({"environment.min_episodes": 1}, "environment.min_episodes"),
     "unread": (
         {"environment.name": "", "environment.turns": 3},
