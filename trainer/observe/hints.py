@@ -63,8 +63,8 @@ _DROPS = {
 _LOST = {
     "timeout": (
         "long episodes are lost more often than short ones, and the model learns from those that "
-        "end in time. Give them time (environment.deadline_s), or ask for less "
-        "(environment.turns, sampling.max_new_tokens)"
+        "end in time. Give them time (environment.deadline_s), end slow calls "
+        "(environment.tool_timeout_s), or ask for less (environment.turns, sampling.max_new_tokens)"
     ),
     "died": "look at the log of environment-server for what is lost",
     "error": "the environment or the program fails: the Rollouts tab and groups/ have the reasons",
