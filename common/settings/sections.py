@@ -577,7 +577,8 @@ class EnvironmentSection(Section):
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
     talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
-    (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
+    or `verifiers:FILE.toml` (docs/how-to/agents.md). Empty: single completions, without an
+    environment-server."""
     turns: PositiveInt = 8
     """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
     sample this many times `sampling.max_new_tokens` tokens."""

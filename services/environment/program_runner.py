@@ -1,5 +1,5 @@
-"""Episodes played by programs of the user: each starts a command or posts to a URL; the program
-reaches the model via its session.
+"""Episodes played by programs of the user: each starts a command or posts to a URL, or to a server
+that a command with `{port}` started for all; the program reaches the model via its session.
 
 The program gets the task as JSON, on standard input or as the request body, with the addresses of
 its session. The reward is what the program writes to a file or returns, or what it sends to the
@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from common.process.security import trusted
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD
+from services.environment.kept_server import PORT, KeptServer
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
@@ -64,12 +65,14 @@ class ProgramRunner:
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward = has_reward
+        self.gives_verdicts = False
         self.threads: Threads | None = None
         self._folders = Folders()
         self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
 
         self._url = target if target.startswith(("http://", "https://")) else ""
+        self._server = None if self._url or PORT not in target else KeptServer(name, target)
         self._words = [] if self._url else words_of(target, FIELD)
         if self._url and not _is_url(self._url):
             raise ConfigError(
@@ -80,10 +83,20 @@ class ProgramRunner:
             )
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome; never raises, except when cancelled."""
+        """Plays an episode and returns its outcome.
+
+        Raises ServiceLost when the command never starts a server; otherwise nothing, except when
+        cancelled.
+        """
         outcome = Outcome()
         async with self._slots:
-            await play_to_end(self._play(task, session, outcome), session, limits, outcome)
+            program = None
+            if self._server is not None:
+                program = await self._ready(self._server, limits, outcome)
+            if outcome.status == "ok":
+                await play_to_end(self._play(task, session, outcome), session, limits, outcome)
+            if outcome.status in ("timeout", "died") and self._server and program:
+                await self._server.end_if_lost(program)
 
         answers = [node.answer for node in session.tree.nodes]
         outcome.answer = answers[-1].content if answers else ""
@@ -93,13 +106,30 @@ class ProgramRunner:
         return outcome
 
     async def close(self) -> None:
-        """Removes what remains of the episodes' folders."""
+        """Ends the server if this process started one, and removes the episodes' folders."""
+        if self._server is not None:
+            await self._server.close()
         await asyncio.to_thread(self._folders.close)
+
+    async def _ready(
+        self, server: KeptServer, limits: EpisodeLimits, outcome: Outcome
+    ) -> RunningProgram | None:
+        """Returns the running server, or None and why not in `outcome`. Raises ServiceLost."""
+        try:
+            return await server.ready(limits.deadline_s)
+        except EnvironmentLost as error:
+            outcome.status = "died"
+            outcome.detail = str(error)
+        except EpisodeFailed as error:
+            outcome.status = "error"
+            outcome.detail = str(error)
+        return None
 
     async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
         content = self._task(task, session)
-        if self._url:
-            reward = await self._post_task(content, session)
+        url = f"{self._server.url}/run" if self._server else self._url
+        if url:
+            reward = await self._post_task(url, content, session)
         else:
             reward = await self._run_command(content, session)
         session.close()  # no more sampling once it is graded
@@ -130,7 +160,9 @@ class ProgramRunner:
             has_reward = session.graded.is_set()
             if status > SIGNALLED:
                 # A program may be killed when its work is done: a whole reward is kept.
-                has_reward = has_reward or await asyncio.to_thread(_is_complete, reward_file)
+                has_reward = has_reward or await asyncio.to_thread(
+                    _is_complete, reward_file, session.asked_at
+                )
             if status and not has_reward and not session.stop_reason:
                 _check_answered(session)
                 raise _failure(words[0], status, output)
@@ -138,9 +170,9 @@ class ProgramRunner:
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
 
-    async def _post_task(self, content: dict[str, Any], session: Session) -> Any:
-        """Posts the task to the URL; returns the reward in the response, or None."""
-        post = asyncio.create_task(_post(self._url, orjson.dumps(content)))
+    async def _post_task(self, url: str, content: dict[str, Any], session: Session) -> Any:
+        """Posts the task; returns the reward in the response, or None."""
+        post = asyncio.create_task(_post(url, orjson.dumps(content)))
         graded = asyncio.create_task(session.graded.wait())
         try:
             await asyncio.wait((post, graded), return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +181,7 @@ class ProgramRunner:
             status, body = post.result()
         except (httpx.HTTPError, OSError) as error:
             raise EnvironmentLost(
-                f"{self._url} did not answer: {type(error).__name__} {error}"
+                f"{url} did not answer: {type(error).__name__} {error}"
             ) from error
         finally:
             post.cancel()
@@ -161,10 +193,10 @@ class ProgramRunner:
         if status >= 300 and session.stop_reason:
             return None
         if status >= 500:
-            raise EnvironmentLost(f"{self._url} answered {status}: {text[:_SHOWN_CHARS]}")
+            raise EnvironmentLost(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
         if status >= 300:
-            raise EpisodeFailed(f"{self._url} answered {status}: {text[:_SHOWN_CHARS]}")
-        return _parse_json(text, f"the answer of {self._url}") if text else None
+            raise EpisodeFailed(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
+        return _parse_json(text, f"the answer of {url}") if text else None
 
     def _task(self, task: EpisodeTask, session: Session) -> dict[str, Any]:
         """Returns the task as sent to the program."""
@@ -249,13 +281,15 @@ def _read_reward(path: Path) -> Any:
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
 
 
-def _is_complete(path: Path) -> bool:
-    """Returns whether a reward file holds a whole reward."""
+def _is_complete(path: Path, asked_at: float) -> bool:
+    """Returns whether a reward file holds a whole reward, written after the last call of the model:
+    an earlier one may be a default.
+    """
     try:
         parse_reward(_read_reward(path), "the program's reward is")
-    except EpisodeFailed:
+        return path.stat().st_mtime > asked_at
+    except (EpisodeFailed, OSError):
         return False
-    return True
 
 
 def _parse_json(text: str, source: str) -> Any:

@@ -113,7 +113,8 @@ class GroupMaker:
             raise GroupFailed("episode", lost[0])
 
         group.lost_episodes = lost
-        answers = [answer_of(episode) for episode in episodes]
+        gives_verdicts = self._services.environment_gives_verdicts
+        answers = [answer_of(episode, gives_verdicts) for episode in episodes]
         ungraded = [
             answer
             for answer, episode in zip(answers, episodes, strict=True)
