@@ -265,6 +265,23 @@ def _environment(config: Settings) -> Iterator[str]:
             "{algorithm.advantage} needs a critic, which values single completions, and "
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
+    kind = config.environment.name.partition(":")[0]
+    if config.environment.tool_timeout_s is not None and kind in ("agent", "verifiers"):
+        yield (
+            "{environment.tool_timeout_s} cannot end the tools of a program, which "
+            "environment.name starts: leave it out, and end them in the program"
+        )
+    if config.environment.step_rewards != "sum" and kind != "openenv":
+        yield (
+            "{environment.step_rewards} is for the steps of an OpenEnv server, and "
+            "environment.name is another: leave it out, and compute the reward in the environment"
+        )
+    min_episodes = config.environment.min_episodes
+    if min_episodes is not None and min_episodes > config.sampling.group_size:
+        yield (
+            "{environment.min_episodes} is more than {sampling.group_size}, the episodes of a "
+            "group: lower environment.min_episodes"
+        )
     if config.environment.turn_discount is not None and advantage not in TURN_ADVANTAGES:
         yield (
             "{algorithm.advantage} does not compare single turns: leave environment.turn_discount "

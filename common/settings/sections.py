@@ -593,8 +593,17 @@ class EnvironmentSection(Section):
     then credited only with the rewards that follow it, not with earlier ones. Unset: they count for
     the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode. One that takes longer has no reward, and another is played in its
-    place, once."""
+    """Seconds for one episode. One that takes longer is lost: it has no reward."""
+    tool_timeout_s: PositiveFloat | None = None
+    """Seconds for one tool call of a class, or one step of an OpenEnv server. For one that takes
+    longer, the model is told an error, and the episode goes on. Unset: as long as the episode."""
+    step_rewards: Literal["sum", "last", "max"] = "sum"
+    """What of the rewards of an OpenEnv server's steps is the episode's reward: the sum for
+    increments, the last for a score so far, the maximum for the best attempt."""
+    min_episodes: int | None = Field(None, ge=2)
+    """Fewest whole episodes with which a group is trained. A group with fewer plays other episodes
+    in place of those that were lost, once, and is dropped if that does not suffice. Unset: all of
+    `sampling.group_size`."""
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the

@@ -91,7 +91,8 @@ class Session:
         one that is being sampled, or whose client has left."""
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
-        self.first_refusal: InvalidInput | None = None
+        self.refusal = ""
+        """Why the first of them was refused."""
         self.asked_at = 0.0
         """When the last call came, in seconds since 1970."""
         self.turns = 0
