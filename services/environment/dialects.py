@@ -2,7 +2,7 @@
 messages.
 
 Each reads a request as messages and tools, and writes a complete answer as one body or as events.
-Sampling parameters in a request have no effect: the run determines them.
+`call_fields` says what their other fields do.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
+from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
     CONTENT_FORM,
     MESSAGE_FORM,
@@ -21,7 +22,7 @@ from services.environment.messages import (
     parse_tools,
     text_of,
 )
-from services.environment.session import CallAnswer
+from services.environment.session import CallAnswer, CallOptions
 
 Json = dict[str, Any]
 
@@ -35,6 +36,7 @@ class Call(NamedTuple):
     streams: bool
     streams_usage: bool
     """Whether a stream of chat completions ends with the usage."""
+    options: CallOptions
 
 
 class Dialect(NamedTuple):
@@ -42,7 +44,7 @@ class Dialect(NamedTuple):
 
     path: str
     body: Json
-    """JSON schema of the fields that are read; all other fields are ignored."""
+    """JSON schema of the conversation and its tools."""
     read: Callable[[Json], Call]
     write: Callable[[CallAnswer, Call, str], Json]
     events: Callable[[Json, Call], Iterator[str]]
@@ -53,86 +55,9 @@ def read_call(body: Any, dialect: Dialect) -> Call:
     if not isinstance(body, dict):
         remedy = f'send {{"{dialect.body["required"][0]}": …}}'
         raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
-    for refused in _REFUSED:
-        value = body.get(refused.field)
-        if value is not None and value not in refused.allowed:
-            raise InvalidInput(
-                refused.reason, field=refused.field, value=value, remedy=refused.remedy
-            )
-    _check_format(body)
+    check_fields(body, dialect.path)
     call = dialect.read(body)
-    return call._replace(tools=[]) if _refuses_tools(body) else call
-
-
-class _Refused(NamedTuple):
-    """A field that would change what an answer means, but that cannot be honoured."""
-
-    field: str
-    allowed: tuple[Any, ...]
-    reason: str
-    remedy: str
-
-
-_OTHERWISE = "leave it out"
-_REFUSED = (
-    _Refused("n", (1,), "a call returns exactly one answer", "make one call for each answer"),
-    _Refused("logprobs", (False, 0), "the gateway returns no log-probabilities", _OTHERWISE),
-    _Refused("top_logprobs", (0,), "the gateway returns no log-probabilities", _OTHERWISE),
-    _Refused(
-        "parallel_tool_calls",
-        (True,),
-        "the model may make several tool calls in an answer",
-        "leave it out, and accept several",
-    ),
-    _Refused("functions", ([],), "functions are an old form of tools", "send them as `tools`"),
-    _Refused("background", (False,), "every call is answered at once", _OTHERWISE),
-    _Refused(
-        "conversation",
-        (),
-        "this server does not store conversations",
-        "send the whole conversation as `input`",
-    ),
-    _Refused(
-        "previous_response_id",
-        ("",),
-        "this server does not store answers",
-        "send the whole conversation as `input`",
-    ),
-    _Refused("mcp_servers", ([],), "the gateway calls no tools", "call them in the program"),
-)
-
-
-def _check_format(body: Json) -> None:
-    """Raises InvalidInput for a format of the answer other than text."""
-    text = body.get("text")
-    formats = {"response_format": body.get("response_format")}
-    if isinstance(text, dict):
-        formats["text.format"] = text.get("format")
-    for field, value in formats.items():
-        if value is not None and not (isinstance(value, dict) and value.get("type") == "text"):
-            raise InvalidInput(
-                "the model answers freely, in no given format",
-                field=field,
-                value=value,
-                remedy="describe the format in the messages, and check the answer",
-            )
-
-
-def _refuses_tools(body: Json) -> bool:
-    """Returns whether the tool choice is `none`. Raises InvalidInput for one that cannot be
-    honoured. `required` has no effect: a model that makes no call is judged by the program.
-    """
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    serial = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
-    if serial or kind not in (None, "auto", "required", "any", "none"):
-        raise InvalidInput(
-            "the model chooses its tools, and may make several calls",
-            field="tool_choice",
-            value=choice,
-            remedy="send auto, required or none",
-        )
-    return kind == "none"
+    return call._replace(tools=[]) if leaves_tools_out(body) else call
 
 
 def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
@@ -143,6 +68,7 @@ def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
         model=str(body.get("model") or "policy"),
         streams=bool(body.get("stream")),
         streams_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        options=read_options(body),
     )
 
 
@@ -510,6 +436,8 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         stop_reason = "max_tokens"
     elif message.tool_calls:
         stop_reason = "tool_use"
+    elif answer.stop_text:
+        stop_reason = "stop_sequence"
     else:
         stop_reason = "end_turn"
     return {
@@ -519,13 +447,14 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         "model": call.model,
         "content": content,
         "stop_reason": stop_reason,
-        "stop_sequence": None,
+        "stop_sequence": answer.stop_text or None,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
 
 
 def _messages_events(body: Json, _: Call) -> Iterator[str]:
-    yield _event({"type": "message_start", "message": body | {"content": [], "stop_reason": None}})
+    unfinished: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield _event({"type": "message_start", "message": body | unfinished})
     for i, block in enumerate(body["content"]):
         if block["type"] == "tool_use":
             empty_block: Json = block | {"input": {}}
@@ -540,7 +469,7 @@ def _messages_events(body: Json, _: Call) -> Iterator[str]:
             signature = {"type": "signature_delta", "signature": block["signature"]}
             yield _event({"type": "content_block_delta", "index": i, "delta": signature})
         yield _event({"type": "content_block_stop", "index": i})
-    ending = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    ending = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     yield _event({"type": "message_delta", "delta": ending, "usage": body["usage"]})
     yield _event({"type": "message_stop"})
 
@@ -590,6 +519,13 @@ _ITEM["properties"] |= {
     "output": {"type": "string"},
 }
 _BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
+MESSAGES = Dialect(
+    path="messages",
+    body=_body("messages", _BLOCKS, ("system",)),
+    read=_read_messages,
+    write=_write_messages,
+    events=_messages_events,
+)
 DIALECTS = (
     Dialect(
         path="chat/completions",
@@ -605,11 +541,5 @@ DIALECTS = (
         write=_write_responses,
         events=_responses_events,
     ),
-    Dialect(
-        path="messages",
-        body=_body("messages", _BLOCKS, ("system",)),
-        read=_read_messages,
-        write=_write_messages,
-        events=_messages_events,
-    ),
+    MESSAGES,
 )

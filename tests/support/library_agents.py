@@ -93,7 +93,10 @@ def smol() -> str:
         return a + b
 
     model = OpenAIServerModel(
-        "policy", os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+        "policy",
+        os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        tool_choice="auto",
     )
     return str(ToolCallingAgent([add], model, max_steps=4, verbosity_level=0).run(TEXT))
 
