@@ -18,6 +18,7 @@ from common.errors import InvalidInput, NotFound, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
+from services.environment.messages import History
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.http.app import BareRoute, create_app, read_json
@@ -152,8 +153,9 @@ def _small_routes(app: FastAPI, service: EpisodeService) -> None:
     async def count_tokens(session: str, request: Request) -> Response:
         """The number of tokens that this call would send to the engine."""
         _check_key(session, request)
-        parsed = read_call(await read_json(request), MESSAGES)
-        tokens = service.session(session).count_tokens(parsed.messages, parsed.tools)
+        called = service.session(session)
+        parsed = read_call(await read_json(request), MESSAGES, History())
+        tokens = called.count_tokens(parsed.messages, parsed.tools)
         return Response(orjson.dumps({"input_tokens": tokens}), media_type=JSON)
 
     async def completions(session: str, request: Request) -> Response:
@@ -207,8 +209,8 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
         service.calls.labels(dialect.path).inc()
         try:
             body = await read_json(request)
-            parsed = read_call(body, dialect)
             key = _request_key(body, dialect)
+            parsed = read_call(body, dialect, called.history)
             # A call that its client leaves goes on, and counts as unanswered.
             answer = await cancel_on_disconnect(
                 request,

@@ -17,6 +17,7 @@ from services.environment.messages import (
     CONTENT_FORM,
     MESSAGE_FORM,
     ROLES,
+    History,
     Message,
     parse_messages,
     parse_tools,
@@ -45,18 +46,18 @@ class Dialect(NamedTuple):
     path: str
     body: Json
     """JSON schema of the conversation and its tools."""
-    read: Callable[[Json], Call]
+    read: Callable[[Json, History], Call]
     write: Callable[[CallAnswer, Call, str], Json]
     events: Callable[[Json, Call], Iterator[str]]
 
 
-def read_call(body: Any, dialect: Dialect) -> Call:
-    """Reads a request. Raises InvalidInput that names the field."""
+def read_call(body: Any, dialect: Dialect, history: History) -> Call:
+    """Reads a request of a session with this history. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
         remedy = f'send {{"{dialect.body["required"][0]}": …}}'
         raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
     check_fields(body, dialect.path)
-    call = dialect.read(body)
+    call = dialect.read(body, history)
     return call._replace(tools=[]) if leaves_tools_out(body) else call
 
 
@@ -96,8 +97,9 @@ def _arguments(tool_call: Json) -> str:
 # OpenAI's chat completions
 
 
-def _read_chat(body: Json) -> Call:
-    return _call(body, parse_messages(body.get("messages")), parse_tools(body.get("tools")))
+def _read_chat(body: Json, history: History) -> Call:
+    messages = parse_messages(body.get("messages"), history=history)
+    return _call(body, messages, parse_tools(body.get("tools")))
 
 
 def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
@@ -165,7 +167,7 @@ def _chat_events(body: Json, call: Call) -> Iterator[str]:
 # OpenAI's responses
 
 
-def _read_responses(body: Json) -> Call:
+def _read_responses(body: Json, history: History) -> Call:
     chat: list[Json] = []
     if body.get("instructions"):
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -183,7 +185,7 @@ def _read_responses(body: Json) -> Call:
             remedy='send text or [{"role": "user", "content": text}]',
         )
     tools = [_tool_of_responses(tool) for tool in _listed(body, "tools")]
-    return _call(body, parse_messages(chat, "input"), parse_tools(tools))
+    return _call(body, parse_messages(chat, "input", history), parse_tools(tools))
 
 
 def _tool_of_responses(tool: Any) -> Any:
@@ -340,7 +342,7 @@ def _responses_events(body: Json, _: Call) -> Iterator[str]:
 # Anthropic's messages
 
 
-def _read_messages(body: Json) -> Call:
+def _read_messages(body: Json, history: History) -> Call:
     chat: list[Json] = []
     if body.get("system"):
         chat.append({"role": "system", "content": text_of(body["system"], "system")})
@@ -364,7 +366,7 @@ def _read_messages(body: Json) -> Call:
             )
         chat += _from_blocks(str(message.get("role")), blocks, where)
     tools = [_tool_of_messages(tool) for tool in _listed(body, "tools")]
-    return _call(body, parse_messages(chat), parse_tools(tools))
+    return _call(body, parse_messages(chat, history=history), parse_tools(tools))
 
 
 def _tool_of_messages(tool: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from common.errors import Conflict, InvalidInput, ServiceError
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
-from services.environment.messages import Message, tools_key
+from services.environment.messages import History, Message, tools_key
 from services.environment.template import Template
 from services.environment.tree import SessionTree, TurnNode
 
@@ -91,6 +91,7 @@ class Session:
     ) -> None:
         self.id = identifier
         self.tree = SessionTree()
+        self.history = History()
         self.closed = False
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""
