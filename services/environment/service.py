@@ -204,7 +204,11 @@ class EpisodeService:
         sampling = request.sampling
         policy = request.policy
 
-        async def sample(tokens: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
+        async def sample(
+            tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+        ) -> Completion:
+            # The engines look for the stop texts in the text that the session reads.
+            stops = {"stop": list(stop), "skip_special_tokens": False} if stop else {}
             (answer,) = await self._router.answers(
                 tokens,
                 lora_path=policy.adapter or None,
@@ -213,6 +217,7 @@ class EpisodeService:
                 temperature=sampling.temperature,
                 stop_token_ids=self._stop_token_ids,
                 sampling_seed=seed,
+                parameters=stops,
                 deadline_s=request.limits.deadline_s,
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)

@@ -140,10 +140,16 @@ class AnsweringEngine:
             if self.waits is not None:
                 await asyncio.to_thread(self.waits)
             most = body["sampling_params"]["max_new_tokens"]
-            ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))[
-                :most
-            ]
-            finish = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+            ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))
+            finish = "stop"
+            for stop in body["sampling_params"].get("stop", []):
+                # Engines stop after the first token with which the text has the stop text.
+                place = self.tokenizer.decode(ids).find(stop)
+                if place >= 0:
+                    ids = ids[: place + len(stop)]
+            if len(ids) > most:
+                ids = ids[:most]
+                finish = "length"
             meta = {
                 "finish_reason": {"type": finish},
                 "weight_version": "3",
