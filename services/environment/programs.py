@@ -27,6 +27,8 @@ _OUT_OF_RESOURCES = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.E
 _OUTPUT_BYTES = 4000
 """Bytes of a program's output that are kept, from its end."""
 _MAX_SCANS = 20
+_END_S = 10.0
+"""Seconds in which a program's starter (`common.process.child`) kills what the program started."""
 _FOLDERS = "rlhf-episodes-"
 SIGNALLED = 128
 """Exit statuses above this come from a signal."""
@@ -110,6 +112,7 @@ class RunningProgram:
         self._process = process
         self._mark = mark.encode()
         self._output = b""
+        self._ending: asyncio.Task[str] | None = None
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -174,13 +177,24 @@ class RunningProgram:
         return status if status >= 0 else SIGNALLED - status
 
     async def kill(self) -> str:
-        """Kills its remaining processes, including those that left the group; returns the end of
-        the output.
+        """Kills all of its processes, including those that left the group; returns the end of the
+        output.
         """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        # Whoever waits may be cancelled, the killing goes on.
+        return await asyncio.shield(self._ending)
+
+    async def _end(self) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # its starter then kills all of its descendants
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), _END_S)
+        # A program may have killed its starter.
         # PermissionError: macOS, only zombies left
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.shield(asyncio.to_thread(_kill_marked, self._mark))
+        await asyncio.to_thread(_kill_marked, self._mark)
         await self.wait()
         # A process that cannot be found may still hold the pipe.
         with contextlib.suppress(TimeoutError):
