@@ -16,6 +16,7 @@ from common.settings.sections import (
     ReplaySection,
     RewardSection,
     RolloutSection,
+    RuntimeSection,
     SamplingSection,
     TeacherSection,
     TrackersSection,
@@ -57,4 +58,5 @@ class Settings(BaseModel):
     teacher: TeacherSection = TeacherSection()
     trainer: TrainerSection = TrainerSection()
     environment: EnvironmentSection = EnvironmentSection()
+    runtime: RuntimeSection = RuntimeSection()
     trackers: TrackersSection = TrackersSection()

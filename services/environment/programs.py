@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,12 +31,16 @@ _MAX_SCANS = 20
 _END_S = 10.0
 """Seconds in which a program's starter (`common.process.child`) kills what the program started."""
 _FOLDERS = "rlhf-episodes-"
+_LIMITED = 'ulimit -f 8388608; exec "$@"'
+"""The blocks are of 512 bytes."""
 SIGNALLED = 128
 """Exit statuses above this come from a signal."""
 
 
-def words_of(command: str, field: str) -> list[str]:
-    """Returns the words of a command line. Raises ConfigError when it cannot be run here."""
+def words_of(command: str, field: str, *, is_here: bool = True) -> list[str]:
+    """Returns the words of a command line. Raises ConfigError when it cannot be run, as far as that
+    is known: here, not in a container.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -45,7 +50,7 @@ def words_of(command: str, field: str) -> list[str]:
             value=command,
             remedy="close every quote",
         ) from None
-    if not words or not shutil.which(words[0]):
+    if not words or (is_here and not shutil.which(words[0])):
         raise ConfigError(
             f"there is no program {words[0]}" if words else "there is no command",
             field=field,
@@ -123,9 +128,18 @@ class RunningProgram:
         *,
         mark: str,
         home: Path,
-        stdin: bytes = b"",
+        stdin: bytes | Path | int = b"",
+        output: Path | None = None,
     ) -> "RunningProgram":
         """Starts a program in the server's working directory, with `home` for its own files.
+
+        Args:
+            words: its command line.
+            env: its environment variables, besides the inherited ones.
+            mark: a text that only its environment variables contain.
+            home: its folder.
+            stdin: its input, a file of it, or an open file descriptor.
+            output: a file for its standard output, of at most 4 GiB.
 
         Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the
         resources.
@@ -139,17 +153,24 @@ class RunningProgram:
         variables |= env
 
         try:
-            # Its input is a file without a name: a pipe could fill up.
-            with tempfile.TemporaryFile(dir=home) as input_file:
-                input_file.write(stdin)
-                input_file.seek(0)
+            with contextlib.ExitStack() as files:
+                if isinstance(stdin, bytes):
+                    # A file without a name: a pipe could fill up.
+                    input_file = files.enter_context(tempfile.TemporaryFile(dir=home))
+                    input_file.write(stdin)
+                    input_file.seek(0)
+                    stdin = input_file.fileno()
+                elif isinstance(stdin, Path):
+                    stdin = files.enter_context(stdin.open("rb")).fileno()
+                if output is not None:
+                    words = ["sh", "-c", _LIMITED, "sh", *words]
                 process = await asyncio.create_subprocess_exec(
-                    *child.command(words, input_file.fileno()),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
+                    *child.command(words, stdin),
+                    stdin=PIPE,
+                    stdout=files.enter_context(output.open("wb")) if output else PIPE,
+                    stderr=PIPE if output else asyncio.subprocess.STDOUT,
                     env=variables,
-                    pass_fds=(input_file.fileno(),),
+                    pass_fds=(stdin,),
                     start_new_session=True,
                 )
         except OSError as error:
@@ -165,6 +186,11 @@ class RunningProgram:
     @property
     def ended(self) -> bool:
         return self._process.returncode is not None
+
+    @property
+    def output(self) -> bytes:
+        """The end of what it has written so far."""
+        return self._output
 
     async def wait(self) -> int:
         """Waits for the program and returns its exit status, 128 + n when signal n ended it.
@@ -202,8 +228,9 @@ class RunningProgram:
         return SecretRedactor().redact(self._output.decode("utf-8", "replace")).strip()
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
-        while data := await self._process.stdout.read(65536):
+        output = self._process.stdout or self._process.stderr
+        assert output is not None
+        while data := await output.read(65536):
             self._output = (self._output + data)[-_OUTPUT_BYTES:]
 
 
