@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from services.environment.outcome import EpisodeFailed
-from services.environment.runtimes.runtime import Container, Runtime, Spec, pack
+from services.environment.runtimes.runtime import WORKDIR, Container, Runtime, Spec, pack
 
 COLUMN = "harbor_task"
 """The column of a row that names the task's folder."""
 TESTS = "/tests"
 LOGS = "/logs/verifier"
+_RUN_TESTS = f"rm -rf {LOGS}; mkdir -p {LOGS} && chmod +x {TESTS}/test.sh && exec {TESTS}/test.sh"
 _SHOWN_CHARS = 1000
 
 
@@ -102,26 +103,24 @@ async def grade(
     Only its working directory and the task's artifacts reach a clean container, in which the tests
     are; the agent's is removed first. Raises EpisodeFailed when the tests write no reward.
     """
-    await agent.run(["sh", "-c", "kill -9 -1"])  # what it left running, in its own container
     if task.is_shared:
+        await agent.run(["sh", "-c", "kill -9 -1"])  # what the agent left running
         return await _tested(task, agent, home)
 
-    pwd = home / "pwd"
-    await agent.run(["sh", "-c", "pwd"], output=pwd)
-    workdir = (await asyncio.to_thread(pwd.read_text)).strip()
     taken = []
-    for number, path in enumerate((workdir, *task.artifacts)):
+    for number, path in enumerate((WORKDIR, *task.artifacts)):
         archive = home / f"left-{number}.tar"
-        await agent.get(path, archive)
-        taken.append((path, archive))
+        if await agent.get(path, archive):
+            taken.append((path, archive))
     await agent.kill()
 
     grader = await runtime.start(clean, home)
     try:
-        script = 'find "$1" -mindepth 1 -delete'
-        await grader.run(["sh", "-c", script, "sh", workdir])
         for path, archive in taken:
-            await grader.put(archive, path if path == workdir else str(Path(path).parent))
+            if path == WORKDIR:
+                await grader.put(archive, path, instead=True)
+            else:
+                await grader.put(archive, str(Path(path).parent))
         return await _tested(task, grader, home)
     finally:
         await grader.kill()
@@ -130,17 +129,14 @@ async def grade(
 async def _tested(task: HarborTask, container: Container, home: Path) -> Any:
     archive = home / "tests.tar"
     await asyncio.to_thread(pack, task.folder / "tests", archive)
-    await container.run(["rm", "-rf", TESTS, LOGS])
-    await container.put(archive, TESTS)
-    await container.run(["mkdir", "-p", LOGS])
-    script = f"chmod +x {TESTS}/test.sh && exec {TESTS}/test.sh"
+    await container.put(archive, TESTS, instead=True)
     async with asyncio.timeout(task.grader_timeout_s):
-        status, shown = await container.run(["sh", "-c", script], task.grader_env)
-
-    # The status says nothing: tests that fail still write their reward.
+        status, shown = await container.run(["sh", "-c", _RUN_TESTS], task.grader_env)
     written = await container.read(f"{LOGS}/reward.json")
     if written is None:
         written = await container.read(f"{LOGS}/reward.txt")
+
+    # The status says nothing: tests that fail still write their reward.
     try:
         return json.loads((written or b"").decode())
     except (ValueError, RecursionError):

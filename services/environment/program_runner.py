@@ -196,7 +196,7 @@ class ProgramRunner:
             raise _failure(words[0], status, output)
         session.close()
         _check_answered(session)
-        return _parse_reward(await container.read(reward_file))
+        return None if self._plays_tasks else _parse_reward(await container.read(reward_file))
 
     async def _post_task(self, content: dict[str, Any], session: Session) -> Any:
         """Posts the task to the URL; returns the reward in the response, or None."""
@@ -234,7 +234,7 @@ class ProgramRunner:
             texts = [content for content in users if isinstance(content, str)]
             prompt = texts[-1] if texts else ""
 
-        base = f"{self._gateway}/sessions/{session.id}"
+        base = f"{gateway}/sessions/{session.id}"
         return {
             "prompt": prompt,
             "messages": task.messages or [{"role": "user", "content": prompt}],

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from common.clients.environment import EnvironmentClient
 from common.clients.rollout import RolloutClient
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.environment.app import create_environment_app
 from services.environment.outcome import EnvironmentLost
@@ -166,7 +166,10 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    environment: type | str, reply: Callable[[str], str], **settings: Any
+    environment: type | str,
+    reply: Callable[[str], str],
+    runtime: RuntimeSection | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """Serves an environment, given as a class or by name, with engines that answer with `reply`."""
     engine = AnsweringEngine(reply)
@@ -182,12 +185,15 @@ async def served(
     ) as router:
         sock = listen("127.0.0.1", 0)
         gateway = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        if runtime is not None and runtime.gateway:
+            runtime.gateway = gateway
         service = EpisodeService(
             section,
             template,
             router,
             stop_token_ids=[engine.tokenizer.eos_token_id],
             gateway=gateway,
+            runtime=runtime,
         )
         app = create_environment_app(service, max_body_bytes=32 << 20)
         transport = httpx.ASGITransport(app)

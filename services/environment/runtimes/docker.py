@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.process.security import tls
 from common.settings.sections import RuntimeSection
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.runtimes.gate import Gate
 from services.environment.runtimes.held import HOLD, LABEL, Held, call, new_name
-from services.environment.runtimes.runtime import Container, Spec
+from services.environment.runtimes.runtime import Container, Spec, tools_of
 
 _NETWORK = "rlhf-episodes"
 _NETWORKS = {"gateway": _NETWORK, "none": "none", "open": "bridge"}
@@ -80,7 +79,7 @@ class DockerRuntime:
                 "--label",
                 f"{LABEL}={self._owner}",
                 "--network",
-                self._network(spec),
+                _NETWORKS[spec.network],
             ),
             *("--cpus", f"{spec.cpus or self._section.cpus:g}"),
             *("--memory", memory, "--memory-swap", memory),
@@ -91,7 +90,7 @@ class DockerRuntime:
             options += ["--workdir", spec.workdir]
         if spec.network == "gateway" and not _is_address(self._gate.host):
             options += ["--add-host", f"{self._gate.host}:{self._address}"]
-        for folder in (*self._section.tools, *filter(None, [tls().authority])):
+        for folder in tools_of(self._section):
             options += ["--volume", f"{folder}:{folder}:ro"]
         for variable, value in spec.env.items():
             options.append(f"--env={variable}={value}")

@@ -90,10 +90,11 @@ class Held(Container):
         output: Path | None = None,
     ) -> RunningProgram:
         """Starts the client with the server's own environment, in which it finds its daemon."""
+        own = secrets.token_hex(16)  # its end must not end the container's holder
         return await RunningProgram.start(
             [self._program, *words],
-            {**os.environ, "EPISODE": self.mark},
-            mark=self.mark,
+            {**os.environ, "EPISODE_CLIENT": own},
+            mark=own,
             home=self.home,
             stdin=stdin,
             output=output,

@@ -9,11 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError
-from common.process.security import tls
 from common.settings.sections import RuntimeSection
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.runtimes.held import HOLD, LABEL, Held, call, new_name
-from services.environment.runtimes.runtime import Container, Spec, pack
+from services.environment.runtimes.runtime import Container, Spec, pack, tools_of
 
 _START_S = 600
 """Seconds in which a pod must have started, images pulled included."""
@@ -82,10 +81,10 @@ class KubernetesRuntime:
             ready = ["wait", f"pod/{name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
             await pod.must(ready)
             await pod.hold(["attach", "--stdin", "--quiet", name])
-            for folder in (*self._section.tools, *filter(None, [tls().authority])):
+            for folder in tools_of(self._section):
                 archive = home / "tools.tar"
                 await asyncio.to_thread(pack, Path(folder), archive)
-                await pod.put(archive, folder)
+                await pod.put(archive, await asyncio.to_thread(_target, Path(folder)))
         except BaseException:
             await pod.kill()
             raise
@@ -156,3 +155,8 @@ class Pod(Held):
         # kubectl passes no variables on.
         assignments = [f"{variable}={value}" for variable, value in env.items()]
         return ["exec", "--stdin", self.name, "--", "env", *assignments, *words]
+
+
+def _target(folder: Path) -> str:
+    """Returns the folder that a folder's content, or a file, is unpacked in."""
+    return str(folder if folder.is_dir() else folder.parent)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
+from common.process.security import tls
+from common.settings.sections import RuntimeSection
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.programs import RunningProgram
 
@@ -17,6 +19,17 @@ Network = Literal["gateway", "none", "open"]
 """What a container reaches: this server's gateway, nothing, or whatever its host does."""
 EPISODE = "/episode"
 """The folder of the episode in a container, where its program writes the reward."""
+
+WORKDIR = "."
+"""The working directory of a container, as a path in it."""
+_PUT = 'mkdir -p "$1" && cd "$1" && tar -xf -'
+_PUT_INSTEAD = 'mkdir -p "$1" && cd "$1" && rm -rf -- ..?* .[!.]* * && tar -xf -'
+_GET = """\
+[ -e "$1" ] || exit 66
+[ "$1" = . ] && exec tar -cf - .
+exec tar -cf - -C "${1%/*}/" "${1##*/}"
+"""
+_MISSING = 66
 
 
 @dataclass(frozen=True)
@@ -86,24 +99,28 @@ class Container(ABC):
             shown = await program.kill()
         return status, shown
 
-    async def put(self, archive: Path, folder: str) -> None:
-        """Unpacks a tar archive into a folder of the container. Raises EnvironmentLost."""
-        script = 'mkdir -p "$1" && tar -xf - -C "$1"'
+    async def put(self, archive: Path, folder: str, *, instead: bool = False) -> None:
+        """Unpacks a tar archive into a folder of the container, `instead` of what is in it.
+
+        Raises EnvironmentLost.
+        """
+        script = _PUT_INSTEAD if instead else _PUT
         status, shown = await self.run(["sh", "-c", script, "sh", folder], stdin=archive)
         if status:
             raise EnvironmentLost(f"{folder} could not be unpacked in the container: {shown}")
 
-    async def get(self, path: str, archive: Path) -> None:
-        """Packs a file or a folder's content into a tar archive. Raises EpisodeFailed when there is
-        none, or when the archive could write outside its folder.
+    async def get(self, path: str, archive: Path) -> bool:
+        """Packs a file or folder, or what is in the working directory, into a tar archive; returns
+        whether there is one. Raises EpisodeFailed when that fails, or when the archive could write
+        outside its folder.
         """
-        script = (
-            'if [ -d "$1" ]; then tar -cf - -C "$1" .; else tar -cf - -C "${1%/*}/" "${1##*/}"; fi'
-        )
-        status, shown = await self.run(["sh", "-c", script, "sh", path], output=archive)
+        status, shown = await self.run(["sh", "-c", _GET, "sh", path], output=archive)
+        if status == _MISSING:
+            return False
         if status:
             raise EpisodeFailed(f"{path} could not be taken from the container: {shown}")
         await asyncio.to_thread(_check_archive, archive)
+        return True
 
     async def read(self, path: str) -> bytes | None:
         """Returns the first megabyte of a file; None when there is none."""
@@ -125,6 +142,13 @@ class Runtime(Protocol):
         """Removes what containers shared."""
 
 
+def tools_of(section: RuntimeSection) -> list[str]:
+    """Returns the folders and files of this machine that containers have too."""
+    authority = tls().authority
+    named = [*section.tools, *([authority] if authority else [])]
+    return [str(Path(each).absolute()) for each in named]
+
+
 def pack(folder: Path, archive: Path, *, without: Sequence[str] = ()) -> None:
     """Packs a folder of this machine, owned by root, without some names at its top."""
 
@@ -138,7 +162,7 @@ def pack(folder: Path, archive: Path, *, without: Sequence[str] = ()) -> None:
         return member
 
     with tarfile.open(archive, "w") as tar:
-        for entry in sorted(folder.iterdir()):
+        for entry in sorted(folder.iterdir() if folder.is_dir() else [folder]):
             tar.add(entry, entry.name, filter=owned_by_root)
 
 

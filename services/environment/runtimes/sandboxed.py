@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.process.security import tls
 from common.settings.sections import RuntimeSection
 from services.environment.programs import RunningProgram
 from services.environment.runtimes.gate import Gate
-from services.environment.runtimes.runtime import EPISODE, Container, Spec, pack
+from services.environment.runtimes.runtime import EPISODE, Container, Spec, pack, tools_of
 from services.sandbox.command import (
     SYSTEM,
     VARIANTS,
@@ -67,8 +66,7 @@ class SandboxRuntime:
             error.field = FIELD
             error.value = "sandbox"
             raise
-        authority = tls().authority
-        self._tools = [*section.tools, *([authority] if authority else [])]
+        self._tools = tools_of(section)
         self._source = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
         self._python = candidates[0]
         self._variant = VARIANTS[0]
