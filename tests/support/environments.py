@@ -171,7 +171,9 @@ async def served(
     runtime: RuntimeSection | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """Serves an environment, given as a class or by name, with engines that answer with `reply`."""
+    """Serves an environment, given as a class or by name, with engines that answer with `reply`.
+
+    A `runtime` names the address to listen at as its gateway, if it cannot be 127.0.0.1."""
     engine = AnsweringEngine(reply)
     name = (
         environment
@@ -183,8 +185,9 @@ async def served(
     async with RolloutClient(
         "rollout-server", BASE, transport=httpx.ASGITransport(engine.app())
     ) as router:
-        sock = listen("127.0.0.1", 0)
-        gateway = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        host = runtime.gateway if runtime and runtime.gateway else "127.0.0.1"
+        sock = listen(host, 0)
+        gateway = f"http://{host}:{sock.getsockname()[1]}"
         if runtime is not None and runtime.gateway:
             runtime.gateway = gateway
         service = EpisodeService(

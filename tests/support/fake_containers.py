@@ -44,12 +44,13 @@ def inside(name: str, words: list[str], env: dict[str, str]) -> int:
     return subprocess.run(["bwrap", *options, "--", *words], env=variables).returncode
 
 
-def make(name: str, image: str, made: dict[str, object]) -> None:
-    root = STATE / "containers" / name
-    (root / "tmp").mkdir(parents=True)
+def make(name: str, image: str, made: dict[str, object], state: Path = STATE) -> None:
+    root = state / "containers" / name
+    for folder in ("tmp", "etc"):
+        (root / folder).mkdir(parents=True)
     for folder in ("bin", "lib", "lib64"):
         (root / folder).symlink_to(f"usr/{folder}")
-    shutil.copytree(STATE / "images" / image.replace("/", "_"), root / "app", dirs_exist_ok=True)
+    shutil.copytree(state / "images" / image.replace("/", "_"), root / "app", dirs_exist_ok=True)
     (root / ".made").write_text(json.dumps(made))
 
 

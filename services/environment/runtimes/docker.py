@@ -97,6 +97,7 @@ class DockerRuntime:
         try:
             command = [image, "sh", "-c", HOLD]
             await container.hold(["run", "--interactive", "--rm", *options, *command])
+            await container.fill(spec)
         except BaseException:
             await container.kill()
             raise

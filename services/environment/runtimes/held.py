@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from services.environment.outcome import EnvironmentLost
 from services.environment.programs import RunningProgram
-from services.environment.runtimes.runtime import EPISODE, Container
+from services.environment.runtimes.runtime import EPISODE, WORKDIR, Container, Spec, pack
 
 FIELD = "runtime.kind"
 LABEL = "rlhf-episodes"
@@ -82,6 +82,14 @@ class Held(Container):
                 raise EnvironmentLost(f"the container could not be started: {shown}")
             await asyncio.sleep(0.02)
 
+    async def fill(self, spec: Spec) -> None:
+        """Puts a task's files into the working directory, when no Dockerfile says where they go."""
+        if spec.build is None or not await asyncio.to_thread(_has_only_files, spec.build):
+            return
+        archive = self.home / "task.tar"
+        await asyncio.to_thread(pack, spec.build, archive)
+        await self.put(archive, WORKDIR)
+
     async def client(
         self,
         words: Sequence[str],
@@ -128,3 +136,8 @@ class Held(Container):
             self._held_open = -1
         if self._holder is not None:
             await self._holder.kill()
+
+
+def _has_only_files(folder: Path) -> bool:
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return bool(names) and "Dockerfile" not in names

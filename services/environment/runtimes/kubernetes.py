@@ -81,6 +81,7 @@ class KubernetesRuntime:
             ready = ["wait", f"pod/{name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
             await pod.must(ready)
             await pod.hold(["attach", "--stdin", "--quiet", name])
+            await pod.fill(spec)
             for folder in tools_of(self._section):
                 archive = home / "tools.tar"
                 await asyncio.to_thread(pack, Path(folder), archive)
