@@ -80,7 +80,7 @@ class KubernetesRuntime:
             await pod.must(["create", "-f", "-"], stdin=json.dumps(self._manifest(spec, name)))
             ready = ["wait", f"pod/{name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
             await pod.must(ready)
-            await pod.hold(["attach", "--stdin", "--quiet", name])
+            await pod.hold(["attach", "--stdin", name])
             await pod.fill(spec)
             for folder in tools_of(self._section):
                 archive = home / "tools.tar"

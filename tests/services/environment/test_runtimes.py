@@ -294,7 +294,7 @@ async def test_a_container_ends_with_its_episode(
         await until(lambda: not server.service.stats()["sessions"])
     assert fake_containers.running(state) == []
     if kind == "real docker":
-        assert shown("docker", "ps", "--quiet", "--all", "--filter", "label=rlhf-episodes") == ""
+        assert shown(*LISTED["docker"]) == ""
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -307,46 +307,74 @@ def shown(*words: str) -> str:
 
 
 STARTS = """
-import asyncio, os, pathlib, sys
+import asyncio, pathlib, sys
 from common.settings.sections import RuntimeSection
 from services.environment.runtimes import load_runtime
 from services.environment.runtimes.runtime import Spec
 
 async def main():
-    runtime = load_runtime(RuntimeSection(kind="docker"), "http://127.0.0.1:7")
-    spec = Spec(lifetime_s=100, image=sys.argv[1], network="none")
-    await runtime.start(spec, pathlib.Path(sys.argv[2]))
+    kind, gateway, image, home = sys.argv[1:]
+    runtime = load_runtime(RuntimeSection(kind=kind, gateway=gateway), gateway)
+    spec = Spec(lifetime_s=1000, image=image, network="none")
+    await runtime.start(spec, pathlib.Path(home))
     print("started", flush=True)
     await asyncio.sleep(1000)
 
 asyncio.run(main())
 """
+LISTED = {
+    "docker": ("docker", "ps", "--quiet", "--all", "--filter", "label=rlhf-episodes"),
+    "kubernetes": ("kubectl", "get", "pods", "--output", "name", "--selector", "rlhf-episodes"),
+}
 
 
-@pytest.mark.parametrize("kind", ["docker", "real docker"])
+def leave_one(kind: str, image: str, owner: str) -> None:
+    """Starts a container that a server has left."""
+    if kind == "docker":
+        shown("docker", "run", "-d", "--label", f"rlhf-episodes={owner}", image, "sleep", "1000")
+    else:
+        label = f"--labels=rlhf-episodes={owner}"
+        shown("kubectl", "run", "left", "--image", image, label, "--", "sleep", "1000")
+
+
+@pytest.mark.parametrize("kind", ["docker", "real docker", "real kubernetes"])
 def test_containers_of_a_killed_server_end_and_the_next_server_removes_the_rest(
     kind: str, section: Make, state: Path, tmp_path: Path
 ) -> None:
-    section(kind)
+    settings = section(kind)
     image = IMAGES.get(kind) or "plain"
-    (state / "images" / image).mkdir()
-    words = [sys.executable, "-c", STARTS, image, str(tmp_path)]
+    (state / "images" / "plain").mkdir()
+    host = settings.gateway or "127.0.0.1"
+
+    def load(port: int) -> None:
+        settings.gateway = f"http://{host}:{port}"
+        load_runtime(settings, settings.gateway)
+
+    words = [sys.executable, "-c", STARTS, settings.kind, f"http://{host}:7", image, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"started\n"
         server.kill()
 
-    listing = ("docker", "ps", "--quiet", "--all", "--filter", "label=rlhf-episodes")
-    if kind == "real docker":
-        while shown(*listing):
-            time.sleep(0.05)
-        owner = f"rlhf-episodes={socket.gethostname()}-7"
-        shown("docker", "run", "-d", "--label", owner, image, "sleep", "1000")
-    load_runtime(RuntimeSection(kind="docker"), "http://127.0.0.1:8")
-    assert fake_containers.running(state) or shown(*listing), "it is another server's"
-    load_runtime(RuntimeSection(kind="docker"), "http://127.0.0.1:7")
-    assert fake_containers.running(state) == []
-    assert kind == "docker" or shown(*listing) == ""
+    if kind == "docker":  # the client stands for the daemon and died with the server
+        load(8)
+        assert fake_containers.running(state), "it is another server's"
+        load(7)
+        assert fake_containers.running(state) == []
+        return
+    listing = LISTED[settings.kind]
+    if kind == "real kubernetes":
+        listing = (*listing, "--field-selector", "status.phase==Running")
+    while shown(*listing):
+        time.sleep(0.05)
+    leave_one(settings.kind, image, f"{socket.gethostname()}-7")
+    while not shown(*listing):
+        time.sleep(0.05)
+    load(8)
+    assert shown(*listing), "it is another server's"
+    load(7)
+    while shown(*listing):
+        time.sleep(0.05)
 
 
 async def test_what_docker_is_told(section: Make, state: Path, task: Path) -> None:
