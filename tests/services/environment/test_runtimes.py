@@ -31,7 +31,7 @@ from tests.support.environments import Served, request_for, served
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
-AGENT = ROOT / "tests" / "support" / "coding_agent.py"
+AGENT = ROOT / "examples" / "coding_agent" / "agent.py"
 NAME = f"harbor:/usr/bin/python3 -I -S {AGENT}"
 REPAIR = Repair("area", "multiplies", "+")
 RIGHT = REPAIR.command("*")
@@ -91,9 +91,17 @@ def add(task: Path, section: str, line: str) -> None:
     (task / "task.toml").write_text(text.replace(section, f"{section}\n{line}"))
 
 
-def saying(*answers: str) -> Callable[[str], str]:
-    """Returns a model that gives these answers one after another in every episode."""
-    return lambda prompt: [*answers, "done"][prompt.count("<|im_start|>assistant") - 1]
+def saying(*commands: str) -> Callable[[str], str]:
+    """Returns a model that runs these commands one after another in every episode."""
+
+    def reply(prompt: str) -> str:
+        turn = prompt.count("<|im_start|>assistant") - 1
+        if turn == len(commands):
+            return "done"
+        call = {"name": "bash", "arguments": {"command": commands[turn]}}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+    return reply
 
 
 async def play(server: Served, folder: Path, **limits: Any) -> Episode:
@@ -229,7 +237,7 @@ async def test_the_sandbox_reaches_the_gateway_and_nothing_else(
         episode = await play(server, task)
         assert (episode.status, episode.detail) == ("ok", "")
         asked = server.engine.tokenizer.decode(server.engine.asked[1]["input_ids"])
-        assert "status 0\nconfined None\n" in asked
+        assert "\nconfined None\n" in asked
     other.close()
 
 
@@ -257,7 +265,7 @@ async def test_the_sandbox_limits_memory_and_processes(section: Make, task: Path
     async with served(NAME, saying(f"python3 -c '{LIMITED}'"), runtime=settings) as server:
         await play(server, task)
         asked = server.engine.tokenizer.decode(server.engine.asked[1]["input_ids"])
-        assert "status 0\nlimited\n" in asked
+        assert "\nlimited\n" in asked
 
 
 @pytest.mark.parametrize("kind", ["sandbox", "docker", "kubernetes", "real docker"])
