@@ -611,7 +611,7 @@ class RuntimeSection(Section):
     """Image of the containers of Docker and Kubernetes; `{task}` in it is replaced by the name of a
     Harbor task's folder. A task that names its own image has that one."""
     tools: list[Annotated[str, Field(min_length=1)]] = []
-    """Folders of the environment-server that containers have too, under the same paths and
+    """Folders of the environment-server that containers have too, under the same absolute paths and
     read-only, such as the one in which the agent is installed."""
     cpus: PositiveFloat = 1.0
     """CPUs of a container of Docker or Kubernetes, unless a task says otherwise."""

@@ -33,7 +33,7 @@ from services.environment.outcome import (
 )
 from services.environment.programs import SIGNALLED, Folders, RunningProgram, words_of
 from services.environment.runtimes import load_runtime
-from services.environment.runtimes.runtime import Container, Network, Spec
+from services.environment.runtimes.runtime import Container, Network, Spec, with_tools
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -85,6 +85,8 @@ class ProgramRunner:
         self._url = target if target.startswith(("http://", "https://")) else ""
         is_here = self._section.kind == "local"
         self._words = [] if self._url else words_of(target, FIELD, is_here=is_here)
+        if not is_here:
+            self._words = with_tools(self._words, self._section)
         self._runtime = load_runtime(RuntimeSection() if self._url else self._section, gateway)
         if self._url and not _is_url(self._url):
             raise ConfigError(

@@ -149,6 +149,19 @@ def tools_of(section: RuntimeSection) -> list[str]:
     return [str(Path(each).absolute()) for each in named]
 
 
+def with_tools(words: Sequence[str], section: RuntimeSection) -> list[str]:
+    """Returns a command line as it is in containers: their working directory is another, so paths
+    into the tools are absolute.
+    """
+    tools = tools_of(section)
+    absolute = []
+    for word in words:
+        path = Path(word).absolute()
+        is_tool = any(path.is_relative_to(tool) for tool in tools)
+        absolute.append(str(path) if is_tool and path.exists() else word)
+    return absolute
+
+
 def pack(folder: Path, archive: Path, *, without: Sequence[str] = ()) -> None:
     """Packs a folder of this machine, owned by root, without some names at its top."""
 

@@ -96,12 +96,7 @@ class SandboxRuntime:
     def command(
         self, words: Sequence[str], spec: Spec, home: Path, *, root: Path, workdir: str
     ) -> list[str]:
-        """Returns the command line that runs `words` in the file system `root`. A program's path
-        from the server's working directory is made absolute.
-        """
-        program = Path(words[0])
-        if len(program.parts) > 1 and program.exists():
-            words = [str(program.absolute()), *words[1:]]
+        """Returns the command line that runs `words` in the file system `root`."""
         options = _OPTIONS.split()
         if self._variant.disable_userns:
             options.append("--disable-userns")
