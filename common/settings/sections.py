@@ -599,6 +599,11 @@ class EnvironmentSection(Section):
     for your own class, because fewer threads than episodes waiting for slow tools would leave the
     engines idle; otherwise 64 programs or connections."""
 
+    @property
+    def grades_itself(self) -> bool:
+        """Whether the problems have tests instead of ground truths."""
+        return self.name.startswith("harbor:")
+
 
 class RuntimeSection(Section):
     """Where the programs of episodes run (docs/how-to/agents.md#containers)."""

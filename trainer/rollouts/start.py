@@ -69,7 +69,7 @@ class RolloutStart:
             log.info(
                 "dropped %d groups of an earlier attempt; their prompts are drawn again", dropped
             )
-        if not known:
+        if not known and not self.context.config.environment.grades_itself:
             await self._try_rewards()
         await self.context.services.data.seek(position)
 
