@@ -21,7 +21,7 @@ from tests.support.trap_models import letters
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import read_lines
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 FOLDER = ROOT / "examples" / "coding_agent"
 OWN = f"harbor:/usr/bin/python3 -I {FOLDER / 'agent.py'}"
 MINI = (
@@ -36,7 +36,6 @@ def mini() -> tuple[str, list[str]]:
     return MINI.replace("{mini}", str(folder / "bin" / "mini")), [str(FOLDER), str(folder)]
 
 
-@pytest.mark.slow
 async def test_every_token_of_mini_swe_agent_is_recorded_once(tmp_path: Path) -> None:
     name, tools = mini()
     repair = Repair("area", "multiplies", "+")
@@ -91,7 +90,6 @@ def test_the_recipe_is_trained(tmp_path: Path) -> None:
     train(tmp_path, OWN, [str(FOLDER)], steps=1)
 
 
-@pytest.mark.slow
 def test_the_recipe_is_trained_with_mini_swe_agent(tmp_path: Path) -> None:
     name, tools = mini()
     train(tmp_path, name, tools, steps=2)
