@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 STATE = Path(os.environ.get("FAKE_CONTAINERS", "/nowhere"))
@@ -44,7 +45,7 @@ def inside(name: str, words: list[str], env: dict[str, str]) -> int:
     return subprocess.run(["bwrap", *options, "--", *words], env=variables).returncode
 
 
-def make(name: str, image: str, made: dict[str, object], state: Path = STATE) -> None:
+def make(name: str, image: str, made: Mapping[str, object], state: Path = STATE) -> None:
     root = state / "containers" / name
     for folder in ("tmp", "etc"):
         (root / folder).mkdir(parents=True)

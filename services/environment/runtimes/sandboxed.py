@@ -135,9 +135,9 @@ class SandboxRuntime:
         root = Path(tempfile.mkdtemp(prefix="root-", dir=home))
         for folder in ("tmp", "root", "run", "etc", EPISODE.strip("/"), workdir.strip("/")):
             (root / folder).mkdir(parents=True, exist_ok=True)
-        for folder in map(Path, SYSTEM):
-            if folder.is_symlink():
-                (root / folder.name).symlink_to(folder.readlink())
+        for system in map(Path, SYSTEM):
+            if system.is_symlink():
+                (root / system.name).symlink_to(system.readlink())
         (root / "etc" / "passwd").write_text(_USERS)
         (root / "etc" / "group").write_text(_GROUPS)
         hosts = f"127.0.0.1 localhost\n{self.address} {self.gate.host}\n"
