@@ -37,7 +37,7 @@ _OWN_ERROR_S = 5.0
 because of another's."""
 _VERDICT_S = 10.0
 """Seconds to wait, after a failed collective, for the news that a rank is lost."""
-_SHUTDOWN_S = 1.0
+_SHUTDOWN_S = 5.0
 """Seconds that an ending rank waits for others to read why: closing a socket with unread input
 discards sent data."""
 _MAX_LINE_BYTES = 4096
@@ -70,6 +70,7 @@ class Liveness:
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._unauthenticated: list[asyncio.StreamWriter] = []
         self._listeners: set[asyncio.Task[None]] = set()
+        self._all_joined = threading.Event()
         self._heard: dict[int, float] = {}  # the last sign of life of each watched rank
         self._gone: dict[int, _Departure] = {}
         self._verdict_wanted = False  # the main thread waits for a verdict: no grace
@@ -112,6 +113,9 @@ class Liveness:
         else:
             how = "failed"
             reason = f"{type(value).__name__}: {value}".partition("\n")[0]
+        if self._ranks.is_rank_zero:
+            # A rank that joins late would find the connection closed, and take this one for lost.
+            self._all_joined.wait(self._lost_after_s)
         self._final_message = f"gone {self._ranks.rank} {how} {shorten(reason)}"
         self._thread.join()
 
@@ -174,6 +178,8 @@ class Liveness:
             writer.close()
             return
         self._connections[int(rank)] = writer
+        if len(self._connections) + len(self._gone) >= self._ranks.world_size - 1:
+            self._all_joined.set()
         for gone, departure in self._gone.items():
             writer.write(f"gone {gone} {departure.how} {departure.reason}\n".encode())
         self._listeners.add(asyncio.create_task(self._listen(int(rank), reader, writer)))

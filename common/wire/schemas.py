@@ -212,8 +212,8 @@ class RewardResult(Wire):
     components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
     verified: bool = True
-    """Whether `correct` is a verdict: from a verifying function, or a reward of 0 or 1. Otherwise
-    `correct` means a reward above 0.5."""
+    """Whether `correct` is a verdict, of a function that gives verdicts; otherwise it means a
+    reward above 0.5."""
     reason: str = ""
     """Why there is no reward: the error in the reward function, with its file and line."""
 

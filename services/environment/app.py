@@ -20,7 +20,7 @@ from services.environment.dialects import DIALECTS, Dialect, read_call
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.http.app import BareRoute, create_app, read_json
-from services.http.disconnect import cancel_on_disconnect
+from services.http.disconnect import ClientGone, cancel_on_disconnect
 from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
@@ -165,6 +165,9 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
                 request,
                 called.call(parsed.messages, parsed.tools, key, is_retry=_is_retry(request)),
             )
+            if await request.is_disconnected():  # while this server was busy
+                called.lose(answer.call)
+                raise ClientGone("the client closed the connection")
         except InvalidInput as error:
             service.refuse(called, error)
             raise

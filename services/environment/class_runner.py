@@ -7,6 +7,7 @@ reward.
 """
 
 import asyncio
+import hashlib
 import inspect
 import json
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from common.errors import InvalidInput, shorten
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
-from services.environment.messages import Message, encodable, parse_messages
+from services.environment.messages import Message, encodable, parse_messages, tools_key
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
@@ -25,7 +26,7 @@ from services.environment.outcome import (
     play_to_end,
     told,
 )
-from services.environment.session import LimitReached, Session, request_key
+from services.environment.session import LimitReached, Session
 from services.environment.threads import Threads
 
 
@@ -85,6 +86,11 @@ class EpisodeRun:
         returned = await self._call("get_reward", partial(self._instance.get_reward))
         if returned is not None or self._environment.has_reward:
             reward, components = parse_reward(returned, "get_reward returned")
+            if self._environment.gives_verdicts and reward not in (0.0, 1.0):
+                raise EpisodeFailed(
+                    f"get_reward returned {shorten(returned)}, but the environment declares "
+                    "gives_verdicts: return 1 for right and 0 for wrong"
+                )
             self.outcome.reward = reward + sum(self.outcome.turn_rewards)
             self.outcome.components = components
 
@@ -94,8 +100,7 @@ class EpisodeRun:
         self._chat = await self._begin()
         while True:
             try:
-                key = f"{self._session.turns} {request_key(self._chat, self._tools)}"
-                answer = await self._session.call(self._chat, self._tools, key)
+                answer = await self._session.call(self._chat, self._tools, self._call_key())
             except LimitReached:
                 outcome.stop_reason = self._session.stop_reason
                 return
@@ -124,6 +129,13 @@ class EpisodeRun:
                 if not new_messages:
                     return
                 self._chat += new_messages
+
+    def _call_key(self) -> str:
+        """Returns the key of the next call. The turn is part of it: no call is made twice here."""
+        chat = "\n".join(message.key for message in self._chat).encode("utf-8", "surrogatepass")
+        content = tools_key(self._tools) + b"\n" + chat
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return f"{self._session.turns} {digest}"
 
     async def _turn_rewards(self) -> list[float]:
         """Returns the environment's rewards for single turns; empty when it gives none."""
@@ -267,6 +279,7 @@ class ClassRunner:
         self.tools = environment.tools
         self.has_steps = environment.has_steps
         self.has_reward = environment.has_reward
+        self.gives_verdicts = environment.gives_verdicts
         self._environment = environment
         prepare = getattr(environment.make, "_prepare", None)
         if prepare is not None:

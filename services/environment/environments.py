@@ -10,6 +10,7 @@ several turns.
     get_turn_rewards() -> list      called at the end; a number for every answer of the model, added
                                     to the reward
     close()                         always called
+    gives_verdicts = True           get_reward returns 1 for a solved problem, else 0
 
 All but `reset` are optional. Without `get_reward` the run's reward functions grade the last answer.
 """
@@ -43,6 +44,8 @@ class Environment:
     has_steps: bool = False
     has_reward: bool | None = False
     """None: it may have no reward; then the run's reward functions grade the answer."""
+    gives_verdicts: bool = False
+    """Whether its rewards say which episodes were right."""
     tool: Callable[[Any, str], Callable[..., Any]] = getattr
     """Returns a tool's function, given the object that `make` returned and the tool's name."""
     is_done: Callable[[Any], bool] = lambda _: False
@@ -95,6 +98,7 @@ class Environment:
             tools=tools,
             has_steps="step" in methods,
             has_reward="get_reward" in methods,
+            gives_verdicts=_gives_verdicts(user_class, methods, name),
         )
 
     @classmethod
@@ -121,6 +125,20 @@ class _Stateless:
 
     def reset(self) -> None:
         """Nothing begins."""
+
+
+def _gives_verdicts(user_class: Any, methods: Mapping[str, Any], name: str) -> bool:
+    """Returns what a class declares. Raises ConfigError when its rewards cannot be verdicts."""
+    declared = bool(getattr(user_class, "gives_verdicts", False))
+    if declared and ("get_reward" not in methods or "get_turn_rewards" in methods):
+        raise ConfigError(
+            f"{name} declares gives_verdicts, which is for a get_reward without get_turn_rewards",
+            field=FIELD,
+            value=name,
+            remedy="remove gives_verdicts, or let get_reward alone return 1 for right and 0 for "
+            "wrong",
+        )
+    return declared
 
 
 def _is_method(member: Any) -> bool:

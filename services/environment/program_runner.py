@@ -1,5 +1,5 @@
-"""Episodes played by programs of the user: each starts a command or posts to a URL; the program
-reaches the model via its session.
+"""Episodes played by programs of the user: each starts a command or posts to a URL, or to a server
+that a command with `{port}` started for all; the program reaches the model via its session.
 
 The program gets the task as JSON, on standard input or as the request body, with the addresses of
 its session. The reward is what the program writes to a file or returns, or what it sends to the
@@ -23,7 +23,11 @@ from common.process.security import trusted
 from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD
+<<<<<<< HEAD
 from services.environment.harbor import COLUMN, HarborTask, grade
+=======
+from services.environment.kept_server import PORT, KeptServer
+>>>>>>> main
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
@@ -75,6 +79,7 @@ class ProgramRunner:
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward = has_reward
+        self.gives_verdicts = False
         self.threads: Threads | None = None
         self._folders = Folders()
         self._gateway = gateway
@@ -83,11 +88,16 @@ class ProgramRunner:
         self._plays_tasks = plays_tasks
 
         self._url = target if target.startswith(("http://", "https://")) else ""
+<<<<<<< HEAD
         is_here = self._section.kind == "local"
         self._words = [] if self._url else words_of(target, FIELD, is_here=is_here)
         if not is_here:
             self._words = with_tools(self._words, self._section)
         self._runtime = load_runtime(RuntimeSection() if self._url else self._section, gateway)
+=======
+        self._server = None if self._url or PORT not in target else KeptServer(name, target)
+        self._words = [] if self._url else words_of(target, FIELD)
+>>>>>>> main
         if self._url and not _is_url(self._url):
             raise ConfigError(
                 "this is not a URL",
@@ -97,10 +107,24 @@ class ProgramRunner:
             )
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome; never raises, except when cancelled."""
+        """Plays an episode and returns its outcome.
+
+        Raises ServiceLost when the command never starts a server; otherwise nothing, except when
+        cancelled.
+        """
         outcome = Outcome()
         async with self._slots:
+<<<<<<< HEAD
             await play_to_end(self._play(task, session, limits, outcome), session, limits, outcome)
+=======
+            program = None
+            if self._server is not None:
+                program = await self._ready(self._server, limits, outcome)
+            if outcome.status == "ok":
+                await play_to_end(self._play(task, session, outcome), session, limits, outcome)
+            if outcome.status in ("timeout", "died") and self._server and program:
+                await self._server.end_if_lost(program)
+>>>>>>> main
 
         answers = [node.answer for node in session.tree.nodes]
         outcome.answer = answers[-1].content if answers else ""
@@ -110,6 +134,7 @@ class ProgramRunner:
         return outcome
 
     async def close(self) -> None:
+<<<<<<< HEAD
         """Removes what remains of the episodes' folders and containers."""
         await self._runtime.close()
         await asyncio.to_thread(self._folders.close)
@@ -122,6 +147,32 @@ class ProgramRunner:
             reward = await self._post_task(content, session)
             session.close()  # no more sampling once it is graded
             _check_answered(session)
+=======
+        """Ends the server if this process started one, and removes the episodes' folders."""
+        if self._server is not None:
+            await self._server.close()
+        await asyncio.to_thread(self._folders.close)
+
+    async def _ready(
+        self, server: KeptServer, limits: EpisodeLimits, outcome: Outcome
+    ) -> RunningProgram | None:
+        """Returns the running server, or None and why not in `outcome`. Raises ServiceLost."""
+        try:
+            return await server.ready(limits.deadline_s)
+        except EnvironmentLost as error:
+            outcome.status = "died"
+            outcome.detail = str(error)
+        except EpisodeFailed as error:
+            outcome.status = "error"
+            outcome.detail = str(error)
+        return None
+
+    async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
+        content = self._task(task, session)
+        url = f"{self._server.url}/run" if self._server else self._url
+        if url:
+            reward = await self._post_task(url, content, session)
+>>>>>>> main
         else:
             content = self._task(task, session, self._runtime.gateway())
             reward = await self._run_command(content, session, limits)
@@ -143,6 +194,7 @@ class ProgramRunner:
             try:
                 return await self._reward_of(container, content, session)
             finally:
+<<<<<<< HEAD
                 await asyncio.shield(container.kill())
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
@@ -203,6 +255,26 @@ class ProgramRunner:
     async def _post_task(self, content: dict[str, Any], session: Session) -> Any:
         """Posts the task to the URL; returns the reward in the response, or None."""
         post = asyncio.create_task(_post(self._url, orjson.dumps(content)))
+=======
+                output = await program.kill()
+
+            has_reward = session.graded.is_set()
+            if status > SIGNALLED:
+                # A program may be killed when its work is done: a whole reward is kept.
+                has_reward = has_reward or await asyncio.to_thread(
+                    _is_complete, reward_file, session.asked_at
+                )
+            if status and not has_reward and not session.stop_reason:
+                _check_answered(session)
+                raise _failure(words[0], status, output)
+            return await asyncio.to_thread(_read_reward, reward_file)
+        finally:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
+
+    async def _post_task(self, url: str, content: dict[str, Any], session: Session) -> Any:
+        """Posts the task; returns the reward in the response, or None."""
+        post = asyncio.create_task(_post(url, orjson.dumps(content)))
+>>>>>>> main
         graded = asyncio.create_task(session.graded.wait())
         try:
             await asyncio.wait((post, graded), return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +283,7 @@ class ProgramRunner:
             status, body = post.result()
         except (httpx.HTTPError, OSError) as error:
             raise EnvironmentLost(
-                f"{self._url} did not answer: {type(error).__name__} {error}"
+                f"{url} did not answer: {type(error).__name__} {error}"
             ) from error
         finally:
             post.cancel()
@@ -223,10 +295,10 @@ class ProgramRunner:
         if status >= 300 and session.stop_reason:
             return None
         if status >= 500:
-            raise EnvironmentLost(f"{self._url} answered {status}: {text[:_SHOWN_CHARS]}")
+            raise EnvironmentLost(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
         if status >= 300:
-            raise EpisodeFailed(f"{self._url} answered {status}: {text[:_SHOWN_CHARS]}")
-        return _parse_json(text, f"the answer of {self._url}") if text else None
+            raise EpisodeFailed(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
+        return _parse_json(text, f"the answer of {url}") if text else None
 
     def _task(self, task: EpisodeTask, session: Session, gateway: str) -> dict[str, Any]:
         """Returns the task as sent to the program, which reaches this server at `gateway`."""
@@ -306,13 +378,23 @@ def _parse_reward(content: bytes | None) -> Any:
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
 
 
+<<<<<<< HEAD
 def _is_complete(content: bytes | None) -> bool:
     """Returns whether a reward file holds a whole reward."""
     try:
         parse_reward(_parse_reward(content), "the program's reward is")
     except EpisodeFailed:
+=======
+def _is_complete(path: Path, asked_at: float) -> bool:
+    """Returns whether a reward file holds a whole reward, written after the last call of the model:
+    an earlier one may be a default.
+    """
+    try:
+        parse_reward(_read_reward(path), "the program's reward is")
+        return path.stat().st_mtime > asked_at
+    except (EpisodeFailed, OSError):
+>>>>>>> main
         return False
-    return True
 
 
 def _parse_json(text: str, source: str) -> Any:

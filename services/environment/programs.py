@@ -24,7 +24,9 @@ from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """The server's environment variables that programs get; the others may be secrets."""
-_OUT_OF_RESOURCES = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+_OUT_OF_RESOURCES = frozenset(
+    (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
+)
 _OUTPUT_BYTES = 4000
 """Bytes of a program's output that are kept, from its end."""
 _MAX_SCANS = 20
@@ -81,12 +83,17 @@ class Folders:
             self._remove_if_left(left)
 
     def make(self) -> Path:
-        """Returns a new folder."""
-        if self._root is None:
-            self._root = Path(tempfile.mkdtemp(prefix=_FOLDERS))
-            self._lock = os.open(self._root, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        return Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
+        """Returns a new folder. Raises EnvironmentLost when none can be made, as on a full disk."""
+        try:
+            if self._root is None:
+                self._root = Path(tempfile.mkdtemp(prefix=_FOLDERS))
+                self._lock = os.open(self._root, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            return Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
+        except OSError as error:
+            raise EnvironmentLost(
+                f"an episode has no folder: {error.strerror} in {tempfile.gettempdir()}"
+            ) from error
 
     def close(self) -> None:
         """Removes all folders."""
@@ -201,6 +208,11 @@ class RunningProgram:
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return status if status >= 0 else SIGNALLED - status
+
+    def terminate(self) -> None:
+        """Asks the program to end by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
 
     async def kill(self) -> str:
         """Kills all of its processes, including those that left the group; returns the end of the

@@ -9,6 +9,7 @@ from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
+from services.environment.kept_server import PORT
 from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import Outcome
 from services.environment.program_runner import ProgramRunner
@@ -17,7 +18,7 @@ from services.environment.threads import Threads
 
 _THREADS = 1024
 _PROGRAMS = 64
-_VERIFIERS = Path(__file__).with_name("verifiers_program.py")
+_VERIFIERS = Path(__file__).with_name("verifiers_server.py")
 _VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
 
 
@@ -30,6 +31,8 @@ class EpisodeRunner(Protocol):
     has_steps: bool
     has_reward: bool | None
     """Whether episodes give a reward; None: known once an episode gave one."""
+    gives_verdicts: bool
+    """Whether these rewards say which episodes were right."""
 
     @property
     def threads(self) -> Threads | None:
@@ -82,15 +85,27 @@ def load_runner(
     if kind == "openenv":
         return OpenEnvRunner(name, target, slots)
     if kind == "verifiers":
-        python, _, identifier = target.strip().rpartition(" ")
-        command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])
+        python, _, taskset = target.strip().rpartition(" ")
+        if taskset.endswith(".toml") and not Path(taskset).is_file():
+            raise ConfigError(
+                f"there is no file {taskset}",
+                field=FIELD,
+                value=name,
+                remedy="name a file of the environment-server, by its path from the working "
+                "directory",
+            )
+        command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
         return ProgramRunner(name, command, slots=slots, gateway=gateway, has_reward=True)
     raise ConfigError(
         f"there is no environment {name}",
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
+<<<<<<< HEAD
         "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID",
+=======
+        "openenv:COMMAND or URL, verifiers:ID or FILE.toml",
+>>>>>>> main
     )
 
 

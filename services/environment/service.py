@@ -251,6 +251,7 @@ class EpisodeService:
             "tools": list(self.environment.tools.values()),
             "has_steps": self.environment.has_steps,
             "has_reward": self.environment.has_reward,
+            "gives_verdicts": self.environment.gives_verdicts,
         }
         return [served]
 

@@ -206,6 +206,13 @@ def test_a_rank_that_was_told_to_end_is_not_called_lost(nodes: Nodes) -> None:
     assert "is lost:" not in nodes.text(1)
 
 
+def test_a_rank_that_is_told_to_end_at_once_is_not_called_lost(nodes: Nodes) -> None:
+    nodes.start("leave", limit_s=60)
+    assert nodes.status(1) != 0
+    assert "was stopped (SIGTERM or Ctrl-C) and has left the run" in nodes.text(1)
+    assert "is lost:" not in nodes.text(1)
+
+
 @pytest.mark.slow
 def test_a_rank_that_computes_for_long_or_has_ended_is_not_lost(nodes: Nodes) -> None:
     nodes.start("compute", limit_s=2)

@@ -58,6 +58,8 @@ def main(task: dict[str, Any]) -> None:
     if mode == "two answers":
         body = {"n": 2, "messages": [{"role": "user", "content": "x"}]}
         assert post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)[0] == 422
+    if mode == "killed with a default":
+        write(0.0)
     status, answer = ask(mode if mode != "large" else "x" * 10_000_000)
     if status != 200:
         print(status, answer)
@@ -82,7 +84,7 @@ def main(task: dict[str, Any]) -> None:
         time.sleep(1000)
     elif mode == "crash":
         raise RuntimeError("out of order")
-    elif mode == "signal":
+    elif mode in ("signal", "killed with a default"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif mode in ("no JSON", "NaN", "[]", "{}", "null", '""'):
         write(mode)

@@ -54,7 +54,7 @@ def make_batch(count: int, seed: int = 0) -> Batch:
             reward=0.0,
             weight=each.weight,
             current=True,
-            counts=True,
+            in_loss=True,
         )
         for i, each in enumerate(targets)
     ]

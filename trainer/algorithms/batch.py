@@ -53,8 +53,8 @@ class Row:
     """Importance weight of its group."""
     current: bool
     """Whether the policy about to be updated sampled the whole completion."""
-    counts: bool
-    """Whether it counts in the loss and its normalisers."""
+    in_loss: bool
+    """Whether the loss and its normalisers include it."""
     turns: Sequence[tuple[int, float]] = ()
     """Number of trained tokens and reward of each answer of an episode."""
     sampled: Sampled | None = None
@@ -89,6 +89,11 @@ class Batch:
     advantages: Column | None = None
     returns: Column | None = None
     """The critic's targets."""
+
+    @property
+    def problems(self) -> list[tuple[str, str]]:
+        """The prompt and the ground truth of every group."""
+        return [(item.group.prompt, item.group.ground_truth) for item in self.groups]
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
@@ -228,7 +233,7 @@ def _row(
         reward=completion.reward,
         weight=item.weight,
         current=completion.weight_version == step,
-        counts=not (config.algorithm.mask_truncated and truncated),
+        in_loss=not (config.algorithm.mask_truncated and truncated),
         turns=turns,
         sampled=Sampled.of(item.group, completion),
     )

@@ -63,8 +63,8 @@ def compute_advantages(
         )
 
     if algorithm.advantage in WHITENED:
-        row_counts = torch.tensor([row.counts for row in batch.rows])
-        advantages = whiten(advantages, row_counts.repeat_interleave(lengths))
+        rows_in_loss = torch.tensor([row.in_loss for row in batch.rows])
+        advantages = whiten(advantages, rows_in_loss.repeat_interleave(lengths))
 
     if batch.teacher_logprobs is not None:
         own = torch.from_numpy(np.concatenate(batch.start_logprobs()))

@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 from common.errors import ConfigError
+from trainer.api.settings import in_own_words
 from trainer.observe.run_dir import append_line
 from trainer.run import Listener, Run
 
@@ -116,6 +117,10 @@ class Callbacks(Listener):
         """See `FunctionLog`."""
         with self._lock:
             self._rows += rows
+
+    def words(self, text: str) -> str:
+        """See `Listener`."""
+        return in_own_words(text)
 
     def measured(self, step: int) -> dict[str, float]:
         """See `Listener`."""

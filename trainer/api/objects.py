@@ -12,6 +12,7 @@ from common.errors import ConfigError, shorten
 from common.settings.sections import ModelSection
 from trainer.api.settings import TrainerConfig
 from trainer.policy.scorer import load_model, load_tokenizer
+from trainer.policy.trained_prompts import copy_trained_prompts
 
 
 class CallerModel:
@@ -60,6 +61,8 @@ class CallerModel:
         model = self.model if self.is_object else load_model(_section(config))
         model.save_pretrained(self._directory)
         self.tokenizer(config).save_pretrained(self._directory)
+        of_object = getattr(self.model, "name_or_path", "")
+        copy_trained_prompts(of_object or config.model_name_or_path, self._directory)
         self._is_saved = True
         return str(self._directory)
 

@@ -27,6 +27,7 @@ from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, lora_settings, optimizer_settings
 from trainer.api.output import check_output, remove_run
 from trainer.api.settings import FIELDS, TrainerConfig, renamed
+from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
@@ -218,6 +219,8 @@ class OnlineRLTrainer:
         """
         resume = resume_from_checkpoint or self._began
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
+        if checkpoint.newest(self.output_dir / "checkpoints") is None:
+            self._try_rewards()
         self.config.model_name_or_path = self._caller_model.saved(self.config)
         with self._own_names():
             _check_lengths(self.config, [*self._problems.train, *self._problems.held_out])
@@ -264,6 +267,16 @@ class OnlineRLTrainer:
             except ConfigError as error:  # the training that worked is not lost
                 print(f"not pushed: {error}")
         return self._result(self._checkpoint)
+
+    def _try_rewards(self) -> None:
+        """Calls the reward functions with made-up answers to the first problem, before the model is
+        loaded. Raises ConfigError for a function that fails.
+        """
+        settings = self.config.to_config(len(self._problems.train), 0, Path()).reward
+        with self._own_names():
+            try_functions(
+                self._rewards, self._problems.train[0], settings.for_objects(self._weights)
+            )
 
     def _rounds_on_disk(self) -> int:
         """Returns how many whole calls of `train` the newest checkpoint contains."""

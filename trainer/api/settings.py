@@ -24,7 +24,7 @@ from pydantic import (
 
 from common.errors import ConfigError, ServiceError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
-from common.settings.config import Config, from_mapping
+from common.settings.config import Config, from_mapping, names
 from common.settings.explain import explained
 from trainer.api.trl import ARGUMENTS, LOSSES, translated
 
@@ -96,6 +96,20 @@ def renamed(error: _Error, names: Mapping[str, str], prefix: str = "") -> _Error
         status=error.status,
     )
     return changed
+
+
+def in_own_words(text: str) -> str:
+    """Returns a text with the Python API's names for settings: fields of `TrainerConfig`, arguments
+    of the trainer, or items of `TrainerConfig.settings`.
+    """
+    known = names()
+    own = FIELDS | {"reward.functions": "reward_fn", "data.source": "train_dataset"}
+
+    def name(found: re.Match[str]) -> str:
+        setting = found[0]
+        return own.get(setting) or (f'settings["{setting}"]' if setting in known else setting)
+
+    return re.sub(r"(?<![\w.-])[a-z]+\.[a-z_]+(?!\w|\.\w)", name, text)
 
 
 class TrainerConfig(BaseModel):

@@ -113,6 +113,7 @@ class GroupIndex:
     def search(
         self,
         query: Query,
+        *,
         limit: int,
         offset: int,
         hits: Iterable[Place] = (),

@@ -46,7 +46,7 @@ class RunSummary(BaseModel):
     model: str | None
     data: str | None
     recipe: str | None
-    """`algorithm.name`; `sft` for a run on worked answers."""
+    """`algorithm.name`; `sft` for a run of supervised fine-tuning."""
     reward: float | None
     """Mean of the newest steps."""
     held_out: dict[str, Any] | None
@@ -118,6 +118,12 @@ class RunReader:
                     found.append("metrics.jsonl has no step yet")
                 else:
                     found.append("metrics.jsonl is missing: no step was recorded")
+            evaluation = self._evaluated[-1] if self._evaluated else {}
+            if evaluation.get("trained_on"):
+                found.append(
+                    f"{evaluation['trained_on']:.0f} of {evaluation['num_samples']:.0f} held-out "
+                    "problems were trained on"
+                )
             return found + self._metrics.problems() + self._evaluations.problems()
 
     def summary(self, run: int = 0) -> RunSummary:
@@ -221,7 +227,7 @@ class RunReader:
             columns = self._columns
             reward = columns.column("reward")
             judged: dict[str, Any] = {"level": "none", "text": ""}
-            # A run on worked answers has steps without rewards.
+            # A run of supervised fine-tuning has steps without rewards.
             if len(reward) == 0 or not np.isnan(reward).all():
                 judged = verdict(reward, columns.column("accuracy"))
             return {

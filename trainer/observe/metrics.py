@@ -213,9 +213,9 @@ SECTIONS = {
         ),
         Metric("critic.clip_fraction", "share of tokens that were clipped", "share"),
     ),
-    "Worked answers": (
-        Metric("epoch", "passes over the worked answers"),
-        Metric("examples", "worked answers of the step"),
+    "Supervised fine-tuning": (
+        Metric("epoch", "passes over the examples"),
+        Metric("examples", "examples of the step"),
     ),
 }
 """The numbers by section of the dashboard, whose charts have this order; those of the first section

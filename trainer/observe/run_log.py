@@ -13,6 +13,7 @@ from common.settings.config import Config
 from common.wire.schemas import Completion, CriticMetrics, Group
 from trainer.algorithms.batch import Batch
 from trainer.evaluation.evaluation import Evaluation
+from trainer.evaluation.verdicts import Verdicts
 from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
@@ -58,7 +59,7 @@ class LeaderRunLog(RunLog):
     `measured` and `gpus`.
 
     `collecting_cpu` returns the CPU seconds of the collecting thread; `dropout` are the model's
-    settings of dropout.
+    settings of dropout, `verdicts` says whether the rewards are verdicts.
     """
 
     def __init__(
@@ -66,14 +67,17 @@ class LeaderRunLog(RunLog):
         config: Config,
         recorder: Recorder,
         metrics: TrainerMetrics,
+        *,
         clock: StageClock,
         step: int,
         measured: Callable[[int], dict[str, float]] = lambda step: {},
         gpus: Callable[[], int | None] = lambda: None,
         collecting_cpu: Callable[[], float] = lambda: 0.0,
+        verdicts: Verdicts,
         dropout: Collection[str] = (),
     ) -> None:
         self._config = config
+        self._verdicts = verdicts
         self._recorder = recorder
         self._metrics = metrics
         self._clock = clock
@@ -130,9 +134,12 @@ class LeaderRunLog(RunLog):
         fresh_ages = ages[: len(_completions(batch.fresh))]  # the fresh groups come first
 
         # Accuracy and the two counts are unknown when the rewards are not verdicts.
-        verified = all(answer.verified for answer in answers)
+        verified = self._verdicts.of(answer.verified for answer in answers)
         equal = [group for group in groups if group.zero_variance]
-        accuracy = _mean(answer.correct for answer in answers) if verified else None
+        accuracy = None
+        known = [answer.correct for answer in answers if answer.verified]
+        if verified and known:
+            accuracy = _mean(known)
         solved = sum(_all_correct(group) for group in equal) if verified else None
         failed = sum(_none_correct(group) for group in equal) if verified else None
 

@@ -112,7 +112,8 @@ class GroupMaker:
                 detail = episode.detail or episode.stop_reason
                 raise GroupFailed("episode", f"{episode.status}: {detail}")
 
-        answers = [answer_of(episode) for episode in episodes]
+        gives_verdicts = self._services.environment_gives_verdicts
+        answers = [answer_of(episode, gives_verdicts) for episode in episodes]
         ungraded = [
             answer
             for answer, episode in zip(answers, episodes, strict=True)

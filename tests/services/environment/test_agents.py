@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
     "signal": ("died", "was ended by signal 9"),
     "killed while it writes": ("died", "was ended by signal 9"),
+    "killed with a default": ("died", "was ended by signal 9"),
     "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
     "NaN": ("error", "the program's reward is nan, not a finite number"),
     "[]": ("error", "the program's reward is [], not a finite number"),
@@ -122,6 +124,27 @@ async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one
         release.set()
         assert (episode.status, episode.reward) == ("died", None)
         assert "a call had no answer" in episode.detail
+
+
+async def test_a_client_that_left_before_its_answer_has_none_even_if_the_server_was_busy() -> None:
+    def busy(_: str) -> str:
+        time.sleep(1.5)  # blocks the server: the client leaves, and the answer comes, at once
+        return "3"
+
+    async with served(NAME, busy) as server:
+        episode = await play(server, "gives up")
+        assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
+        assert "a call had no answer" in episode.detail
+
+
+async def test_an_episode_without_a_folder_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "number")
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "an episode has no folder: No such file or directory" in episode.detail
 
 
 async def test_a_refused_call_is_told_and_counted() -> None:

@@ -1,14 +1,17 @@
 """Run on every node: ranks that watch each other and play the part that the test names.
 
-`step`: collectives for ever. `compute`: rank 1 multiplies matrices for three times the limit and
+`step`: collectives for ever. `leave`: rank 0 is told to end before rank 1 has joined. `compute`: rank 1 multiplies matrices for three times the limit and
 ends; rank 0 ends much later. `wait`: rank 0 waits for something other than a collective. `fail`:
 rank 1 raises its own error.
 """
 
+import asyncio
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,13 +20,26 @@ from common.process.topology import Topology
 from learning.liveness import Liveness
 from learning.ranks import Ranks, end
 
+_open_connection = asyncio.open_connection
+
+
+async def _open_late(**options: Any) -> Any:
+    """Opens a connection as a rank does that has hardly any processor time."""
+    await asyncio.sleep(2)
+    return await _open_connection(**options)
+
 
 def main(directory: Path, part: str, limit_s: float) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)
-    with Ranks.from_env(timeout_s=600) as ranks, Liveness(ranks, Topology.from_env(), limit_s):
-        ranks.barrier()
+    with Ranks.from_env(timeout_s=600) as ranks, ExitStack() as stack:
+        if part == "leave" and not ranks.is_rank_zero:
+            asyncio.open_connection = _open_late  # type: ignore[assignment]
+        stack.enter_context(Liveness(ranks, Topology.from_env(), limit_s))
         (directory / f"ready{ranks.rank}").touch()
+        if part == "leave" and ranks.is_rank_zero:
+            signal.raise_signal(signal.SIGTERM)
+        ranks.barrier()
         begin = time.monotonic()
         if part == "fail" and ranks.rank == 1:
             raise ServiceError("no room on the device")
