@@ -577,15 +577,9 @@ class EnvironmentSection(Section):
     name: InHelp[Annotated[str, AfterValidator(_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
-<<<<<<< HEAD
     talks to a model; `harbor:COMMAND`, one that works in the container of a Harbor task;
-    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
+    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID` or `verifiers:FILE.toml`
     (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
-=======
-    talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
-    or `verifiers:FILE.toml` (docs/how-to/agents.md). Empty: single completions, without an
-    environment-server."""
->>>>>>> main
     turns: PositiveInt = 8
     """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
     sample this many times `sampling.max_new_tokens` tokens."""

@@ -23,11 +23,8 @@ from common.process.security import trusted
 from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD
-<<<<<<< HEAD
 from services.environment.harbor import COLUMN, HarborTask, grade
-=======
 from services.environment.kept_server import PORT, KeptServer
->>>>>>> main
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
@@ -88,16 +85,23 @@ class ProgramRunner:
         self._plays_tasks = plays_tasks
 
         self._url = target if target.startswith(("http://", "https://")) else ""
-<<<<<<< HEAD
         is_here = self._section.kind == "local"
+        keeps_server = PORT in target and not self._url
+        self._server = KeptServer(name, target) if keeps_server and is_here else None
         self._words = [] if self._url else words_of(target, FIELD, is_here=is_here)
         if not is_here:
             self._words = with_tools(self._words, self._section)
-        self._runtime = load_runtime(RuntimeSection() if self._url else self._section, gateway)
-=======
-        self._server = None if self._url or PORT not in target else KeptServer(name, target)
-        self._words = [] if self._url else words_of(target, FIELD)
->>>>>>> main
+        if keeps_server and not is_here:
+            raise ConfigError(
+                f"a command with {PORT} serves all episodes, and containers are for one each",
+                field="runtime.kind",
+                value=self._section.kind,
+                remedy="set it to local, or name a program that plays one episode",
+            )
+        starts_programs = bool(self._words) and not keeps_server
+        self._runtime = load_runtime(
+            self._section if starts_programs else RuntimeSection(), gateway
+        )
         if self._url and not _is_url(self._url):
             raise ConfigError(
                 "this is not a URL",
@@ -114,17 +118,14 @@ class ProgramRunner:
         """
         outcome = Outcome()
         async with self._slots:
-<<<<<<< HEAD
-            await play_to_end(self._play(task, session, limits, outcome), session, limits, outcome)
-=======
             program = None
             if self._server is not None:
                 program = await self._ready(self._server, limits, outcome)
             if outcome.status == "ok":
-                await play_to_end(self._play(task, session, outcome), session, limits, outcome)
+                episode = self._play(task, session, limits, outcome)
+                await play_to_end(episode, session, limits, outcome)
             if outcome.status in ("timeout", "died") and self._server and program:
                 await self._server.end_if_lost(program)
->>>>>>> main
 
         answers = [node.answer for node in session.tree.nodes]
         outcome.answer = answers[-1].content if answers else ""
@@ -134,23 +135,12 @@ class ProgramRunner:
         return outcome
 
     async def close(self) -> None:
-<<<<<<< HEAD
-        """Removes what remains of the episodes' folders and containers."""
-        await self._runtime.close()
-        await asyncio.to_thread(self._folders.close)
-
-    async def _play(
-        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, outcome: Outcome
-    ) -> None:
-        if self._url:
-            content = self._task(task, session, self._gateway)
-            reward = await self._post_task(content, session)
-            session.close()  # no more sampling once it is graded
-            _check_answered(session)
-=======
-        """Ends the server if this process started one, and removes the episodes' folders."""
+        """Ends the server if this process started one, and removes the episodes' folders and
+        containers.
+        """
         if self._server is not None:
             await self._server.close()
+        await self._runtime.close()
         await asyncio.to_thread(self._folders.close)
 
     async def _ready(
@@ -167,12 +157,15 @@ class ProgramRunner:
             outcome.detail = str(error)
         return None
 
-    async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
-        content = self._task(task, session)
+    async def _play(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, outcome: Outcome
+    ) -> None:
         url = f"{self._server.url}/run" if self._server else self._url
         if url:
+            content = self._task(task, session, self._gateway)
             reward = await self._post_task(url, content, session)
->>>>>>> main
+            session.close()  # no more sampling once it is graded
+            _check_answered(session)
         else:
             content = self._task(task, session, self._runtime.gateway())
             reward = await self._run_command(content, session, limits)
@@ -194,7 +187,6 @@ class ProgramRunner:
             try:
                 return await self._reward_of(container, content, session)
             finally:
-<<<<<<< HEAD
                 await asyncio.shield(container.kill())
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
@@ -244,7 +236,9 @@ class ProgramRunner:
         has_reward = session.graded.is_set()
         if status > SIGNALLED:
             # A program may be killed when its work is done: a whole reward is kept.
-            has_reward = has_reward or _is_complete(await container.read(reward_file))
+            # An earlier one may be a default.
+            written = await container.read(reward_file, after=session.asked_at)
+            has_reward = has_reward or _is_complete(written)
         if status and not has_reward and not session.stop_reason:
             _check_answered(session)
             raise _failure(words[0], status, output)
@@ -252,29 +246,9 @@ class ProgramRunner:
         _check_answered(session)
         return None if self._plays_tasks else _parse_reward(await container.read(reward_file))
 
-    async def _post_task(self, content: dict[str, Any], session: Session) -> Any:
-        """Posts the task to the URL; returns the reward in the response, or None."""
-        post = asyncio.create_task(_post(self._url, orjson.dumps(content)))
-=======
-                output = await program.kill()
-
-            has_reward = session.graded.is_set()
-            if status > SIGNALLED:
-                # A program may be killed when its work is done: a whole reward is kept.
-                has_reward = has_reward or await asyncio.to_thread(
-                    _is_complete, reward_file, session.asked_at
-                )
-            if status and not has_reward and not session.stop_reason:
-                _check_answered(session)
-                raise _failure(words[0], status, output)
-            return await asyncio.to_thread(_read_reward, reward_file)
-        finally:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
-
     async def _post_task(self, url: str, content: dict[str, Any], session: Session) -> Any:
         """Posts the task; returns the reward in the response, or None."""
         post = asyncio.create_task(_post(url, orjson.dumps(content)))
->>>>>>> main
         graded = asyncio.create_task(session.graded.wait())
         try:
             await asyncio.wait((post, graded), return_when=asyncio.FIRST_COMPLETED)
@@ -378,23 +352,13 @@ def _parse_reward(content: bytes | None) -> Any:
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
 
 
-<<<<<<< HEAD
 def _is_complete(content: bytes | None) -> bool:
     """Returns whether a reward file holds a whole reward."""
     try:
         parse_reward(_parse_reward(content), "the program's reward is")
     except EpisodeFailed:
-=======
-def _is_complete(path: Path, asked_at: float) -> bool:
-    """Returns whether a reward file holds a whole reward, written after the last call of the model:
-    an earlier one may be a default.
-    """
-    try:
-        parse_reward(_read_reward(path), "the program's reward is")
-        return path.stat().st_mtime > asked_at
-    except (EpisodeFailed, OSError):
->>>>>>> main
         return False
+    return True
 
 
 def _parse_json(text: str, source: str) -> Any:

@@ -101,11 +101,7 @@ def load_runner(
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
-<<<<<<< HEAD
-        "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID",
-=======
-        "openenv:COMMAND or URL, verifiers:ID or FILE.toml",
->>>>>>> main
+        "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID or FILE.toml",
     )
 
 

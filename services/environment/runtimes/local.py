@@ -1,6 +1,7 @@
 """Programs as processes of this machine."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,9 +36,11 @@ class Processes(Container):
             output=output,
         )
 
-    async def read(self, path: str) -> bytes | None:
-        """Returns the first megabyte of a file; None when there is none. Raises EpisodeFailed."""
-        return await asyncio.to_thread(_read, Path(path))
+    async def read(self, path: str, after: float = 0.0) -> bytes | None:
+        """Returns the first megabyte of a file; None when there is none, or none that was written
+        after a time. Raises EpisodeFailed.
+        """
+        return await asyncio.to_thread(_read, Path(path), after)
 
     async def kill(self) -> None:
         """Every program was killed when it ended."""
@@ -65,10 +68,11 @@ class LocalRuntime:
         """Nothing is shared."""
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path, after: float) -> bytes | None:
     try:
         with path.open("rb") as file:
-            return file.read(MOST_READ)
+            is_later = os.fstat(file.fileno()).st_mtime > after
+            return file.read(MOST_READ) if is_later else None
     except FileNotFoundError:
         return None
     except OSError as error:

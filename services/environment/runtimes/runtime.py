@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ _GET = """\
 [ "$1" = . ] && exec tar -cf - .
 exec tar -cf - -C "${1%/*}/" "${1##*/}"
 """
+_READ = f'[ "$(stat -c %Y "$1")" -ge "$2" ] && head -c {MOST_READ} "$1"'
 _MISSING = 66
 
 
@@ -122,10 +124,13 @@ class Container(ABC):
         await asyncio.to_thread(_check_archive, archive)
         return True
 
-    async def read(self, path: str) -> bytes | None:
-        """Returns the first megabyte of a file; None when there is none."""
+    async def read(self, path: str, after: float = 0.0) -> bytes | None:
+        """Returns the first megabyte of a file; None when there is none, or none that was written
+        after a time (in whole seconds).
+        """
         output = self.home / "read"
-        status, _ = await self.run(["head", "-c", str(MOST_READ), path], output=output)
+        words = ["sh", "-c", _READ, "sh", path, str(math.ceil(after))]
+        status, _ = await self.run(words, output=output)
         return None if status else await asyncio.to_thread(output.read_bytes)
 
 
