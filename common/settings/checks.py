@@ -14,6 +14,7 @@ from common.settings.sections import (
     EnvironmentSection,
     EvaluationSection,
     LoraSection,
+    RuntimeSection,
     TeacherSection,
     TrackersSection,
 )
@@ -367,6 +368,9 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
         # A port may be set once for all runs.
         names = _all(EnvironmentSection, "environment", ("name", "port"))
         yield names, "environment.name is empty"
+    if config.environment.name.partition(":")[0] not in ("agent", "harbor"):
+        names = _all(RuntimeSection, "runtime", ())
+        yield names, "environment.name starts no agent:COMMAND or harbor:COMMAND"
     if not algorithm.needs_critic:
         names = _all(CriticSection, "critic", ("port",))
         yield names, f"algorithm.advantage {algorithm.advantage} has no critic"

@@ -49,7 +49,7 @@ _MAX_NAME = 512
 
 def _environment(text: str) -> str:
     if text in ("", "python") or re.fullmatch(
-        r"python:[\w.]+[:.]\w+|(agent|openenv|verifiers):\s*\S.*", text, re.DOTALL
+        r"python:[\w.]+[:.]\w+|(agent|harbor|openenv|verifiers):\s*\S.*", text, re.DOTALL
     ):
         if len(text) > _MAX_NAME:
             raise ValueError(
@@ -57,7 +57,8 @@ def _environment(text: str) -> str:
                 f"{_MAX_NAME}"
             )
         return text
-    forms = ["agent:COMMAND", "agent:URL", "openenv:COMMAND", "openenv:URL", "verifiers:ID"]
+    forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND"]
+    forms += ["openenv:COMMAND", "openenv:URL", "verifiers:ID"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
     raise ValueError(f"there is no environment {text}: {hint}")
 
@@ -578,9 +579,9 @@ class EnvironmentSection(Section):
     name: InHelp[Annotated[str, AfterValidator(_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
-    talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
-    or `verifiers:FILE.toml` (docs/how-to/agents.md). Empty: single completions, without an
-    environment-server."""
+    talks to a model; `harbor:COMMAND`, one that works in the container of a Harbor task;
+    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID` or `verifiers:FILE.toml`
+    (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: PositiveInt = 8
     """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
     sample this many times `sampling.max_new_tokens` tokens."""
@@ -608,6 +609,40 @@ class EnvironmentSection(Section):
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the
     engines idle; otherwise 64 programs or connections."""
+
+    @property
+    def grades_itself(self) -> bool:
+        """Whether the problems have tests instead of ground truths."""
+        return self.name.startswith("harbor:")
+
+
+class RuntimeSection(Section):
+    """Where the programs of episodes run (docs/how-to/agents.md#containers)."""
+
+    kind: Literal["local", "sandbox", "docker", "kubernetes"] = "local"
+    """`local`: processes of the environment-server's user. Otherwise every episode has a container,
+    which reaches only the gateway: `sandbox`, bubblewrap on this machine; `docker`; `kubernetes`,
+    a pod."""
+    image: str = ""
+    """Image of the containers of Docker and Kubernetes; `{task}` in it is replaced by the name of a
+    Harbor task's folder. A task that names its own image has that one."""
+    tools: list[Annotated[str, Field(min_length=1)]] = []
+    """Folders of the environment-server that containers have too, under the same absolute paths and
+    read-only, such as the one in which the agent is installed."""
+    cpus: PositiveFloat = 1.0
+    """CPUs of a container of Docker or Kubernetes, unless a task says otherwise."""
+    memory_mb: PositiveInt = 4096
+    """Memory of a container in MB, unless a task says otherwise; in the sandbox, of each of its
+    processes."""
+    processes: PositiveInt = 512
+    """Processes and threads of a container. Kubernetes ignores it: its nodes have such a limit
+    (`podPidsLimit`)."""
+    gateway: str = ""
+    """URL at which containers of Docker and Kubernetes reach the environment-server, for networks
+    where they do not find it by themselves."""
+    grader_network: bool = False
+    """Whether the containers in which Harbor tasks are graded have the network of their host, for
+    tests that install packages. What the agent wrote runs there."""
 
 
 class TrackersSection(Section):

@@ -193,6 +193,7 @@ async def test_program_leaves_no_process_or_session_behind(
     async with served(NAME, lambda _: "3") as server:
         for mode, status, count, deadline_s in (
             ("leaves", "ok", 2, 60),
+            ("escapes", "ok", 1, 60),
             ("lingers", "ok", 1, 60),
             ("hangs", "timeout", 2, 8),
         ):
