@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _OUTPUT_BYTES = 4000
 """Bytes of a program's output that are kept, from its end."""
 _MAX_SCANS = 20
 _FOLDERS = "rlhf-episodes-"
+_STARTED_S = 60.0
+"""Age from which an empty folder is not that of a server which is starting."""
 SIGNALLED = 128
 """Exit statuses above this come from a signal."""
 
@@ -102,7 +105,8 @@ class Folders:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # A server that is starting may have made it and not locked it yet.
-                if any(root.iterdir()):
+                age_s = time.time() - root.stat().st_mtime
+                if any(root.iterdir()) or age_s > _STARTED_S:
                     shutil.rmtree(root, ignore_errors=True)
             finally:
                 os.close(lock)
