@@ -90,7 +90,8 @@ def train_in_process(
         rollout_transport: creates the transport to the engine's app; a test may pass one that fails
             now and then.
         problems: to train and to evaluate on; those of `config.data` when None.
-        rewards: grade every answer, in this process; those of `config.reward` when None.
+        rewards: grade every answer, in this process, and were tried (`try_functions`); those of
+            `config.reward` when None.
         listener: is notified of steps, evaluations and checkpoints.
         engine: `embedded`, `sglang` (started here, with the settings of `rollout`), or the URLs of
             SGLang servers that see this disk.
@@ -261,6 +262,7 @@ class InProcessBackend:
             rollout=new_rollout_client(),
             reward=RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(reward)),
             replay=ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
+            rewards_tried=self.rewards is not None,
         )
         services.reward.gets_tokens = self.rewards is not None
 

@@ -65,6 +65,7 @@ class ProgramRunner:
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward = has_reward
+        self.gives_verdicts = False
         self.threads: Threads | None = None
         self._folders = Folders()
         self._gateway = gateway

@@ -31,6 +31,8 @@ class EpisodeRunner(Protocol):
     has_steps: bool
     has_reward: bool | None
     """Whether episodes give a reward; None: known once an episode gave one."""
+    gives_verdicts: bool
+    """Whether these rewards say which episodes were right."""
 
     @property
     def threads(self) -> Threads | None:
@@ -67,7 +69,7 @@ def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
     if kind == "agent":
         return ProgramRunner(name, target, slots=slots, gateway=gateway)
     if kind == "openenv":
-        return OpenEnvRunner(name, target, slots)
+        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "verifiers":
         python, _, taskset = target.strip().rpartition(" ")
         if taskset.endswith(".toml") and not Path(taskset).is_file():

@@ -130,7 +130,7 @@ class EpisodeService:
         running_limit.set(MAX_EPISODES)
         hung = metrics.gauge(
             "environment_hung_calls",
-            "Calls of the environment that still run after the end of their episode",
+            "Calls of the environment that still run although nobody waits for them any more",
         )
         hung.set_function(lambda: self._hung_calls()["hung_calls"])
         hung_limit = metrics.gauge(
@@ -232,7 +232,8 @@ class EpisodeService:
             log.warning("calls of %s are refused: %s", self.environment.name, error)
         self._refused.labels(field).inc()
         session.refused_calls += 1
-        session.first_refusal = session.first_refusal or error
+        # In words, for who reads of it in the trainer.
+        session.refusal = session.refusal or f"{error.field}: {error.message}; {error.remedy}"
 
     def close_session(self, session: Session) -> None:
         """Ends a session; later calls get SessionClosed."""
@@ -249,6 +250,7 @@ class EpisodeService:
             "tools": list(self.environment.tools.values()),
             "has_steps": self.environment.has_steps,
             "has_reward": self.environment.has_reward,
+            "gives_verdicts": self.environment.gives_verdicts,
         }
         return [served]
 
@@ -382,8 +384,8 @@ class EpisodeService:
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
-        if session.first_refusal is not None:
-            reason = f"{session.refused_calls} calls refused, the first: {session.first_refusal}"
+        if session.refusal:
+            reason = f"{session.refused_calls} calls refused, the first: {session.refusal}"
             outcome.detail = f"{outcome.detail}; {reason}" if outcome.detail else reason
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
         if outcome.status == "ok" and not sequences:
@@ -414,4 +416,5 @@ class EpisodeService:
                 "refused_calls": float(session.refused_calls),
             },
             detail=encodable(outcome.detail)[:_DETAIL_CHARS],
+            refusal=encodable(session.refusal)[:_DETAIL_CHARS],
         )

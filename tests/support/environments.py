@@ -16,6 +16,7 @@ from common.clients.rollout import RolloutClient
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.environment.app import create_environment_app
+from services.environment.environments import Environment
 from services.environment.outcome import EnvironmentLost
 from services.environment.runners import needs_gateway
 from services.environment.service import EpisodeService
@@ -166,15 +167,16 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    environment: type | str, reply: Callable[[str], str], **settings: Any
+    environment: type | str | Environment, reply: Callable[[str], str], **settings: Any
 ) -> AsyncIterator[Served]:
-    """Serves an environment, given as a class or by name, with engines that answer with `reply`."""
+    """Serves an environment, given as a class, by name or checked, with engines that answer with
+    `reply`."""
     engine = AnsweringEngine(reply)
-    name = (
-        environment
-        if isinstance(environment, str)
-        else f"python:{environment.__module__}:{environment.__name__}"
-    )
+    own = environment if isinstance(environment, Environment) else None
+    if isinstance(environment, type):
+        name = f"python:{environment.__module__}:{environment.__name__}"
+    else:
+        name = environment if isinstance(environment, str) else environment.name
     section = EnvironmentSection(name=name, **settings)
     template = Template(engine.tokenizer, [engine.tokenizer.eos_token_id])
     async with RolloutClient(
@@ -188,6 +190,7 @@ async def served(
             router,
             stop_token_ids=[engine.tokenizer.eos_token_id],
             gateway=gateway,
+            environment=own,
         )
         app = create_environment_app(service, max_body_bytes=32 << 20)
         transport = httpx.ASGITransport(app)
