@@ -222,17 +222,18 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
                     options=parsed.options,
                 ),
             )
-            if await request.is_disconnected():  # while this server was busy
-                called.lose(answer.call)
-                raise ClientGone("the client closed the connection")
         except InvalidInput as error:
             service.refuse(called, error)
             raise
         identifier = secrets.token_hex(16)
         content = dialect.write(answer, parsed, identifier)
+        written = orjson.dumps(content)
+        if await request.is_disconnected():  # while this server was busy
+            called.lose(answer.call)
+            raise ClientGone("the client closed the connection")
         if parsed.streams:
             return StreamingResponse(dialect.events(content, parsed), media_type=EVENTS)
-        return Response(orjson.dumps(content), media_type=JSON)
+        return Response(written, media_type=JSON)
 
     app.router.add_api_route(
         f"{SESSIONS}{{session}}/v1/{dialect.path}",

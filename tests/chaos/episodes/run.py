@@ -376,7 +376,8 @@ async def chaos(kind: str, seed: int, count: int, folder: Path) -> dict[str, Any
         async with run.running():
             evidence = await collect(run, config, faults, rng)
         if disk is not None:
-            evidence.left_in_disk = sorted(path.name for path in disk.iterdir())
+            # An empty folder may be that of a server that starts: it is removed later.
+            evidence.left_in_disk = sorted(str(path) for path in disk.glob("*/*"))
     return {
         "kind": kind,
         "seed": seed,
