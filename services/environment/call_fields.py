@@ -202,7 +202,7 @@ def _check(name: str, value: Any) -> None:
 
 def leaves_tools_out(body: Json) -> bool:
     """Returns whether the tool choice is `none`."""
-    return _kind(body.get("tool_choice")) == "none"
+    return bool(_kind(body.get("tool_choice")) == "none")
 
 
 def read_options(body: Json) -> CallOptions:

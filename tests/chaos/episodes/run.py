@@ -160,8 +160,8 @@ class Freeing(ReplayClient):
         added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
-            self.collector.forget(group.position)
-        self.collector.free(len(groups))
+            self.collector.untaken.pop(group.position, None)
+        self.collector.free_slots(len(groups))
         return added
 
 
