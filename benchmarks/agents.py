@@ -7,18 +7,22 @@ engine itself, which the same programs make first, and the CPU time per 1,000 tu
 that of the server also for episodes whose turns it plays itself and, for comparison, for no-op
 requests. `tools`: an engine that runs 32 sequences at a time,
 and tools that sleep for 1 to 30 seconds. Measures the engine's throughput with enough episodes in
-flight to keep it busy, relative to episodes without tools.
+flight to keep it busy, relative to episodes without tools. `verifiers`: the CPU time of an episode
+of a verifiers environment whose harness asks twice, with the interpreter of `.venv-verifiers`.
 
-Server and engine are separate processes; the engine computes nothing.
+Server and engine are separate processes, except for `verifiers`; the engine computes nothing.
 """
 
 import asyncio
 import itertools
 import os
 import random
+import resource
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -36,6 +40,8 @@ from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.http.app import serve
+from tests.support.environments import request_for, served
+from tests.support.paths import ROOT
 from tests.support.trap_models import letters, trap_tokenizer
 
 SESSIONS = 256
@@ -46,6 +52,7 @@ SLOTS = 32
 TOOL_S = (1.0, 30.0)
 IN_FLIGHT = 512
 WINDOW_S = 90.0
+VERIFIERS_EPISODES = 128
 _CALL = '<tool_call>\n{"name": "look", "arguments": {"what": "a"}}\n</tool_call>'
 
 
@@ -324,13 +331,46 @@ async def tools() -> None:
     print(f"  makes {without:.1f} at its {SLOTS} sequences, {slow / without:.0%}")
 
 
+async def verifiers() -> None:
+    """Prints the CPU time of an episode of verifiers in its own processes."""
+    python = ROOT / ".venv-verifiers" / "bin" / "python"
+    packages = ROOT / "tests" / "support" / "verifiers_environments"
+    with tempfile.TemporaryDirectory() as folder:
+        interpreter = Path(folder) / "python"
+        interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {python} "$@"\n')
+        interpreter.chmod(0o755)
+        name = f"verifiers:{interpreter} apple-counting"
+        async with served(name, lambda _: "3") as server:
+            for n in (1, VERIFIERS_EPISODES):  # the first one starts the process
+                request = request_for(name, n=n)
+                request.request_id = f"verifiers-{n}"
+                request.task.columns = {"index": 2}
+                before = children_cpu()
+                played = await server.client.episodes(request)
+                spent = children_cpu() - before
+                assert {episode.status for episode in played} == {"ok"}
+    print(f"episodes of verifiers: {spent / VERIFIERS_EPISODES:.3f} core-seconds each")
+
+
+def children_cpu() -> float:
+    """Returns the CPU seconds of all processes below this one, ended ones included."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = ended.ru_utime + ended.ru_stime
+    for process in psutil.Process().children(recursive=True):
+        seconds += sum(process.cpu_times()[:4])  # with its own ended children
+    return seconds
+
+
+PARTS = {"calls": calls, "tools": tools, "verifiers": verifiers}
+
+
 def main() -> None:
     """Runs the named parts, or all of them."""
     parser = command_parser("agents", __doc__)
-    parser.add_argument("parts", nargs="*", help="calls, tools")
+    parser.add_argument("parts", nargs="*", help="calls, tools, verifiers")
     options = parser.parse_args()
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    for name, part in (("calls", calls), ("tools", tools)):
+    for name, part in PARTS.items():
         if not options.parts or name in options.parts:
             asyncio.run(part())
 

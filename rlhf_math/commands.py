@@ -28,7 +28,7 @@ def train() -> None:
 
 
 def sft() -> None:
-    """`rlhf-sft`: trains a model on worked answers."""
+    """`rlhf-sft`: supervised fine-tuning."""
     run("trainer.sft")
 
 
@@ -40,6 +40,16 @@ def evaluate() -> None:
 def local() -> None:
     """`rlhf-local`: runs a job group on this machine."""
     run("jobgroup.local")
+
+
+def sweep() -> None:
+    """`rlhf-sweep`: runs a job group for every point of a grid of settings."""
+    run("jobgroup.sweep")
+
+
+def compare() -> None:
+    """`rlhf-compare`: compares runs, paired by problem."""
+    run("trainer.compare")
 
 
 def doctor() -> None:

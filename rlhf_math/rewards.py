@@ -1,7 +1,7 @@
 """Reward functions with the names and results of those in `trl.rewards`, for chats."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "accuracy_reward",
@@ -10,8 +10,16 @@ __all__ = [
     "think_format_reward",
 ]
 Chats = list[list[dict[str, str]]]
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def _gives_verdicts(function: _F) -> _F:
+    """Declares that 1 is for a right answer and 0 for a wrong one."""
+    vars(function)["gives_verdicts"] = True
+    return function
+
+
+@_gives_verdicts
 def accuracy_reward(completions: Chats, solution: list[str], **_: Any) -> list[float | None]:
     """Returns 1 for an answer in LaTeX that equals the solution, otherwise 0; None for a solution
     that cannot be read.
@@ -20,6 +28,7 @@ def accuracy_reward(completions: Chats, solution: list[str], **_: Any) -> list[f
     return [_equal(*pair) for pair in zip(answers, solution, strict=True)]
 
 
+@_gives_verdicts
 def reasoning_accuracy_reward(
     completions: Chats,
     solution: list[str],

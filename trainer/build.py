@@ -24,8 +24,9 @@ from learning.parking import Resident
 from learning.ranks import Ranks
 from trainer.backend import Backend, BackendContext
 from trainer.evaluation.evaluator import LeaderEvaluator
+from trainer.evaluation.verdicts import verdicts_of
 from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder, tell
+from trainer.observe.run_dir import Recorder, read_lines, tell
 from trainer.observe.run_log import LeaderRunLog
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
@@ -33,6 +34,7 @@ from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.policy.trained_prompts import TrainedPrompts
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
@@ -221,6 +223,10 @@ def _build_leader(
     say_waiting = partial(say, level=logging.WARNING) if backend.console.quiet else say
     _wait_ready(services, context, say_waiting)
 
+    recorded = read_lines(run_dir / "metrics.jsonl") if policy.step else []
+    verdicts = loop.call(verdicts_of(services, recorded[-1].get("verified") if recorded else None))
+    say(str(verdicts))
+
     critic = value_function(config, ranks, services.critic, loop=loop, run_id=run_id)
     lease = _gpu_lease(config, models, critic, publisher)
 
@@ -242,6 +248,8 @@ def _build_leader(
     critic.restore(models.saved)
     policy.total_steps = rollouts.prepare(policy.step, models.continues)
 
+    trained = TrainedPrompts.of(models.saved or config.model.name)
+
     # All checks have passed: only now may the recorder remove the lines of lost steps.
     recorder = stack.enter_context(
         Recorder(
@@ -252,6 +260,8 @@ def _build_leader(
             tracked=metrics.tracked,
             run_id=run_id,
             data=backend.data(),
+            verdicts=verdicts.decided,
+            words=listener.words,
         )
     )
     log = LeaderRunLog(
@@ -263,6 +273,7 @@ def _build_leader(
         measured=listener.measured,
         gpus=_gpu_counter(ranks, backend),
         collecting_cpu=loop.cpu_seconds,
+        verdicts=verdicts,
         dropout=policy.scorer.dropout,
     )
     if policy.step >= policy.total_steps:
@@ -282,11 +293,14 @@ def _build_leader(
             publisher, clock, in_background=config.trainer.max_staleness > 0, lease=lease
         ),
         lease=lease,
-        evaluator=LeaderEvaluator(config, services, prompter, loop=loop),
+        evaluator=LeaderEvaluator(
+            config, services, prompter, loop=loop, verdicts=verdicts, trained=trained
+        ),
         log=log,
         clock=clock,
         run_id=run_id,
         lock=lock,
+        trained=trained,
         identity=identity(config),
         total_steps=policy.total_steps,
         listener=listener,

@@ -90,7 +90,8 @@ def train_in_process(
         rollout_transport: creates the transport to the engine's app; a test may pass one that fails
             now and then.
         problems: to train and to evaluate on; those of `config.data` when None.
-        rewards: grade every answer, in this process; those of `config.reward` when None.
+        rewards: grade every answer, in this process, and were tried (`try_functions`); those of
+            `config.reward` when None.
         listener: is notified of steps, evaluations and checkpoints.
         engine: `embedded`, `sglang` (started here, with the settings of `rollout`), or the URLs of
             SGLang servers that see this disk.
@@ -261,6 +262,7 @@ class InProcessBackend:
             rollout=new_rollout_client(),
             reward=RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(reward)),
             replay=ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
+            rewards_tried=self.rewards is not None,
         )
         services.reward.gets_tokens = self.rewards is not None
 
@@ -309,6 +311,7 @@ class InProcessBackend:
             stop_token_ids=_stop_token_ids(context),
             gateway=f"{tls().scheme}://127.0.0.1:{sock.getsockname()[1]}" if sock else "",
             environment=self.environment,
+            runtime=config.runtime,
         )
         app = create_environment_app(episodes, config.max_body_mb << 20)
         if sock is None:

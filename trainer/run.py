@@ -34,6 +34,7 @@ from trainer.policy.critic import ValueFunction
 from trainer.policy.identity import Facts
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
+from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
 from trainer.rollouts.rollouts import Rollouts
 from trainer.timing import StageClock
 from trainer.weights.gpu_lease import GpuLease
@@ -49,6 +50,10 @@ class Listener:
         The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`), `evaluating` (before
         an evaluation), `evaluate` (`metrics`), `save` (`checkpoint`) and `train_end`.
         """
+
+    def words(self, text: str) -> str:
+        """Returns a hint with the names that this user knows for settings."""
+        return text
 
     def measured(self, step: int) -> dict[str, float]:
         """Returns the caller's measurements since the last call, for the record of `step`."""
@@ -78,6 +83,8 @@ class Run:
     run_id: str = ""
     lock: RunLock | None = None
     """The lock on the run directory; rank 0 only."""
+    trained: TrainedPrompts = field(default_factory=TrainedPrompts.none)
+    """What the model was trained on; rank 0's counts."""
     identity: Facts = field(default_factory=dict)
     """The settings that all attempts share; rank 0 only."""
     listener: Listener = field(default_factory=Listener)
@@ -206,7 +213,8 @@ class Run:
             mean_reward=evaluated.mean_reward if evaluated else None,
             identity=self.identity,
         )
-        saved = self.checkpoints.save(state, snapshots)
+        files = {TRAINED_PROMPTS: self.trained.file()}
+        saved = self.checkpoints.save(state, snapshots, files)
         self.listener.on_event(self, "save", checkpoint=saved)
         return saved
 

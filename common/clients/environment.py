@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -64,6 +65,13 @@ class EnvironmentClient(Client):
         for each in self._nodes[1:]:
             await each.client.close()
         await super().close()
+
+    async def rewards(self) -> tuple[bool | None, bool]:
+        """Returns whether episodes give a reward (None: known once one gave one), and whether these
+        rewards say which episodes were right.
+        """
+        (served,) = await self.json("GET", "/environments", list[dict[str, Any]])
+        return served["has_reward"], served["gives_verdicts"]
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Returns the n episodes of a request. Cancelling this call also cancels the episodes."""

@@ -1,6 +1,7 @@
 """The reward-server's client."""
 
 from itertools import chain, islice
+from typing import Any
 
 from common.clients.base import Client
 from common.wire.schemas import (
@@ -26,6 +27,11 @@ class RewardClient(Client):
         return await self.json(
             "POST", "/batch_reward", BatchRewardResult, content=body, headers=headers
         )
+
+    async def gives_verdicts(self) -> bool:
+        """Returns whether the reward functions say which answers are right."""
+        stats = await self.json("GET", "/stats", dict[str, Any])
+        return bool(stats["gives_verdicts"])
 
     async def check_ground_truths(self, items: list[RewardItem]) -> list[GroundTruthProblem]:
         """Returns the ground truths that no answer can match; the items' responses do not count."""

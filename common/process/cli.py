@@ -29,6 +29,8 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        # argparse takes only -1 and -0.5 for values, and -1e-4 for an unknown argument.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""

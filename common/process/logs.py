@@ -230,6 +230,14 @@ def setup_logging(
     return logging.getLogger(name)
 
 
+def is_set_up() -> bool:
+    """Whether `setup_logging` made the handlers, which do not show what is `SHOWN` already; those
+    of a user's script would.
+    """
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return any(isinstance(each, TextFormatter | JsonFormatter) for each in formatters)
+
+
 def to_stderr(service: str) -> None:
     """Logs warnings of a process that a service started to standard error, in the format of the
     service's own log.

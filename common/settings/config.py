@@ -199,6 +199,8 @@ def from_validation(error: ValidationError) -> ConfigError:
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     message, remedy = explained(first)
+    if first["type"] == "list_type" and name.startswith("reward.functions."):
+        remedy = "give a list, such as [first, second]"  # a pattern may have commas
     # A whole section explains nothing and might hold a credential.
     if isinstance(first["input"], dict | BaseModel):
         words = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))

@@ -1,8 +1,10 @@
 """All sections of the settings together, before anything checks that they fit one another."""
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, model_validator
+from pydantic.fields import FieldInfo
 
 from common.settings.algorithm import AlgorithmSection
 from common.settings.section import InHelp
@@ -16,11 +18,13 @@ from common.settings.sections import (
     ReplaySection,
     RewardSection,
     RolloutSection,
+    RuntimeSection,
     SamplingSection,
     TeacherSection,
     TrackersSection,
     TrainerSection,
 )
+from common.settings.sources import holds_several, read_text
 
 IN_RUN_DIR = Path("RUN_DIR/state")
 """Placeholder for `state` in the run directory, because the state belongs to its run."""
@@ -36,6 +40,24 @@ class Settings(BaseModel):
         protected_namespaces=(),
         validate_default=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_as_text(cls, content: Any) -> Any:
+        """Reads a list or a mapping that is written as text, with commas, from wherever it comes:
+        the command line, the environment, a file or Python.
+        """
+        if not isinstance(content, dict):
+            return content
+        read = dict(content)
+        for section, settings in content.items():
+            known = cls.model_fields.get(section)
+            fields = getattr(known and known.annotation, "model_fields", {})
+            if isinstance(settings, dict):
+                read[section] = {
+                    name: _read(fields.get(name), name, value) for name, value in settings.items()
+                }
+        return read
 
     seed: InHelp[NonNegativeInt] = 0
     """Seed of data order, sampling and dropout. A run is repeatable with the same seed."""
@@ -57,4 +79,10 @@ class Settings(BaseModel):
     teacher: TeacherSection = TeacherSection()
     trainer: TrainerSection = TrainerSection()
     environment: EnvironmentSection = EnvironmentSection()
+    runtime: RuntimeSection = RuntimeSection()
     trackers: TrackersSection = TrackersSection()
+
+
+def _read(field: FieldInfo | None, name: str, value: Any) -> Any:
+    is_text = field is not None and isinstance(value, str) and holds_several(field)
+    return read_text(field, value, name) if field is not None and is_text else value

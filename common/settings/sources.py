@@ -109,7 +109,7 @@ def read_text(field: FieldInfo, text: str, name: str) -> Any:
         return [read] if is_list(field) and not isinstance(read, list) else read
     kind = get_origin(field.annotation)
     if is_list(field) or kind is tuple:
-        return [part.strip() for part in text.split(",")]
+        return [part.strip() for part in text.split(",")] if text else []
     if kind is dict and "=" in text:
         return dict(part.partition("=")[::2] for part in text.split(","))
     return text
@@ -118,6 +118,11 @@ def read_text(field: FieldInfo, text: str, name: str) -> Any:
 def is_list(field: FieldInfo) -> bool:
     """Returns whether a setting is a list."""
     return any(get_origin(kind) is list for kind in (field.annotation, *get_args(field.annotation)))
+
+
+def holds_several(field: FieldInfo) -> bool:
+    """Returns whether a setting is a list, a tuple or a mapping."""
+    return is_list(field) or get_origin(field.annotation) in (tuple, dict)
 
 
 def yaml_problem(error: Exception) -> str:
@@ -224,5 +229,5 @@ def unknown(known: Iterable[str], name: str, field: str, value: object = None) -
         f"there is no setting {name}",
         field=field or name,
         value=value,
-        remedy=f"{hint}--help-all lists every one",
+        remedy=f"{hint}`python -m trainer --help-all` lists every one",
     )

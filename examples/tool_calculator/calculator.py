@@ -13,6 +13,8 @@ class Calculator:
     8526`.
     """
 
+    gives_verdicts = True
+
     def reset(self, ground_truth: str) -> None:
         """Begins an episode."""
         self._wanted = f"#### {ground_truth}"

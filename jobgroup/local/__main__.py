@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,10 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             followed = f"{group.task(options.follow, '--follow').name}-0"
         grace_s = seconds(options.grace, "--grace")
         log_dir = _log_dir(options.log_dir, group)
-        with (
-            choose_addresses(group) as placement,
-            RunLock(log_dir, f"of jobgroup.local {group.name}", "--log-dir"),
-        ):
+        with choose_addresses(group) as placement, _own_directories(group, log_dir):
             if options.clear:
                 _clear(Path(options.clear), log_dir)
             screen = Screen(_nodes(group), followed)
@@ -73,6 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
     except ServiceError as error:
         fail(error)
+
+
+@contextmanager
+def _own_directories(group: JobGroup, log_dir: Path) -> Iterator[None]:
+    """Holds the run directory and that of the logs. Raises ConfigError that names the process which
+    has one of them: its services would report a locked database, a while later.
+    """
+    name = f"of jobgroup.local {group.name}"
+    with ExitStack() as stack:
+        stack.enter_context(RunLock(log_dir, name, "--log-dir"))
+        of_run = (_run_dir(group) / "logs").resolve()
+        if log_dir != of_run and any("RUN_DIR" in task.env for task in group.tasks):
+            RunLock(of_run.parent, name, "RUN_DIR").refuse_held()
+            stack.enter_context(RunLock(of_run, name, "RUN_DIR"))
+        yield
 
 
 def _nodes(group: JobGroup) -> list[str]:
@@ -242,12 +254,18 @@ def _node_count(text: str) -> tuple[str, int]:
 def _log_dir(option: str | None, group: JobGroup) -> Path:
     if option:
         log_dir = Path(option).resolve()
+        make_directory(log_dir, "--log-dir")
     else:
-        run_dirs = filter(None, (task.env.get("RUN_DIR") for task in group.tasks))
-        run_dir = Path(next(run_dirs, f"runs/{group.name}"))
+        run_dir = _run_dir(group)
+        make_directory(run_dir, "RUN_DIR")
         log_dir = (run_dir / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").resolve()
-    make_directory(log_dir, "--log-dir")
+        make_directory(log_dir, "RUN_DIR")
     return log_dir
+
+
+def _run_dir(group: JobGroup) -> Path:
+    run_dirs = filter(None, (task.env.get("RUN_DIR") for task in group.tasks))
+    return Path(next(run_dirs, f"runs/{group.name}"))
 
 
 def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:

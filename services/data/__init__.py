@@ -2,5 +2,6 @@
 
 - `app`: its HTTP API. `stream`: the order of the prompts; `curriculum` prefers useful ones.
 - `loaders`: the data set of a setting; `loaders_math`, `loaders_custom` and `tiny` make its prompts
-  from rows (`rows`) in files (`files`) or on the hub (`hub`). `worked`: answers for fine-tuning.
+  from rows (`rows`) in files (`files`) or on the hub (`hub`). `sft_examples`: answers for
+  supervised fine-tuning.
 """

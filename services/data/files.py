@@ -25,7 +25,8 @@ def read_file(path: Path) -> Iterator[Row]:
     try:
         yield from reader(path)
     except (OSError, ValueError, RecursionError, csv.Error) as error:
-        stop(f"{path.name} cannot be read: {error}", path, "repair the file")
+        where = "" if str(error).startswith(path.name) else f"{path.name} cannot be read: "
+        stop(f"{where}{error}", path, "repair the file")
 
 
 def file_of_split(folder: Path, split: str) -> Path:
@@ -129,6 +130,11 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 def _parse(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}"
+        if error.lineno > 1:
+            place = f"line {error.lineno}, {place}"
+        raise ValueError(f"{where} is not JSON: {error.msg} ({place})") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -22,7 +22,7 @@ from services.environment.messages import History
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.http.app import BareRoute, create_app, read_json
-from services.http.disconnect import cancel_on_disconnect
+from services.http.disconnect import ClientGone, cancel_on_disconnect
 from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
@@ -227,9 +227,13 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
             raise
         identifier = secrets.token_hex(16)
         content = dialect.write(answer, parsed, identifier)
+        written = orjson.dumps(content)
+        if await request.is_disconnected():  # while this server was busy
+            called.lose(answer.call)
+            raise ClientGone("the client closed the connection")
         if parsed.streams:
             return StreamingResponse(dialect.events(content, parsed), media_type=EVENTS)
-        return Response(orjson.dumps(content), media_type=JSON)
+        return Response(written, media_type=JSON)
 
     app.router.add_api_route(
         f"{SESSIONS}{{session}}/v1/{dialect.path}",

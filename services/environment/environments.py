@@ -10,13 +10,14 @@ several turns.
     get_turn_rewards() -> list      called at the end; a number for every answer of the model, added
                                     to the reward
     close()                         always called
+    gives_verdicts = True           get_reward returns 1 for a solved problem, else 0
 
 All but `reset` are optional. Without `get_reward` the run's reward functions grade the last answer.
 """
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,9 @@ from common.errors import ConfigError
 from common.process.imports import import_callable
 
 FIELD = "environment.name"
+Grade = Callable[..., Awaitable[tuple[float, dict[str, float | None]]]]
+"""Returns the reward of an episode and its parts, for the environment's object, the task, the
+messages after the prompt and the tokens that follow it."""
 BUILT_IN = {"python": "services.environment.python_tool:PythonEnvironment"}
 _PARAMETERS = {"step": 1, "get_reward": 0, "get_turn_rewards": 0, "close": 0}
 """The methods that the server calls, besides `reset`, and how many arguments it passes."""
@@ -43,10 +47,14 @@ class Environment:
     has_steps: bool = False
     has_reward: bool | None = False
     """None: it may have no reward; then the run's reward functions grade the answer."""
+    gives_verdicts: bool = False
+    """Whether its rewards say which episodes were right."""
     tool: Callable[[Any, str], Callable[..., Any]] = getattr
     """Returns a tool's function, given the object that `make` returned and the tool's name."""
     is_done: Callable[[Any], bool] = lambda _: False
     """Whether a tool has ended the episode."""
+    grade: Grade | None = None
+    """Gives the reward in place of the environment."""
 
     @classmethod
     def load(cls, name: str) -> "Environment":
@@ -95,6 +103,7 @@ class Environment:
             tools=tools,
             has_steps="step" in methods,
             has_reward="get_reward" in methods,
+            gives_verdicts=_gives_verdicts(user_class, methods, name),
         )
 
     @classmethod
@@ -121,6 +130,20 @@ class _Stateless:
 
     def reset(self) -> None:
         """Nothing begins."""
+
+
+def _gives_verdicts(user_class: Any, methods: Mapping[str, Any], name: str) -> bool:
+    """Returns what a class declares. Raises ConfigError when its rewards cannot be verdicts."""
+    declared = bool(getattr(user_class, "gives_verdicts", False))
+    if declared and ("get_reward" not in methods or "get_turn_rewards" in methods):
+        raise ConfigError(
+            f"{name} declares gives_verdicts, which is for a get_reward without get_turn_rewards",
+            field=FIELD,
+            value=name,
+            remedy="remove gives_verdicts, or let get_reward alone return 1 for right and 0 for "
+            "wrong",
+        )
+    return declared
 
 
 def _is_method(member: Any) -> bool:

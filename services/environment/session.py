@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from common.errors import Conflict, InvalidInput, ServiceError
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
-from services.environment.messages import History, Message, tools_key
+from services.environment.messages import History, Message
 from services.environment.template import Template
 from services.environment.tree import SessionTree, TurnNode
 
@@ -57,6 +58,8 @@ class CallOptions(NamedTuple):
 class CallAnswer(NamedTuple):
     """The answer to a call."""
 
+    call: str
+    """The name of the call in its session."""
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
@@ -83,7 +86,9 @@ class Session:
     """The calls of one episode, recorded with their exact tokens.
 
     A call that is sent again gets the answer of the first one, even while that is still being
-    sampled. An identical call that was answered is sampled anew, as a sibling of the first.
+    sampled. An identical call that was answered is sampled anew, as a sibling of the first. So a
+    *key* says what is asked, and a *name* which call asked it: the first call with a key is named
+    after it, a sibling by key and number.
     """
 
     def __init__(
@@ -96,26 +101,30 @@ class Session:
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""
         self.unanswered: dict[str, ServiceError | None] = {}
-        """Sampled calls whose answer has not reached the client, with the engines' error; None for
+        """By name, calls whose answer has not reached the client, with the engines' error; None for
         one that is being sampled, or whose client has left."""
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
-        self.first_refusal: InvalidInput | None = None
+        self.refusal = ""
+        """Why the first of them was refused."""
+        self.asked_at = 0.0
+        """When the last call came, in seconds since 1970."""
         self.turns = 0
         """Answers of the model, including those being sampled."""
         self.sampled_tokens = 0
         self.reward: Any = None
         """The reward from the program's reward call."""
         self.graded = asyncio.Event()
-        """Whether there was a reward call."""
+        """Set by the program's reward call."""
         self._template = template
         self._sample = sample
         self._settings = settings
         self._calls: dict[str, asyncio.Task[CallAnswer]] = {}
+        """By name, calls that are being sampled or were answered; one that failed is forgotten."""
         self._clients: Counter[str] = Counter()
-        """The clients that wait for a call, by its name."""
+        """By name, how many clients wait for the call."""
         self._names: dict[str, list[str]] = {}
-        """The names of the calls with the same key, in their order."""
+        """By key, the names of its calls, the first one first."""
         self._reserved_tokens = 0
         """Tokens that the answers being sampled may still need."""
 
@@ -136,6 +145,7 @@ class Session:
         answered, and the errors of the engines. A failed call may be repeated.
         """
         self._check(messages)
+        self.asked_at = time.time()
         name = self._name(key, is_retry)
         task = self._calls.get(name)
         if task is None:
@@ -154,6 +164,10 @@ class Session:
             self._clients[name] -= 1
         self.unanswered.pop(name, None)
         return answer
+
+    def lose(self, call: str) -> None:
+        """Records that the client of a call left before it got the answer."""
+        self.unanswered[call] = None
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
         """Returns the number of tokens that a call with these messages would send to the engine.
@@ -192,6 +206,7 @@ class Session:
         sequences = self.tree.sequences(turn_rewards)
         for sequence in sequences:
             sequence.text = self._template.text(sequence.token_ids.tolist())
+            # A limit cut the episode, so that none of its sequences counts as complete.
             if self.stop_reason:
                 sequence.finish_reason = "length"
         return sequences
@@ -217,12 +232,16 @@ class Session:
         if names and is_retry:
             # Several clients may send the same call: a retry is for one that nobody waits for.
             abandoned = [name for name in open_names if not self._clients[name]]
-            return (abandoned or open_names or names[-1:])[0]
+            if abandoned:
+                return abandoned[0]
+            return open_names[0] if open_names else names[-1]
+
         name = f"{key} {len(names)}" if names else key
         names.append(name)
         return name
 
     def _is_open(self, name: str) -> bool:
+        """Returns whether a call is being sampled, or its client may lack the answer."""
         task = self._calls.get(name)
         return name in self.unanswered or (task is not None and not task.done())
 
@@ -257,7 +276,7 @@ class Session:
         try:
             completion = await self._sample(prompt, max_new_tokens, self._seed(name), options.stop)
         except BaseException as error:
-            self.turns -= 1
+            self.turns -= 1  # the call may be repeated
             if isinstance(error, ServiceError):
                 self.unanswered[name] = error
             raise
@@ -271,6 +290,7 @@ class Session:
         message, problem = self._template.parse(text, tools, id_prefix=str(len(self.tree.nodes)))
         self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
+            call=name,
             message=message,
             finish_reason=completion.finish_reason,
             prompt_tokens=len(prompt),
@@ -299,7 +319,9 @@ class Session:
     def _continued(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[TurnNode | None, Sequence[Message], list[int]]:
-        """Returns the turn that a call continues, its new messages, and their tokens."""
+        """Returns the turn that a call continues, its new messages, and their tokens; for a call
+        that continues none, None, all messages, and the tokens of the whole prompt.
+        """
         if tools and self._template.no_tools:
             raise InvalidInput(
                 f"the model's chat template does not support tools: {self._template.no_tools}",
@@ -322,6 +344,7 @@ class Session:
         return None, messages, self._template.prompt(messages, tools)
 
     def _seed(self, name: str) -> int:
+        """Returns the call's own seed: its siblings have others, a repeated run the same."""
         digest = hashlib.blake2b(f"{self._settings.seed} {name}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) & 0x7FFFFFFF  # not negative as an int32
 
@@ -347,9 +370,3 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
         return text, ""
     place, stop = min(found)
     return text[:place], stop
-
-
-def request_key(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-    """Returns the key of a call made by a runner itself."""
-    keys = "\n".join(message.key for message in messages).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(tools_key(tools) + b"\n" + keys, digest_size=16).hexdigest()

@@ -50,6 +50,8 @@ class Host(ABC):
         self.name = name
         self.call_items: int | None = None
         """Completions per call; None: `CALL_ITEMS`."""
+        self.gives_verdicts = False
+        """Whether its scores say which answers are right."""
         self.verifies_answers = False
         """Whether it compares a final answer with the ground truth."""
         self.unfinished = 0
@@ -96,6 +98,11 @@ class Host(ABC):
         size = self.call_items or CALL_ITEMS
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         return await self._score_chunks(chunks, batch=object())
+
+    async def call_once(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Returns the scores of exactly one call of the function. Raises CallFailed."""
+        completions, columns = arguments(items)
+        return await self._call(completions, columns, batch=object())
 
     async def _score_chunks(
         self, chunks: Sequence[Sequence[RewardItem]], batch: object
@@ -157,6 +164,7 @@ class ThreadHost(Host):
     ) -> None:
         super().__init__(function.name, check)
         self._function = function
+        self.gives_verdicts = function.gives_verdicts
         self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)
@@ -226,7 +234,7 @@ class ProcessHost(Host):
 
 def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[str, list[Any]]]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
-    item.
+    item. A response is a text, or the messages of an episode.
     """
     names: set[str] = set()
     for item in items:
@@ -238,7 +246,11 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
     columns["prompt"] = [item.prompt for item in items]
     columns["ground_truth"] = [item.ground_truth for item in items]
 
-    completions = [[{"role": "assistant", "content": item.response}] for item in items]
+    completions: list[list[Message]] = []
+    for item in items:
+        response: Any = item.response  # that of an episode does not come over the wire
+        is_text = isinstance(response, str)
+        completions.append([{"role": "assistant", "content": response}] if is_text else response)
     return completions, columns
 
 

@@ -154,7 +154,9 @@ class RewardScorer:
             )
             self._pools.append(pool)
             for index, (name, function) in enumerate(shared.items()):
-                self._hosts[name] = ProcessHost(function["name"], pool, index)
+                shared_host = ProcessHost(function["name"], pool, index)
+                shared_host.gives_verdicts = function.get("gives_verdicts", False)
+                self._hosts[name] = shared_host
         check_names([host.name for host in self._hosts.values()])
 
     def _model_host(self, entry: ModelReward) -> Host:
@@ -208,11 +210,17 @@ class RewardScorer:
         return {
             "graded": {status: self._counts[status] for status in get_args(RewardStatus)},
             "functions": [host.name for host in self._hosts.values()],
+            "gives_verdicts": self.gives_verdicts,
             "workers": self.config.workers,
             "worker_restarts": self._restarted,
             "unfinished": self._unfinished(),
             "unfinished_limit": QUEUE_LIMIT * len(self._hosts),
         }
+
+    @property
+    def gives_verdicts(self) -> bool:
+        """Whether the functions of every task say which answers are right."""
+        return all(any(host.gives_verdicts for host in hosts) for hosts in self._tasks.values())
 
     def check(self, item: RewardItem, where: str = "") -> None:
         """Raises InvalidInput for an item that cannot be scored, naming the field under the prefix
@@ -330,7 +338,7 @@ class RewardScorer:
             reward = 0.0
             correct = False
 
-        verified = correct is not None or reward in (0.0, 1.0)
+        verified = correct is not None
         if correct is None:
             correct = reward is not None and reward > 0.5
         return RewardResult(
@@ -434,8 +442,9 @@ def _custom(path: str) -> dict[str, Any]:
     """
     spec: dict[str, Any] = {"target": path, "arguments": {}}
     remedy = "name package.module:Class, a RewardFunction that needs no arguments"
-    names = json.loads(_tried(WorkerSpec(_HANDLER, {"functions": [spec]}), path, remedy))
-    return spec | {"name": names[0]}
+    made = json.loads(_tried(WorkerSpec(_HANDLER, {"functions": [spec]}), path, remedy))
+    name, gives_verdicts = made[0]
+    return spec | {"name": name, "gives_verdicts": gives_verdicts}
 
 
 def _check_gpu() -> None:

@@ -120,11 +120,11 @@ def serve(spec: dict[str, Any]) -> None:
 
 
 def check(spec: dict[str, Any]) -> None:
-    """Prints the names of the functions that a worker makes; where it cannot, prints the reason and
+    """Prints the functions that a worker makes; where it cannot, prints the reason and
     exits with status 1.
     """
     try:
-        print(_prepared(spec)()('{"names": true}'))
+        print(_prepared(spec)()('{"functions": true}'))
     except Exception as error:
         print(_reason(error))
         raise SystemExit(1) from None

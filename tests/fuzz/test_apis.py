@@ -27,9 +27,6 @@ NOT_CHECKED = (
     "negative_data_rejection",
     "allow_header_conformance",  # starlette's 405 names the methods of a path's first route only
 )
-_LATER = ("data", "critic", "engine", "agent", "trainer", "reward", "environment")
-"""Services with few routes for users, or slow ones; fuzzed only by `make test-all` and `make
-fuzz`."""
 WAITS = {
     "engine": ("/pause_generation", "/release_memory_occupation", "/init_weights_update_group")
 }
@@ -83,10 +80,8 @@ def fuzz(service: Service, name: str, seed: int, phases: str, *limits: str) -> N
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in _LATER else []) for name in SERVICES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVICES)
 def test_generated_requests_harm_no_service(name: str, base_model: Path, tmp_path: Path) -> None:
     with served(name, tmp_path, base_model) as service:
         fuzz(service, name, 0, "examples,coverage,fuzzing", "--max-examples", str(EXAMPLES))

@@ -1,11 +1,13 @@
 """Wrong YAML and wrong options end with status 2 and a message that names field, value and
 remedy."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
+from common.process.run_lock import RunLock
 from jobgroup import spec
 from jobgroup.local import __main__ as local
 
@@ -85,6 +87,7 @@ def test_a_wrong_yaml_is_refused_by_name(
         (["--secret", "1A=3"], ["--secret", "1A"]),
         (["--grace", "never"], ["--grace", "never", "10s"]),
         (["--log-dir", "group.yaml/logs"], ["--log-dir", "group.yaml/logs"]),
+        (["--env", "RUN_DIR=group.yaml/run"], ["field: RUN_DIR", "value: group.yaml/run"]),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(
@@ -103,6 +106,20 @@ def test_a_wrong_option_is_refused_by_name(
     assert error.startswith("error: ")
     assert all(word in error for word in words), error
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_directory_in_use_is_refused_with_the_process_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "group.yaml").write_text(GOOD)
+    for held in ("run", "run/logs"):  # by a trainer, and by another job group that starts
+        with RunLock(tmp_path / held, "first"), pytest.raises(SystemExit):
+            local.main(["group.yaml", "--env", "RUN_DIR=run", "--log-dir", "elsewhere"])
+        error = capfd.readouterr().err
+        assert f"run first (process {os.getpid()} on " in error
+        assert "field: RUN_DIR" in error
+        assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_that_is_no_job_group_is_refused(

@@ -1,4 +1,4 @@
-"""Training on worked answers in this process, and random rows of them, for the random tiny
+"""Training on examples in this process, and random rows of them, for the random tiny
 models."""
 
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from rich.console import Console
 from common.process.run_lock import RunLock
 from common.settings.config import Config
 from learning.ranks import Ranks
-from services.data.worked import Examples
+from services.data.sft_examples import Examples
 from tests.support.groups import VOCABULARY
 from trainer.sft.rows import TrainingSequence
 from trainer.sft.run import TASK, SftRun
@@ -21,7 +21,9 @@ def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
     ServiceError on failure."""
     assert config.trainer.run_dir is not None
     with RunLock.of_new_run(config.trainer.run_dir, TASK) as lock, ExitStack() as stack:
-        return SftRun(config, Ranks.alone(config.trainer), lock, examples, console, stack).train()
+        ranks = Ranks.alone(config.trainer)
+        run = SftRun(config, ranks, lock=lock, examples=examples, console=console, stack=stack)
+        return run.train()
 
 
 def random_rows(count: int, seed: int) -> list[TrainingSequence]:

@@ -1,6 +1,7 @@
 """`ModelEvaluator`: accuracy of a model on a data set, with uncertainty."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -26,9 +27,11 @@ from trainer.api.settings import renamed
 from trainer.evaluation.evaluator import graded_answers
 from trainer.evaluation.generation import Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
-from trainer.evaluation.results import EvaluationResults, results_of
+from trainer.evaluation.results import EvaluationResults, leak, results_of
 from trainer.observe.run_dir import progress_bar
+from trainer.policy.trained_prompts import TrainedPrompts
 
+_log = logging.getLogger(__name__)
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
 """Settings that an evaluation reads besides those of `sampling`."""
 
@@ -126,6 +129,7 @@ class ModelEvaluator:
         reward_fn: Any,
         k: int = 1,
         reward_weights: Sequence[float] | None = None,
+        near_duplicates: bool = False,
     ) -> EvaluationResults:
         """Generates a greedy answer to every problem, and k samples when k is above 1, and grades
         them.
@@ -135,6 +139,11 @@ class ModelEvaluator:
             reward_fn: grades the answers; as for `OnlineRLTrainer`.
             k: samples per problem for pass@k, avg@k and maj@k.
             reward_weights: weight of each of several reward functions; 1 each when None.
+            near_duplicates: also look for problems that share 13 words in a row with one that the
+                model was trained on.
+
+        A warning says how many of the problems the model was trained on, as far as its directory
+        tells.
 
         Raises ConfigError for an empty data set or a model that does not load, Unreachable when a
         server does not respond, and another ServiceError when any answer is missing.
@@ -144,8 +153,22 @@ class ModelEvaluator:
         prompts = as_prompts(dataset, "dataset")
         rewards = as_rewards(reward_fn)
         section = RewardSection().for_objects(weights_of(rewards, reward_weights))
+        trained_on = None
+        resembles = None
+        if not self._served:
+            trained = TrainedPrompts.of(self.model)
+            trained_on = trained.contain(prompts)
+            if near_duplicates:
+                resembles = trained.resemble(prompts)
+        text = leak(trained_on, resembles)
+        if text:
+            _log.warning("%s: %s", self.model, text)
+
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
-            return loop.call(self._evaluate(prompts, rewards, k, section))
+            results = loop.call(self._evaluate(prompts, rewards, k, section))
+        results["trained_on"] = trained_on
+        results["resembles_training"] = resembles
+        return results
 
     async def _evaluate(
         self, prompts: list[Prompt], rewards: list[RewardFunction], k: int, section: RewardSection
@@ -168,7 +191,8 @@ class ModelEvaluator:
                     for i, prompt in enumerate(prompts)
                 ]
                 answers = await together(work, lambda: bar.advance(task))
-        return results_of(self.model, prompts, answers, k)
+            gives_verdicts = await reward.gives_verdicts()
+        return results_of(self.model, prompts, answers, k=k, gives_verdicts=gives_verdicts)
 
     def _generator(self, prompts: Sequence[Prompt]) -> AbstractAsyncContextManager[Generator]:
         slots = asyncio.Semaphore(self._concurrency)

@@ -114,13 +114,16 @@ def _results(evaluations: list[dict[str, Any]]) -> list[str]:
     ]
     for line in (evaluations[0], evaluations[-1]):
         count = line["num_samples"]
+        problems = f"{count}"
+        if line.get("trained_on"):
+            problems += f", {line['trained_on']} of which were trained on"
         accuracy = line["accuracy"]
         shown = "rewards are not verdicts | "
         if accuracy is not None:
             answers = count * line["n"]
             low, high = wilson_interval(round(accuracy * answers), answers)
             shown = f"{accuracy:.3f} | {low:.3f} to {high:.3f}"
-        rows.append(f"| {line['step']} | {count} | {shown} | {line['mean_reward']:.3f} |")
+        rows.append(f"| {line['step']} | {problems} | {shown} | {line['mean_reward']:.3f} |")
     return rows
 
 

@@ -80,6 +80,12 @@ def parser() -> CommandParser:
         help="use the first N problems (default: up to 50)",
     )
     data.add_argument(
+        "--near-duplicates",
+        action="store_true",
+        help="also look for problems that share 13 words in a row with one that the model was "
+        "trained on",
+    )
+    data.add_argument(
         "--set",
         type=setting,
         action="append",
@@ -252,7 +258,9 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
         **of_server,
     )
     with closing(MathRewardFunction()) as reward:
-        return evaluator.evaluate(dataset, reward, arguments["k"])
+        return evaluator.evaluate(
+            dataset, reward, arguments["k"], near_duplicates=arguments["near_duplicates"]
+        )
 
 
 def _served(model: str) -> bool:
@@ -274,7 +282,7 @@ def _key(variable: str | None) -> str | None:
 
 
 _SUMMARY = """\
-{model}
+{model}{leak}
   accuracy     {accuracy:.3f} ± {standard_error:.3f}   95 % interval {low:.3f} to {high:.3f}   \
 {num_samples} problems, greedy
   mean reward  {mean_reward:.3f}"""
@@ -284,9 +292,12 @@ longest {longest:.0f}, {truncated:.1%} cut"""
 
 
 def _summary(results: "EvaluationResults") -> str:
+    from trainer.evaluation.results import leak
+
     assert results["confidence_interval"] is not None, "MathRewardFunction verifies"
     low, high = results["confidence_interval"]
-    text = _SUMMARY.format(**results, low=low, high=high)
+    found = leak(results["trained_on"], results["resembles_training"])
+    text = _SUMMARY.format(**results, leak=found and f": {found}", low=low, high=high)
     for name in ("pass", "avg", "maj"):
         value = results.get(f"{name}_at_k")
         if value is not None:

@@ -95,7 +95,7 @@ def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
 Row = tuple[list[int], list[int]]
 """Token ids, and their labels: the token itself, or -100 if it is not learned."""
 _Example = tuple[list[int], list[int], list[int]]
-"""Token ids of one problem: prompt, worked answer, bare answer."""
+"""Token ids of one problem: prompt, solution, bare answer."""
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Example:

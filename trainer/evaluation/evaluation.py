@@ -44,6 +44,9 @@ class Evaluation:
     temperature: float = 0.0
     """Sampling temperature of these answers; 0 for greedy ones."""
 
+    trained_on: int = 0
+    """Problems that the model was trained on."""
+
     def summary(self) -> dict[str, Any]:
         """Returns all fields but the answers."""
         return {key: value for key, value in asdict(self).items() if key != "answers"}

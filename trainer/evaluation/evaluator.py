@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from statistics import mean, pstdev
 
@@ -21,6 +22,8 @@ from trainer.evaluation.generation import (
     sampling_of,
     together,
 )
+from trainer.evaluation.verdicts import Verdicts
+from trainer.policy.trained_prompts import TrainedPrompts
 from trainer.rollouts.episodes import answer_of, episode_request, play
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 from trainer.rollouts.services import Services
@@ -51,9 +54,18 @@ class LeaderEvaluator(Evaluator):
     """Rank 0's evaluator, which uses the services of training."""
 
     def __init__(
-        self, config: Config, services: Services, prompter: Prompter, loop: LoopThread
+        self,
+        config: Config,
+        services: Services,
+        prompter: Prompter,
+        *,
+        loop: LoopThread,
+        verdicts: Verdicts,
+        trained: TrainedPrompts,
     ) -> None:
         self._config = config
+        self._trained = trained
+        self._verdicts = verdicts
         self._services = services
         self._prompter = prompter
         self._loop = loop
@@ -69,7 +81,7 @@ class LeaderEvaluator(Evaluator):
         """See `Evaluator`. Raises ServiceError when an answer or a grade is missing."""
         if not self._held_out:
             return None
-        self.last = self._loop.call(
+        found = self._loop.call(
             evaluate(
                 self._config,
                 self._services,
@@ -77,8 +89,10 @@ class LeaderEvaluator(Evaluator):
                 prompts=self._held_out,
                 step=step,
                 pass_samples=pass_samples,
+                verdicts=self._verdicts,
             )
         )
+        self.last = replace(found, trained_on=sum(self._trained.contain(self._held_out)))
         return self.last
 
 
@@ -86,12 +100,14 @@ async def evaluate(
     config: Config,
     services: Services,
     prompter: Prompter,
+    *,
     prompts: Sequence[Prompt],
     step: int,
     pass_samples: int,
+    verdicts: Verdicts,
 ) -> Evaluation:
     """Measures accuracy on `prompts` with `config.evaluation`, and pass@k on the first
-    `pass_samples` of them.
+    `pass_samples` of them; only the mean reward if the rewards are not `verdicts`.
 
     Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
     """
@@ -102,16 +118,18 @@ async def evaluate(
     )
 
     # The first n answers to a problem count for the accuracy, k more for pass@k.
-    verified = all(result.verified for _, result in chain.from_iterable(graded))
+    verified = verdicts.of(result.verified for _, result in chain.from_iterable(graded))
     answers: list[Answer] = []
     shares: list[float] = []
     rewards: list[float] = []
     passed: list[float] = []
     for prompt, of_problem in zip(prompts, graded, strict=True):
         counted = [result for _, result in of_problem[: own.n]]
-        shares.append(mean(result.correct for result in counted))
         rewards += [result.reward or 0.0 for result in counted]
-        if len(of_problem) > own.n:
+        has_verdicts = verified and all(result.verified for _, result in of_problem)
+        if has_verdicts:
+            shares.append(mean(result.correct for result in counted))
+        if has_verdicts and len(of_problem) > own.n:
             passed.append(pass_at_k(k, sum(right.correct for _, right in of_problem[own.n :]), k))
         answers.append(
             Answer(
@@ -119,16 +137,16 @@ async def evaluate(
                 prompt=prompt.prompt,
                 ground_truth=prompt.ground_truth,
                 response=of_problem[0][0].text,
-                correct=counted[0].correct if verified else None,
+                correct=counted[0].correct if has_verdicts else None,
                 reward=counted[0].reward or 0.0,
             )
         )
     return Evaluation(
         step=step,
-        accuracy=mean(shares) if verified else None,
-        standard_error=pstdev(shares) / math.sqrt(len(shares)) if verified else None,
+        accuracy=mean(shares) if shares else None,
+        standard_error=pstdev(shares) / math.sqrt(len(shares)) if shares else None,
         num_samples=len(prompts),
-        pass_at_k=mean(passed) if passed and verified else None,
+        pass_at_k=mean(passed) if passed else None,
         k=k,
         answers=answers,
         mean_reward=mean(rewards),
@@ -173,7 +191,8 @@ async def _graded_problems(
                     f"an answer could not be graded: {result.reason or result.status}",
                     field="prompt_id",
                     value=prompt.id,
-                    remedy="look at the log of reward-server",
+                    remedy="correct the reward function; reward.function_timeout_s limits a call "
+                    "of it",
                     code="not_graded",
                 )
     return problems
@@ -183,6 +202,7 @@ async def graded_answers(
     generator: Generator,
     reward: RewardClient,
     prompt: Prompt,
+    *,
     index: int,
     samples: int,
     greedy: bool = True,
@@ -204,6 +224,7 @@ async def _graded_episodes(
     config: Config,
     services: Services,
     prompt: Prompt,
+    *,
     index: int,
     samples: int,
     greedy: bool,
@@ -225,12 +246,12 @@ async def _graded_episodes(
         )
         request.sampling.max_new_tokens = longest_answer(config)
         for episode in await play(services, request):
-            graded.append(await _graded_episode(services.reward, prompt, episode))
+            graded.append(await _graded_episode(services, prompt, episode))
     return graded
 
 
 async def _graded_episode(
-    reward: RewardClient, prompt: Prompt, episode: Episode
+    services: Services, prompt: Prompt, episode: Episode
 ) -> tuple[GeneratedAnswer, RewardResult]:
     """Returns the last answer of an episode with its grade, from the environment or, if that gave
     none, from the reward-server. Raises GenerationFailed for a failed episode.
@@ -240,10 +261,10 @@ async def _graded_episode(
             f"an episode ended with {episode.status}: {episode.detail or episode.stop_reason}",
             field="prompt_id",
             value=prompt.id,
-            remedy="look at the log of environment-server",
+            remedy="correct the environment",
             code="episode_failed",
         )
-    completion = answer_of(episode)
+    completion = answer_of(episode, services.environment_gives_verdicts)
     answer = GeneratedAnswer(
         text=completion.text,
         finish_reason=completion.finish_reason,
@@ -251,8 +272,8 @@ async def _graded_episode(
         token_ids=completion.token_ids.tolist(),
     )
     if episode.reward is None:
-        items = reward_items(prompt, [answer], reward.gets_tokens)
-        graded = await reward.batch_reward(items)
+        items = reward_items(prompt, [answer], services.reward.gets_tokens)
+        graded = await services.reward.batch_reward(items)
         return answer, graded.rewards[0]
     result = RewardResult(
         reward=completion.reward,

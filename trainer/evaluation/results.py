@@ -33,8 +33,7 @@ class EvaluationResults(TypedDict):
     model: str
     accuracy: float | None
     """Share of right answers among the graded greedy ones. None, like all figures that count right
-    answers, if a reward is not a verdict: no function verified the answer, and the reward is
-    neither 0 nor 1."""
+    answers, if no reward function gives verdicts."""
     standard_error: float | None
     """Standard error of the accuracy."""
     confidence_interval: tuple[float, float] | None
@@ -57,6 +56,11 @@ class EvaluationResults(TypedDict):
     """Accuracy of the majority vote over k samples."""
     pass_at: dict[int, float] | None
     """pass@1, pass@2, pass@4, … up to k."""
+    trained_on: list[bool] | None
+    """Whether the model was trained on the problem; None for a model behind a URL."""
+    resembles_training: list[bool] | None
+    """Whether the problem shares 13 words in a row with one that the model was trained on; None
+    unless asked for."""
     prompts: list[str]
     prompt_ids: list[str]
     ground_truths: list[str]
@@ -71,7 +75,12 @@ class EvaluationResults(TypedDict):
 
 
 def results_of(
-    model: str, prompts: Sequence[Prompt], answers: Sequence[Sequence[GradedAnswer]], k: int
+    model: str,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[GradedAnswer]],
+    *,
+    k: int,
+    gives_verdicts: bool,
 ) -> EvaluationResults:
     """Returns the figures of an evaluation.
 
@@ -80,6 +89,7 @@ def results_of(
         prompts: [problems]
         answers: [problems][1 or 1 + k] the greedy answer to each problem, then its k samples.
         k: samples of each problem; 1 when only the greedy answers were generated.
+        gives_verdicts: whether the reward functions say which answers are right.
 
     Raises GenerationFailed when no greedy answer could be graded.
     """
@@ -96,14 +106,15 @@ def results_of(
             code="not_graded",
         )
 
-    verified = all(result.verified for _, result in everything if result.reward is not None)
-    right = sum(result.correct for result in graded)
-    accuracy = right / len(graded)
+    verdicts = [result.correct for result in graded if result.verified]
+    has_accuracy = gives_verdicts and bool(verdicts)
+    right = sum(verdicts)
+    accuracy = right / max(1, len(verdicts))
     results = EvaluationResults(
         model=model,
-        accuracy=accuracy if verified else None,
-        standard_error=standard_error(accuracy, len(graded)) if verified else None,
-        confidence_interval=wilson_interval(right, len(graded)) if verified else None,
+        accuracy=accuracy if has_accuracy else None,
+        standard_error=standard_error(accuracy, len(verdicts)) if has_accuracy else None,
+        confidence_interval=wilson_interval(right, len(verdicts)) if has_accuracy else None,
         num_samples=len(prompts),
         num_ungraded=sum(result.reward is None for _, result in everything),
         mean_reward=mean(result.reward for result in graded if result.reward is not None),
@@ -113,6 +124,8 @@ def results_of(
         avg_at_k=None,
         maj_at_k=None,
         pass_at=None,
+        trained_on=None,
+        resembles_training=None,
         prompts=[prompt.prompt for prompt in prompts],
         prompt_ids=[prompt.id for prompt in prompts],
         ground_truths=[prompt.ground_truth for prompt in prompts],
@@ -122,7 +135,7 @@ def results_of(
         correct=[_verdict(result) for _, result in greedy],
         samples=[[_sample(*sampled) for sampled in of_problem[1:]] for of_problem in answers],
     )
-    if verified:
+    if gives_verdicts:
         _add_figures_at_k(results)
     return results
 
@@ -186,6 +199,19 @@ def normalised_answer(text: str) -> str | None:
         return None
     number = quantity(answer)
     return str(number[0]) if number else " ".join(texts_of(tokens(answer)))
+
+
+def leak(trained_on: list[bool] | None, resembles: list[bool] | None) -> str:
+    """Returns how many problems the model was trained on, in words; empty for none."""
+    parts = []
+    if trained_on and any(trained_on):
+        parts.append(f"{sum(trained_on)} of {len(trained_on)} problems were trained on")
+    if resembles and any(resembles):
+        parts.append(
+            f"{sum(resembles)} of {len(resembles)} problems share 13 words in a row with one that "
+            "was trained on"
+        )
+    return "; ".join(parts)
 
 
 def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:

@@ -42,13 +42,13 @@ MAX_STRAGGLERS = 0.15
 MAX_DROPPED = 0.1
 _DROPS = {
     "generation": (
-        "rollout-server fails or is too slow: look at its log, give it time "
+        "the engine fails or is too slow: look at its log, give it time "
         "(sampling.request_timeout_s), or ask for less (sampling.max_new_tokens)"
     ),
     "reward": (
-        "answers cannot be graded: look at the log of reward-server for what times out or fails, "
-        "and give it time (timeout_s of the function in reward.functions, "
-        "reward.function_timeout_s) or more processes (reward.workers)"
+        "answers cannot be graded: the log says what times out or fails. Give it time "
+        "(reward.function_timeout_s, or timeout_s of a function in reward.functions) or more "
+        "processes (reward.workers)"
     ),
     "teacher": (
         "the teacher fails or is too slow: look at its log, and give it time (teacher.timeout_s) "
@@ -60,34 +60,45 @@ _DROPS = {
         "sampling.max_new_tokens"
     ),
 }
+_LOST = {
+    "timeout": (
+        "long episodes are lost more often than short ones, and the model learns from those that "
+        "end in time. Give them time (environment.deadline_s), end slow calls "
+        "(environment.tool_timeout_s), or ask for less (environment.turns, sampling.max_new_tokens)"
+    ),
+    "died": "look at the log of environment-server for what is lost",
+    "error": "the environment or the program fails: the Rollouts tab and groups/ have the reasons",
+}
+"""What to do about lost episodes, by their most frequent status."""
 _SLOW = {
     "stragglers": (
         "stragglers",
         MAX_STRAGGLERS,
-        "in {share:.0%} of the time a batch is ready and the update waits for the longest of the "
+        "for {share:.0%} of the time a batch is ready and the update waits for the longest of the "
         "oldest answers. Raise trainer.max_staleness, lower sampling.max_new_tokens, or train on "
         "what is ready at any age (trainer.when_stale train)",
     ),
     "reward_bound": (
         "reward",
         MAX_REWARD,
-        "the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes "
-        "(reward.workers; slots of code and concurrency of judge in reward.functions) and cores "
-        "for them, or shorter limits (timeout_s in reward.functions, reward.function_timeout_s)",
+        "the trainer waits for the grader for {share:.0%} of the time. Grade faster: more "
+        "processes (reward.workers; slots of code and concurrency of judge in reward.functions) "
+        "and cores for them, or shorter limits (timeout_s in reward.functions, "
+        "reward.function_timeout_s)",
     ),
     "replay_bound": (
         "replay",
         MAX_REPLAY,
-        "the trainer waits for the replay-buffer in {share:.0%} of the time: every group is synced "
-        "to its disk. Put its state_dir on a faster (block) volume, or reuse less "
-        "(replay.reuse_ratio)",
+        "the trainer waits for the replay-buffer for {share:.0%} of the time: every group is "
+        "synced to its disk. Put its state (state_dir) on a faster disk or block volume, or reuse "
+        "less (replay.reuse_ratio)",
     ),
     "nothing_active": (
         "waiting",
         MAX_WAITING,
-        "in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts "
-        "come too slowly, or this process has too little processor time. Look at the log of "
-        "data-server, and at OMP_NUM_THREADS against the cores",
+        "for {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts "
+        "come too slowly, or this process has too little processor time. Compare OMP_NUM_THREADS "
+        "with the cores; on a cluster look at the log of data-server",
     ),
 }
 """Stage, limit on its share of the wall time, and text, by hint name."""
@@ -117,6 +128,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         "generation_bound": _generation_bound(steps),
         "rollout_idle": _rollout_idle(steps),
         "publish_bound": _publish_bound(steps),
+        "lost_episodes": _lost_episodes(steps),
     }
     for name, (stage, limit, text) in _SLOW.items():
         found[name] = _slow(steps, stage, limit, text)
@@ -189,12 +201,12 @@ def _zero_variance_groups(steps: _Steps) -> str:
             "(reward.functions), more tries (sampling.group_size), or other prompts (data.source)"
         )
     elif easy:
-        cause = f", mostly as all answers are right (accuracy {accuracy:.2f})"
+        cause = f", mostly because all answers are right (accuracy {accuracy:.2f})"
         remedy = (
             "The prompts are too easy for this model: use harder ones (data.source, data.levels)"
         )
     else:
-        cause = f", mostly as all answers are wrong (accuracy {accuracy:.2f})"
+        cause = f", mostly because all answers are wrong (accuracy {accuracy:.2f})"
         remedy = (
             "The prompts are too hard for this model: use easier ones (data.source, data.levels), "
             "a better model (model.name), more tries (sampling.group_size), or a reward with "
@@ -318,9 +330,9 @@ def _generation_bound(steps: _Steps) -> str:
     if share < (MAX_GENERATION_ASYNC if staleness else MAX_GENERATION):
         return ""
     text = (
-        f"the trainer waits for completions in {share:.0%} of the time. Generate faster: more "
-        "rollout nodes (num_nodes of rollout-server), more at once (rollout.max_running_requests), "
-        "or shorter answers (sampling.max_new_tokens)"
+        f"the trainer waits for completions for {share:.0%} of the time. Generate faster: more at "
+        "once (rollout.max_running_requests), shorter answers (sampling.max_new_tokens), on a "
+        "cluster more rollout nodes (num_nodes of rollout-server)"
     )
     if not staleness:
         text += "; trainer.max_staleness 1 lets the next batch be generated during the update"
@@ -334,19 +346,19 @@ def _rollout_idle(steps: _Steps) -> str:
         return ""
     idle = 1 - steps.mean("generating")
     faster = (
-        "more or larger trainer nodes (num_nodes of ppo-trainer), more tokens at once "
-        "(trainer.micro_batch_tokens), or trainer.compile; or fewer rollout nodes"
+        "more tokens at once (trainer.micro_batch_tokens) or trainer.compile; on a cluster more or "
+        "larger trainer nodes (num_nodes of ppo-trainer), or fewer rollout nodes"
     )
     is_as_old_as_allowed = steps.mean("staleness") > staleness - 0.5
     if staleness and idle > MAX_IDLE_ASYNC and is_as_old_as_allowed:
         return (
-            f"the engines are idle in {idle:.0%} of the time, because the experience is as old as "
+            f"the engines are idle for {idle:.0%} of the time, because the experience is as old as "
             f"trainer.max_staleness ({staleness}) permits and the update takes {update:.0%}. "
             f"Update faster: {faster}"
         )
     if not staleness and idle > MAX_IDLE:
         return (
-            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Run "
+            f"the engines are idle for {idle:.0%} of the time, the update takes {update:.0%}. Run "
             f"both at once (trainer.max_staleness 1), or update faster: {faster}"
         )
     return ""
@@ -366,6 +378,16 @@ def _publish_bound(steps: _Steps) -> str:
         remedies.append("an adapter instead of all weights (lora.rank)")
     remedy = ", or ".join(remedies) or "the network between the nodes"
     return f"new weights take {share:.0%} of the time to reach the engines. Change: {remedy}"
+
+
+def _lost_episodes(steps: _Steps) -> str:
+    lost = {status: int(steps.sum(f"lost_episodes.{status}")) for status in _LOST}
+    count = sum(lost.values())
+    share = count / (steps.groups * steps.config.sampling.group_size + count)
+    if share < MAX_DROPPED:
+        return ""
+    status = max(lost, key=lambda each: lost[each])
+    return f"{count} episodes ({share:.0%}) were lost, mostly {status}: {_LOST[status]}"
 
 
 def _slow(steps: _Steps, stage: str, limit: float, text: str) -> str:

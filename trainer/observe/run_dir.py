@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from rich.progress import (
 from rich.table import Table
 
 from common.errors import ConfigError
-from common.process.logs import SHOWN, structured
+from common.process.logs import SHOWN, is_set_up, structured
 from common.process.storage import storing
 from common.settings.config import Config
 from common.wire.codec import group_json
@@ -81,7 +81,10 @@ class StepRecord:
     gpus: int | None = None
     """None when external servers generate."""
     verified: bool = True
-    """Whether the rewards are verdicts on correctness."""
+    """Whether the rewards are verdicts on correctness: the same in all lines of a run."""
+    lost_episodes: dict[str, int] = field(default_factory=dict)
+    """Episodes without a reward since the last step, by status."""
+    refused_calls: int = 0
     rewards: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
@@ -91,8 +94,9 @@ class Recorder:
 
     The run continues after `step`: lines of later steps are removed, and a warning names earlier
     steps without a line. `tracked` counts records for trackers; `run_id` names this attempt;
-    `data` says where the prompts come from if not from `data.source`; `files` are those with a line
-    per step.
+    `data` says where the prompts come from if not from `data.source`; `verdicts` whether the
+    rewards are verdicts, None when the first answers decide; `files` are those with a line per
+    step; `words` gives settings in a hint or alarm the names that this user knows.
     """
 
     def __init__(
@@ -100,11 +104,14 @@ class Recorder:
         directory: Path,
         config: Config,
         console: Console,
+        *,
         step: int = 0,
         tracked: Counter | None = None,
         run_id: str = "",
         data: str = "",
+        verdicts: bool | None = None,
         files: Sequence[str] = ("metrics", "groups", "samples"),
+        words: Callable[[str], str] = lambda text: text,
     ) -> None:
         self.directory = directory
         self.console = console
@@ -119,8 +126,9 @@ class Recorder:
         }
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # drops a last line that a crash cut
-        attempt = {"time": time.time(), "run_id": run_id, "step": step}
+        attempt = {"time": time.time(), "run_id": run_id, "step": step, "verdicts": verdicts}
         append_line(directory / ATTEMPTS, {**attempt, "data": data or config.data.source})
+        self._words = words
         self._progress: Progress | None = None
         self._total = 0
         self._warned: dict[str, int] = {}
@@ -178,10 +186,14 @@ class Recorder:
     def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
         self._append("samples", {"step": record.step, **group_json(groups[0])})
         remember(self._history, asdict(record))
-        record.hints = hints(self._history, self._config)
+        record.hints = self._in_words(hints(self._history, self._config))
+        record.alarms = self._in_words(record.alarms)
         self.measured(record.__dict__, step_line(record, self._total), groups[0])
         self._warn("alarm", record.step, record.alarms)
         self._warn("hint", record.step, record.hints)
+
+    def _in_words(self, texts: Mapping[str, str]) -> dict[str, str]:
+        return {name: self._words(text) for name, text in texts.items()}
 
     def measured(self, record: Mapping[str, Any], text: str, group: Group | None = None) -> None:
         """Writes the numbers of a step and prints `text`; trackers get them, and sometimes the
@@ -206,7 +218,10 @@ class Recorder:
         else:
             accuracy = f"{evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
             result = f"held-out accuracy {accuracy}"
-        text = f"evaluation at step {evaluation.step}: {result} ({evaluation.num_samples} problems)"
+        problems = f"{evaluation.num_samples} problems"
+        if evaluation.trained_on:
+            problems += f", {evaluation.trained_on} of which were trained on"
+        text = f"evaluation at step {evaluation.step}: {result} ({problems})"
         if evaluation.pass_at_k is not None:
             text += f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
         self.evaluated(evaluation.summary(), text, evaluation.answers)
@@ -251,7 +266,8 @@ class Recorder:
 
 def tell(console: Console, text: str, level: int = logging.INFO) -> None:
     """Writes text to the console and the log; only to the log when logs are JSON."""
-    log.log(level, "%s", text, extra=SHOWN)
+    if console.quiet or is_set_up():
+        log.log(level, "%s", text, extra=SHOWN)
     if structured() is None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -285,6 +301,11 @@ def step_line(record: StepRecord, total: int) -> str:
         line += f"  cut {record.truncated:.0%}"
     if record.staleness:
         line += f"  stale {record.staleness:.1f}"
+    lost = sum(record.lost_episodes.values())
+    if lost:
+        line += f"  lost {lost}"
+    if record.refused_calls:
+        line += f"  refused {record.refused_calls}"
     dropped = sum(record.dropped.values())
     if dropped:
         line += f"  dropped {dropped}"

@@ -1,5 +1,6 @@
 """Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,7 +14,8 @@ from common.settings.config import Config
 from common.wire.schemas import Completion, CriticMetrics, Group
 from trainer.algorithms.batch import Batch
 from trainer.evaluation.evaluation import Evaluation
-from trainer.observe.alarms import alarms
+from trainer.evaluation.verdicts import Verdicts
+from trainer.observe.alarms import alarms, refused_calls
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
@@ -58,7 +60,7 @@ class LeaderRunLog(RunLog):
     `measured` and `gpus`.
 
     `collecting_cpu` returns the CPU seconds of the collecting thread; `dropout` are the model's
-    settings of dropout.
+    settings of dropout, `verdicts` says whether the rewards are verdicts.
     """
 
     def __init__(
@@ -66,14 +68,17 @@ class LeaderRunLog(RunLog):
         config: Config,
         recorder: Recorder,
         metrics: TrainerMetrics,
+        *,
         clock: StageClock,
         step: int,
         measured: Callable[[int], dict[str, float]] = lambda step: {},
         gpus: Callable[[], int | None] = lambda: None,
         collecting_cpu: Callable[[], float] = lambda: 0.0,
+        verdicts: Verdicts,
         dropout: Collection[str] = (),
     ) -> None:
         self._config = config
+        self._verdicts = verdicts
         self._recorder = recorder
         self._metrics = metrics
         self._clock = clock
@@ -81,6 +86,8 @@ class LeaderRunLog(RunLog):
         self._collecting_cpu = CpuClock(collecting_cpu)
         self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
         self._step = step
+        self._lost_before: Counter[str] = Counter()
+        self._refused_before = 0
         self._measured = measured
         self._gpus = gpus
         self._dropout = dropout
@@ -130,11 +137,23 @@ class LeaderRunLog(RunLog):
         fresh_ages = ages[: len(_completions(batch.fresh))]  # the fresh groups come first
 
         # Accuracy and the two counts are unknown when the rewards are not verdicts.
-        verified = all(answer.verified for answer in answers)
+        verified = self._verdicts.of(answer.verified for answer in answers)
         equal = [group for group in groups if group.zero_variance]
-        accuracy = _mean(answer.correct for answer in answers) if verified else None
+        accuracy = None
+        known = [answer.correct for answer in answers if answer.verified]
+        if verified and known:
+            accuracy = _mean(known)
         solved = sum(_all_correct(group) for group in equal) if verified else None
         failed = sum(_none_correct(group) for group in equal) if verified else None
+
+        lost = Counter(drops.lost_episodes)
+        refused = drops.refused_calls
+        raised = alarms(update.metrics, _mean(ages), self._config, dropout=self._dropout)
+        raised |= refused_calls(
+            refused - self._refused_before,
+            drops.refusal,
+            rewards=[answer.reward for answer in answers],
+        )
 
         seconds = self._clock.lap()
         generating, generations = self._clock.generating()
@@ -142,7 +161,7 @@ class LeaderRunLog(RunLog):
         teacher_kl = batch.teacher_kl()
         if teacher_kl is not None:
             update_metrics["teacher_kl"] = teacher_kl
-        return StepRecord(
+        record = StepRecord(
             step=step,
             reward=_mean(answer.reward for answer in answers),
             accuracy=accuracy,
@@ -155,6 +174,8 @@ class LeaderRunLog(RunLog):
             truncated=_mean(answer.finish_reason == "length" for answer in answers),
             unparsable=_mean(answer.status == "unparsable" for answer in answers),
             dropped=dict(drops.counts),
+            lost_episodes=dict(lost - self._lost_before),
+            refused_calls=refused - self._refused_before,
             seconds=seconds,
             generating=generating,
             in_flight=generations * self._config.sampling.group_size,
@@ -166,8 +187,11 @@ class LeaderRunLog(RunLog):
             verified=verified,
             rewards=_rewards(answers),
             logged=self._measured(step),
-            alarms=alarms(update.metrics, _mean(ages), self._config, dropout=self._dropout),
+            alarms=raised,
         )
+        self._lost_before = lost
+        self._refused_before = refused
+        return record
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -102,17 +103,22 @@ class Checkpoints:
         """Returns the directory name of the checkpoint after `step` steps."""
         return f"step_{step:06d}"
 
-    def save(self, state: RunState, snapshots: Mapping[str, Snapshot]) -> Path:
+    def save(
+        self,
+        state: RunState,
+        snapshots: Mapping[str, Snapshot],
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Path:
         """Starts to write `directory/step_000050` and returns its path. Waits for the previous
         checkpoint first.
 
-        Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed
-        when the previous one failed.
+        Rank 0's `state` and `files`, by name, count, and every rank's `snapshots`, by folder.
+        Raises CheckpointFailed when the previous one failed.
         """
         self.wait()
         target = self.directory / self.name(state.step)
         if not self.alone or self._ranks.is_rank_zero:
-            write = partial(self._write, target, state, snapshots)
+            write = partial(self._write, target, state, snapshots, files=files)
             self._writing = in_daemon_thread(write, "checkpoint")
         return target
 
@@ -151,11 +157,17 @@ class Checkpoints:
         if self._writing is not None:
             wait([self._writing], _LAST_WRITE_S)
 
-    def _write(self, target: Path, state: RunState, snapshots: Mapping[str, Snapshot]) -> None:
+    def _write(
+        self,
+        target: Path,
+        state: RunState,
+        snapshots: Mapping[str, Snapshot],
+        files: Mapping[str, bytes],
+    ) -> None:
         rank_zero = self._ranks.is_rank_zero
         written = target.with_suffix(".partial")
         try:
-            self._together(lambda: self._begin(written) if rank_zero else None)
+            self._together(lambda: self._begin(written, files) if rank_zero else None)
             for folder, snapshot in snapshots.items():
                 self._together(partial(snapshot.write_files, written / folder))
                 self._together(partial(snapshot.write_state, written / folder, self._group))
@@ -165,12 +177,14 @@ class Checkpoints:
                 shutil.rmtree(written, ignore_errors=True)
             raise
 
-    def _begin(self, written: Path) -> None:
+    def _begin(self, written: Path, files: Mapping[str, bytes]) -> None:
         for left_over in self.directory.glob("*.partial"):
             shutil.rmtree(left_over)
         written.mkdir(parents=True)
         for file in self._static():
             shutil.copyfile(file, written / file.name)
+        for name, content in files.items():
+            (written / name).write_bytes(content)
 
     def _complete(self, written: Path, target: Path, state: RunState) -> None:
         """Gives the directory its final name and removes old checkpoints."""

@@ -48,6 +48,7 @@ def export(
 
         from common.settings.sections import ModelSection
         from trainer.policy.scorer import load_model, load_tokenizer
+        from trainer.policy.trained_prompts import copy_trained_prompts
 
     section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)
     weights_type = getattr(torch, dtype)
@@ -57,5 +58,6 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     load_tokenizer(section).save_pretrained(partial)
+    copy_trained_prompts(checkpoint, partial)
     partial.rename(out)
     return out

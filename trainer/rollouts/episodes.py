@@ -58,6 +58,7 @@ def episode_request(
             context=context,
             tool_calls=settings.turns * TOOL_CALLS_PER_TURN,
             deadline_s=settings.deadline_s,
+            tool_timeout_s=settings.tool_timeout_s,
         ),
     )
 
@@ -72,9 +73,9 @@ async def play(services: Services, request: EpisodeRequest) -> list[Episode]:
     return await services.environment.episodes(request)
 
 
-def answer_of(episode: Episode) -> Completion:
+def answer_of(episode: Episode, gives_verdicts: bool) -> Completion:
     """Returns an episode's last answer as a completion, with the episode's reward; without one it
-    must be graded.
+    must be graded. `gives_verdicts`: whether the environment's rewards say what is right.
     """
     last = episode.sequences[-1]
     answer = Completion(
@@ -87,7 +88,7 @@ def answer_of(episode: Episode) -> Completion:
     if episode.reward is not None:
         answer.reward = episode.reward
         answer.correct = episode.reward > 0.5
-        answer.verified = episode.reward in (0.0, 1.0)
+        answer.verified = gives_verdicts
         answer.components = episode.components
         answer.extracted_answer = episode.answer
     return answer

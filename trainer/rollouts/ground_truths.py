@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
-from common.process.logs import SHOWN
 from common.process.storage import storing
 from common.wire.schemas import GroundTruthProblem, Prompt, RewardItem
 from trainer.rollouts.services import Services
@@ -66,7 +65,7 @@ class GroundTruthCheck:
                 "reward function that reads them",
             )
         if self.unsolvable:
-            log.warning("%s", summary(checked, self.unsolvable), extra=SHOWN)
+            log.warning("%s", summary(checked, self.unsolvable))
         else:
             log.info("%s ground truths, all can be graded", f"{checked:,}")
 

@@ -30,6 +30,10 @@ class Services:
     """None when there is no critic-server."""
     environment: EnvironmentClient | None = None
     """None when the run has no environment: each problem gets single completions."""
+    rewards_tried: bool = False
+    """Whether the reward functions were tried before the model was loaded."""
+    environment_gives_verdicts: bool = False
+    """Whether the rewards of the environment say which episodes were right."""
     teacher: Teacher | None = None
     """None without `teacher.url`. It is not one of the run's tasks."""
 

@@ -5,12 +5,9 @@ rewards.
 import logging
 from dataclasses import dataclass
 
-from common.errors import ConfigError, ServiceError
-from common.process.logs import SHOWN
-from common.settings.rewards import ModelReward
-from common.settings.sections import RewardSection
+from common.errors import ConfigError
 from trainer.rollouts.context import RolloutContext
-from trainer.rollouts.requests import GeneratedAnswer, reward_items
+from trainer.rollouts.trial import try_rewards
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +66,11 @@ class RolloutStart:
             log.info(
                 "dropped %d groups of an earlier attempt; their prompts are drawn again", dropped
             )
-        if not known:
-            await self._try_rewards()
+        services = self.context.services
+        has_ground_truths = not self.context.config.environment.grades_itself
+        if has_ground_truths and not known and not services.rewards_tried:
+            (prompt,) = await services.data.train_prompts(1, 0)
+            await try_rewards(services.reward, prompt)
         await self.context.services.data.seek(position)
 
     def _warn_of_loss(self, added: int, trained: int) -> None:
@@ -88,7 +88,6 @@ class RolloutStart:
             trained,
             self.context.config.state_dir / "replay",
             consequence,
-            extra=SHOWN,
         )
 
     def _foreign(self, groups: int) -> ConfigError:
@@ -99,59 +98,3 @@ class RolloutStart:
             remedy="empty it with POST /clear, give this run its own state_dir, or set "
             "replay.reuse_ratio 0",
         )
-
-    async def _try_rewards(self) -> None:
-        """Grades made-up answers to one problem. Raises ConfigError when a reward function fails
-        for all of them.
-
-        Otherwise a broken function would fail for every group, long after the start. A missing
-        reward without a reason is not the function's fault: a judge cannot be reached, or a sandbox
-        is busy. Nor is a problem that no function grades.
-        """
-        batch = await self.context.services.data.prompts(1, f"{self.context.run_id}-trial")
-        prompt = batch.prompts[0]
-        answer = GeneratedAnswer(
-            prompt.ground_truth or "0", finish_reason="stop", tokens=None, token_ids=[0]
-        )
-        reward = self.context.services.reward
-        items = reward_items(prompt, [answer, answer], reward.gets_tokens)
-        try:
-            graded = await reward.batch_reward(items)
-        except ServiceError as error:
-            # It concerns this problem only, whose group will be dropped and counted.
-            log.warning("the reward functions could not be tried: %s", error)
-            return
-
-        failed = (
-            result.reward is None and result.reason and result.status != "inapplicable"
-            for result in graded.rewards
-        )
-        if all(failed):
-            raise no_reward(graded.rewards[0].reason, self.context.config.reward)
-
-
-def no_reward(reason: str, settings: RewardSection) -> ConfigError:
-    """Returns the error for reward functions that fail for a first answer; `reason` names function
-    and failure.
-    """
-    if "no answer within" not in reason:
-        return ConfigError(
-            f"the reward functions gave no reward for a first answer: {reason}",
-            field="reward.functions",
-            remedy="correct the function, and test it by itself",
-        )
-    reward_model = settings.function(ModelReward)
-    if reason.startswith("reward_model: ") and reward_model is not None:
-        return ConfigError(
-            reason,
-            field="reward.functions.reward_model.max_tokens",
-            value=str(reward_model.max_tokens),
-            remedy="give the reward-server a GPU or a smaller model, or lower this argument",
-        )
-    return ConfigError(
-        reason,
-        field="reward.function_timeout_s",
-        value=str(settings.function_timeout_s),
-        remedy="make it faster, or raise this setting (in the Python API an item of "
-        "TrainerConfig.settings)",
-    )

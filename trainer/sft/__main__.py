@@ -1,5 +1,5 @@
 """`python -m trainer.sft`, or `torchrun … -m trainer.sft` with a process per GPU: trains a model on
-worked answers.
+examples.
 """
 
 import os
@@ -30,7 +30,7 @@ def main() -> None:
         check_model(config.model.name)
         assert config.trainer.run_dir is not None, "`load` sets it"
         make_directory(config.trainer.run_dir, "trainer.run_dir")
-        from services.data.worked import load_examples
+        from services.data.sft_examples import load_examples
 
         # Before torch, whose import takes seconds.
         examples = load_examples(config) if is_rank_zero else None

@@ -1,4 +1,4 @@
-"""Log of a fine-tuning run on worked answers: console, run directory and trackers."""
+"""Log of a supervised fine-tuning run: console, run directory and trackers."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Worked answers as tokens: rows of a prompt and its continuation, with the tokens to learn
+"""Examples as tokens: rows of a prompt and its continuation, with the tokens to learn
 marked.
 """
 
@@ -25,7 +25,7 @@ class TrainingSequence:
 
 @dataclass
 class Encoder:
-    """Turns worked answers into rows, tokenised as in generation.
+    """Turns examples into rows, tokenised as in generation.
 
     A prompt has the same tokens as in training from rewards. An answer ends with a token that ends
     generation; what a chat template adds after it is not learned. The answers of a chat share one
@@ -133,19 +133,24 @@ class Batches:
         """Returns the number of examples in an epoch."""
         return len(self._examples)
 
-    def rows(self, step: int, last: int) -> list[TrainingSequence]:
-        """Returns the rows of the batch after `step` steps; the stream ends before the position
-        `last`.
+    def indices(self, step: int, last: int) -> list[int]:
+        """Returns which examples are in the batch after `step` steps; the stream ends before the
+        position `last`.
         """
+        places = range(step * self._size, min((step + 1) * self._size, last))
+        return [self._at(place) for place in places]
+
+    def rows(self, step: int, last: int) -> list[TrainingSequence]:
+        """Returns the rows of these examples."""
         rows: list[TrainingSequence] = []
-        for place in range(step * self._size, min((step + 1) * self._size, last)):
-            rows += self._at(place)
+        for index in self.indices(step, last):
+            rows += self._examples[index]
         return rows
 
-    def _at(self, place: int) -> Sequence[TrainingSequence]:
+    def _at(self, place: int) -> int:
         epoch, within = divmod(place, len(self._examples))
         if self._epoch != epoch:
             self._epoch = epoch
             generator = np.random.default_rng([self._seed, epoch])
             self._order = generator.permutation(len(self._examples))
-        return self._examples[self._order[within]]
+        return int(self._order[within])

@@ -1,4 +1,4 @@
-"""A fine-tuning run on worked answers: rank 0 has the data, every rank computes its share of every
+"""A supervised fine-tuning run: rank 0 has the data, every rank computes its share of every
 update.
 """
 
@@ -20,13 +20,15 @@ from common.process.topology import Topology
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
 from common.wire.codec import decode, encode
+from common.wire.schemas import Prompt
 from learning.ranks import Ranks
-from services.data.worked import Examples
+from services.data.sft_examples import Examples
 from trainer.observe.run_dir import Recorder, console, tell
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.identity import Facts, identity
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import context_length, load_tokenizer, stop_token_ids
+from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
 from trainer.rank import started
 from trainer.sft.learner import Learner
 from trainer.sft.log import SftLog
@@ -40,7 +42,9 @@ TASK = "sft"
 def run(config: Config, topology: Topology, examples: Examples | None) -> None:
     """Trains on this rank until the last step; only rank 0 gets `examples`."""
     with started(config, topology, TASK) as (ranks, lock), ExitStack() as stack:
-        training = SftRun(config, ranks, lock, examples=examples, console=console(), stack=stack)
+        training = SftRun(
+            config, ranks, lock=lock, examples=examples, console=console(), stack=stack
+        )
         gc.freeze()  # libraries and models stay: the garbage collector need not scan them
         training.train()
         ranks.barrier()
@@ -51,7 +55,9 @@ class _RankZero:
     """What only rank 0 has."""
 
     log: SftLog
+    examples: list[Prompt]
     batches: Batches
+    trained: TrainedPrompts
     lock: RunLock
     identity: Facts
 
@@ -78,6 +84,7 @@ class SftRun:
         self,
         config: Config,
         ranks: Ranks,
+        *,
         lock: RunLock | None,
         examples: Examples | None,
         console: Console,
@@ -91,7 +98,7 @@ class SftRun:
         if ranks.is_rank_zero:
             check(config.trackers)
         watchdog.at("loading the model")
-        self._policy, _, _ = Policy.resume(config, ranks, run_dir, "answers")
+        self._policy, _, saved = Policy.resume(config, ranks, run_dir, "answers")
         self._learner = Learner(self._policy)
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints",
@@ -108,12 +115,20 @@ class SftRun:
         if ranks.is_rank_zero:
             assert lock is not None
             assert examples is not None
-            self._leader, message = self._begin(run_dir, lock, examples, console=console)
+            self._leader, message = self._begin(
+                run_dir, lock, examples, console=console, saved=saved
+            )
         self._data = decode(ranks.broadcast(message), _Data)
         self._policy.total_steps = self._data.total_steps
 
     def _begin(
-        self, run_dir: Path, lock: RunLock, examples: Examples, console: Console
+        self,
+        run_dir: Path,
+        lock: RunLock,
+        examples: Examples,
+        *,
+        console: Console,
+        saved: Path | None,
     ) -> tuple[_RankZero, bytes]:
         """Reads the data and opens the log; returns rank 0's parts and the message to the other
         ranks.
@@ -160,7 +175,9 @@ class SftRun:
             )
         leader = _RankZero(
             log=log,
+            examples=examples.train,
             batches=Batches(train, settings.batch_size, config.seed),
+            trained=TrainedPrompts.of(saved or config.model.name),
             lock=lock,
             identity=identity(config, "answers"),
         )
@@ -219,6 +236,8 @@ class SftRun:
             body = b""
             if leader:
                 body = encode(leader.batches.rows(policy.step, self._data.positions))
+                learned = leader.batches.indices(policy.step, self._data.positions)
+                leader.trained.add((leader.examples[index].prompt, "") for index in learned)
             rows = decode(self._ranks.broadcast(body), list[TrainingSequence])
             update = self._learner.learn(rows)
         if leader:
@@ -258,7 +277,9 @@ class SftRun:
             mean_reward=rating,
             identity=leader.identity if leader else {},
         )
-        return self._checkpoints.save(state, self._policy.snapshots(self._checkpoints.alone))
+        files = {TRAINED_PROMPTS: leader.trained.file()} if leader else {}
+        snapshots = self._policy.snapshots(self._checkpoints.alone)
+        return self._checkpoints.save(state, snapshots, files)
 
     def _finish(self) -> Path:
         if self._evaluated_step != self._policy.step:

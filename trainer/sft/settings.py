@@ -29,7 +29,7 @@ _TRAINER = (
     "weight_decay",
     "warmup_steps",
     "lr_schedule",
-    "min_lr_share",
+    "lr_schedule_args",
     "max_grad_norm",
     "micro_batch_tokens",
     "micro_batch_size",
@@ -54,7 +54,7 @@ def _in_sections(name: str) -> bool:
 
 
 SFT_SETTINGS = SettingsSubset(
-    about="Trains a model on worked answers (supervised fine-tuning): data.answer_field, or the "
+    about="Supervised fine-tuning (SFT): the model learns data.answer_field, or the "
     "assistant's messages of data.messages_field. trainer.batch_size counts examples, "
     "trainer.eval_samples held-out ones.",
     does="rlhf-sft learns from given answers and generates none",

@@ -53,6 +53,7 @@ class MathHost(ProcessHost):
         pool = WorkerPool(spec, config.workers, timeout_s=entry.timeout_s, on_restart=on_restart)
         super().__init__("math", pool, check=_check_gold)
         self._require_stop = config.require_stop
+        self.gives_verdicts = True
         self.verifies_answers = True
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
@@ -144,6 +145,7 @@ class MathRewardFunction(DetailedRewardFunction):
 
     name = "math"
     bounds_itself = True
+    gives_verdicts = True
     verifies_answers = True
 
     def __init__(self, workers: int = 2, timeout_s: float = 1.0) -> None:

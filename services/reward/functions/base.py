@@ -87,6 +87,10 @@ class RewardFunction(ABC):
     """Whether every call limits its own time. Otherwise the reward-server applies
     `reward.function_timeout_s`."""
 
+    gives_verdicts: bool = False
+    """Whether every score is a verdict: 1 for a right completion, 0 for a wrong one. A run has an
+    accuracy only with such a function."""
+
     verifies_answers: bool = False
     """Whether it compares a final answer with `ground_truth`. At the start of a run every ground
     truth is then graded against itself."""
@@ -136,12 +140,22 @@ class RewardFunction(ABC):
                 remedy="return a list with one number for each completion, "
                 "NaN for one that has no score",
             )
-        return [_plain_score(value) for value in values]
+        return [self._score_of(value) for value in values]
 
-
-def _plain_score(value: Any) -> Score:
-    reason = "" if _number(value) is not None else f"{value!r:.80} is not a number"
-    return Score(value, reason=reason)
+    def _score_of(self, value: Any) -> Score:
+        number = _number(value)
+        if number is None:
+            return Score(None, reason=f"{value!r:.80} is not a number")
+        if not self.gives_verdicts:
+            return Score(number)
+        if number not in (0.0, 1.0):
+            raise WrongScores(
+                f"the reward function {self.name} declares that it gives verdicts, but returned "
+                f"{value!r:.80}",
+                field=self.name,
+                remedy="return 1 for right and 0 for wrong, or remove gives_verdicts",
+            )
+        return Score(number, correct=number == 1.0)
 
 
 def reason_of(error: Exception) -> str:

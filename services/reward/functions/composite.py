@@ -62,6 +62,7 @@ class CompositeRewardFunction(DetailedRewardFunction):
         self.weights = dict(zip(names, map(float, weights), strict=True))
         self._name = name
         self.bounds_itself = all(function.bounds_itself for function in functions)
+        self.gives_verdicts = any(function.gives_verdicts for function in functions)
 
     @property
     def name(self) -> str:

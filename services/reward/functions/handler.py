@@ -52,8 +52,8 @@ def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
 
 
 def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:
-    if "names" in call:
-        return json.dumps([function.name for function in functions])
+    if "functions" in call:
+        return json.dumps([[each.name, each.gives_verdicts] for each in functions])
     function = functions[call["function"]]
     try:
         scores = function.scores(call["completions"], **call["columns"])

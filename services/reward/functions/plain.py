@@ -41,7 +41,8 @@ class PlainFunction(DetailedRewardFunction):
     - the columns of the data set by name, `ground_truth`, and `completion_ids` if tokens are known,
     - with a `log` also `trainer_state`, `log_metric(name, value)` and `log_extra(column, values)`.
 
-    None instead of a score means that the function does not apply to this completion.
+    None instead of a score means that the function does not apply to this completion. A function
+    with the attribute `gives_verdicts` returns 1 for right and 0 for wrong.
 
     Args:
         function: the function; an async function runs in one event loop for all its calls.
@@ -54,6 +55,7 @@ class PlainFunction(DetailedRewardFunction):
         self._name = name or name_of(function)
         self._log = log
         self._loop: LoopThread | None = None
+        self.gives_verdicts = bool(getattr(_unwrapped(function), "gives_verdicts", False))
 
         self._takes_all = False
         """Whether the function has `**kwargs`."""
@@ -178,10 +180,16 @@ def name_of(function: Function) -> str:
     """Returns the name of a function, of the function inside a `partial`, or of a callable object's
     class.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _unwrapped(function)
     name = str(getattr(function, "__name__", type(function).__name__))
     return "function" if name == "<lambda>" else name
+
+
+def _unwrapped(function: Function) -> Function:
+    """Returns the function inside a `partial`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def numbered(names: Sequence[str]) -> list[str]:

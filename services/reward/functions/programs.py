@@ -75,6 +75,7 @@ class CodeRewardFunction(DetailedRewardFunction):
 
     name = "code"
     bounds_itself = True
+    gives_verdicts = True
 
     def __init__(
         self,

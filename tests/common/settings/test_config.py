@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.settings.config import Config, load, names
+from common.settings.config import Config, from_mapping, load, names
 from common.settings.sources import SHORT_NAMES
 
 
@@ -84,6 +84,22 @@ def test_lists_and_unset_values(tmp_path: Path) -> None:
         in_file(tmp_path, "trainer: {adam_betas: [0.8, 0.9], max_steps: null}"), {}
     ).trainer.adam_betas == (0.8, 0.9)
     assert load(in_file(tmp_path, ""), {}) == load([], {})
+
+
+def test_commas_make_a_list_wherever_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("trackers:\n  names: wandb, mlflow\n")
+    places = [
+        load(["--trackers.names", "wandb,mlflow"], {}),
+        load([], {"RLHF_TRACKERS__NAMES": "wandb, mlflow"}),
+        load(["--config", str(tmp_path / "settings.yaml")], {}),
+        from_mapping({"trackers.names": "wandb,mlflow"}),
+    ]
+    assert [config.trackers.names for config in places] == [["wandb", "mlflow"]] * 4
+    assert load([], {"RLHF_TRACKERS__NAMES": ""}).trackers.names == []
+    # The commas of a pattern are its own.
+    pattern = {"name": "format", "required": "x{2,3}"}
+    with pytest.raises(ConfigError, match=r"give a list, such as \[first, second\]"):
+        from_mapping({"reward.functions": [pattern]})
 
 
 def test_a_typo_is_refused_wherever_it_stands(tmp_path: Path) -> None:

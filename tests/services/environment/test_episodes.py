@@ -334,6 +334,7 @@ async def test_served_environment_is_listed() -> None:
         (listed,) = (await server.http.get("/environments")).json()
         assert [tool["function"]["name"] for tool in listed["tools"]] == ["add", "broken"]
         assert (listed["has_reward"], listed["has_steps"]) == (True, False)
+        assert listed["gives_verdicts"] is False
         stats = (await server.http.get("/stats")).json()
         assert stats["episodes"] == {"ok": 0, "timeout": 0, "died": 0, "error": 0}
         assert (await server.http.get("/health")).json()["status"] == "healthy"

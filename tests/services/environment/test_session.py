@@ -17,7 +17,6 @@ from services.environment.session import (
     LimitReached,
     Session,
     SessionClosed,
-    request_key,
 )
 from services.environment.template import Template
 from services.environment.tree import SessionTree
@@ -51,7 +50,7 @@ async def ask(
     key: str = "",
 ) -> CallAnswer:
     messages = parse_messages(chat)
-    return await session.call(messages, tools or [], key or request_key(messages, tools or []))
+    return await session.call(messages, tools or [], key or json.dumps([chat, tools]))
 
 
 def sent_back(answer: CallAnswer, **changes: Any) -> dict[str, Any]:
@@ -208,7 +207,7 @@ async def test_a_retry_gets_the_same_answer_and_is_recorded_once() -> None:
     first, again = await asyncio.gather(ask(session, [user("x")]), ask(session, [user("x")]))
     assert first is again
     messages = parse_messages([user("x")])
-    key = request_key(messages, [])
+    key = json.dumps([[user("x")], None])
     assert await session.call(messages, [], key, is_retry=True) is first
     assert len(engine.asked) == len(session.sequences()) == 1
 

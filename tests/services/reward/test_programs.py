@@ -459,11 +459,11 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
 def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
     code = CodeRewardFunction(timeout=0.5, sandbox="none", slots=2)
     cases = [[{"input": "", "output": "1"}]] * 3
-    assert code([block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases) == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+    right, endless, wrong = code(
+        [block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases
+    )
+    assert (right, wrong) == (1.0, 0.0)
+    assert endless != 1.0  # 0, or no verdict where it got too little processor time to be judged
     words = ["--reward.functions", '{"name": "code", "sandbox": "none"}']
     assert load(words, {}).reward.functions == [CodeReward(sandbox="none")]
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: a run on worked answers, which only rank 0 reads."""
+"""Run by torchrun: a run of supervised fine-tuning, which only rank 0 reads."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import torch
 from common.process.topology import Topology
 from common.settings.config import load
 from learning.ranks import end
-from services.data.worked import load_examples
+from services.data.sft_examples import load_examples
 from trainer.sft.run import run
 from trainer.sft.settings import SFT_SETTINGS
 

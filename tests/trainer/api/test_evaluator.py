@@ -161,6 +161,8 @@ def test_the_same_model_behind_a_socket(
     native = ModelEvaluator(engine, tokenizer=base_model, max_new_tokens=24).evaluate(
         test_data, reward, k=2
     )
+    assert local["trained_on"] == [False] * len(test_data)
+    local["trained_on"] = None  # a server does not say
     assert {**native, "model": ""} == {**local, "model": ""}
     for url in (engine, f"{engine}/v1"):
         served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(
@@ -289,6 +291,7 @@ class Unsure(RewardFunction):
     """Cannot score the first problem."""
 
     name = "unsure"
+    gives_verdicts = True
 
     def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
         return [float("nan") if prompt.endswith("?first") else 1.0 for prompt in kwargs["prompt"]]

@@ -1,7 +1,8 @@
 """The first call of a custom reward function is checked before training; a single error says what
 to change."""
 
-import time
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,6 @@ async def coroutine(completions: list[Any], **_: Any) -> list[float]:
 
 def broken(completions: list[Any], **_: Any) -> list[float]:
     return [1.0 / len(completions[5]) for _ in completions]
-
-
-def slow(completions: list[Any], **_: Any) -> list[float]:
-    time.sleep(0.5)
-    return [1.0 for _ in completions]
 
 
 def trainer(
@@ -86,15 +82,34 @@ def test_a_broken_function_is_refused_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_slow_function_is_refused_with_the_setting_to_raise(
+def test_a_broken_function_is_found_before_the_model_is_loaded(
     base_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"no answer within 0\.05 s") as caught:
-        trainer(base_model, tmp_path, slow, **{"reward.function_timeout_s": 0.05}).train()
-    assert (caught.value.field, caught.value.value) == ("reward.function_timeout_s", "0.05")
-    trainer(
-        base_model, tmp_path, slow, **{"reward.function_timeout_s": 60}
-    ).train()  # the directory is free again
+    without_weights = tmp_path / "model"
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(base_model, without_weights, ignore=ignored)
+    with pytest.raises(ConfigError, match="IndexError: list index out of range"):
+        trainer(without_weights, tmp_path, broken).train()
+    assert not any((tmp_path / "run").iterdir())
+
+
+def test_the_trial_is_one_call_and_a_slow_function_is_only_warned_of(
+    base_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+    trained = threading.Event()
+
+    def slow_at_first(completions: list[Any], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) == 1:
+            trained.wait(300)
+        return [1.0 for _ in completions]
+
+    trainer(base_model, tmp_path, slow_at_first, **{"reward.function_timeout_s": 2}).train()
+    trained.set()
+    assert calls == [2, 8], "two made-up answers, and a group"
+    assert "a reward function is slow: own: no answer within 2.0 s" in caplog.text
+    assert "raise reward.function_timeout_s" in caplog.text
 
 
 def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
@@ -150,15 +165,57 @@ def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
         compare_evaluations(measured, measured)
 
 
-def test_rewards_of_0_and_1_are_verdicts(
+def test_whether_rewards_are_verdicts_is_declared_and_decided_once(
     base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer(
-        base_model,
-        tmp_path,
-        lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)],
-    ).train()
-    assert " acc 0.500 " in capsys.readouterr().out
+    def halves(completions: list[Any], **_: Any) -> list[float]:
+        return [float(i % 2) for i, _ in enumerate(completions)]
+
+    def later_higher(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+        """0 and 1 at first, like a bonus for a format that no answer has yet."""
+        bonus = 0.5 if trainer_state.global_step else 0.0
+        return [bonus + i % 2 for i, _ in enumerate(completions)]
+
+    def run(function: Callable[..., Any], folder: Path) -> tuple[Any, str]:
+        config = TrainerConfig(
+            model_name_or_path=str(base_model),
+            output_dir=folder,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=1,
+            max_steps=2,
+            max_new_tokens=4,
+        )
+        result = OnlineRLTrainer(config, function, ROWS, ROWS[:4]).train()
+        return result, capsys.readouterr().out
+
+    result, said = run(later_higher, tmp_path / "rewards")
+    assert "the rewards are not verdicts" in said
+    assert "evaluation at step 0: held-out reward 0.000" in said
+    assert " acc " not in said
+    assert {line["accuracy"] for line in result.history + result.evaluations} == {None}
+    assert {line["verified"] for line in result.history + result.evaluations} == {False}
+
+    vars(halves)["gives_verdicts"] = True
+    result, said = run(halves, tmp_path / "verdicts")
+    assert "the rewards are verdicts" in said
+    assert "evaluation at step 0: held-out accuracy 0.000" in said
+    assert said.count(" acc 0.500 ") == 2
+    assert {line["accuracy"] for line in result.history} == {0.5}
+    assert {line["accuracy"] for line in result.evaluations} == {0.0}  # one answer in each call
+    assert [each["verdicts"] for each in read_lines(tmp_path / "verdicts/attempts.jsonl")] == [True]
+
+
+def test_a_function_that_declares_verdicts_returns_nothing_else(
+    base_model: Path, tmp_path: Path
+) -> None:
+    def graded(completions: list[Any], **_: Any) -> list[float]:
+        return [0.7 for _ in completions]
+
+    vars(graded)["gives_verdicts"] = True
+    fields: dict[str, Any] = {"max_steps": 1, "max_new_tokens": 4, "output_dir": tmp_path}
+    config = TrainerConfig(model_name_or_path=str(base_model), **fields)
+    with pytest.raises(ConfigError, match=r"declares that it gives verdicts, but returned 0\.7"):
+        OnlineRLTrainer(config, graded, ROWS).train()
 
 
 class Away(DetailedRewardFunction):

@@ -89,6 +89,18 @@ MISTAKES = [
     ("train_math", "--num-generations 1", "--num-generations is 1|raise|--trainer ppo"),
     ("train_math", "--num-generations four", "--num-generations|four|give a whole number"),
     ("train_math", "--learning-rate -1", "--learning-rate|-1|above 0"),
+    ("train_math", "--learning-rate -1e-4", "--learning-rate|-0.0001|above 0"),
+    ("train_math", "--help-all", "--help-all|did you mean --help?"),
+    (
+        "train_math",
+        "--set algorithm.entropi=1",
+        "did you mean algorithm.entropy_coef? `python -m trainer --help-all` lists every one",
+    ),
+    (
+        "train_math",
+        "--dataset FOLDER/cut.jsonl --model BASE",
+        "error: cut.jsonl, line 1 is not JSON: Expecting ',' delimiter (column 11)|repair the file",
+    ),
     ("train_math", "--learning-rate fast", "--learning-rate|fast|give a number"),
     ("train_math", "--temperature 0", "--temperature|0|above 0"),
     ("train_math", "--num-generations 5", "--per-device-train-batch-size|--num-generations"),
@@ -212,6 +224,7 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
 ) -> None:
     for name, text in (
         ("rows.jsonl", '{"foo": 1}'),
+        ("cut.jsonl", '{"foo": 1 "bar": 2}\n'),
         ("broken.yaml", "{\n"),
         ("text.yaml", "root:x:0:0"),
         ("config.json", "{"),
@@ -258,8 +271,8 @@ def test_a_mistake_in_the_python_api_is_reported_with_its_field(
 
 
 MODULES = """
-trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard
-services.data services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor
+trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard trainer.compare
+services.data services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor jobgroup.sweep
 """
 LIGHT = """
 import runpy, sys

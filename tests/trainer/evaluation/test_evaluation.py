@@ -24,6 +24,7 @@ class Marked(RewardFunction):
     """Calls an answer right if it says so."""
 
     name = "marked"
+    gives_verdicts = True
 
     def __call__(self, completions: list[list[Message]], **_: Any) -> list[float]:
         return [float(completion[-1]["content"] == RIGHT) for completion in completions]

@@ -201,7 +201,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         [{"seconds": {"update": 40.0}, "generating": 0.05}],
         {},
         (
-            "idle in 95% of the time",
+            "idle for 95% of the time",
             "takes 87%",
             "trainer.max_staleness 1",
             "trainer.micro_batch_tokens",
@@ -211,7 +211,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "rollout_idle",
         [{"seconds": {"update": 40.0}, "generating": 0.3, "staleness": 1.0}],
         ASYNC,
-        ("idle in 70% of the time", "as old as trainer.max_staleness (1)"),
+        ("idle for 70% of the time", "as old as trainer.max_staleness (1)"),
     ),
     (
         "reward_bound",
@@ -247,13 +247,19 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "dropped_reward",
         [{"dropped": {"reward": 20}}],
         {},
-        ("20 groups (17%)", "reward-server", "timeout_s of the function in reward.functions"),
+        ("20 groups (17%)", "the log says", "timeout_s of a function in reward.functions"),
     ),
     (
         "stragglers",
         [{"seconds": {"stragglers": 2.0}}],
         ASYNC,
         ("17% of the time", "trainer.max_staleness", "when_stale train"),
+    ),
+    (
+        "lost_episodes",
+        [{"lost_episodes": {"timeout": 8, "died": 2}}],
+        {},
+        ("100 episodes (11%) were lost, mostly timeout", "environment.deadline_s"),
     ),
     (
         "dropped_stale",

@@ -18,6 +18,7 @@ from rich.console import Console
 from common.process.logs import setup_logging
 from common.settings.config import Config
 from tests.support.groups import make_group
+from trainer.api.callbacks import Callbacks
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line
 from trainer.timing import STAGES, WAITING
 
@@ -77,6 +78,8 @@ def test_a_step_is_one_line_that_fits() -> None:
         "tokens 4096  120 s (gen 80.1, train 40.1)  cut 25%  stale 1.5  dropped 123"
     )
     assert len(line) <= 120
+    episodes = replace(STEP, lost_episodes={"timeout": 2, "died": 1}, refused_calls=37)
+    assert step_line(episodes, 1000).endswith("train 0.30)  lost 3  refused 37")
 
 
 def run(recorder: Recorder, steps: int, truncated: float) -> None:
@@ -110,6 +113,19 @@ def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_pa
     )  # it has read the earlier steps
     resumed.step(replace(STEP, step=31, truncated=0.5, accuracy=0.2), [GROUP])
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
+
+
+def test_a_hint_appears_once_and_in_the_words_of_the_python_api(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script with handlers of its own would show every line twice."""
+    said = io.StringIO()
+    words = Callbacks([], None, tmp_path / "extras.jsonl").words
+    recorder = Recorder(tmp_path, Config(), Console(file=said, width=120), words=words)
+    run(recorder, 12, 0.5)
+    assert said.getvalue().count("hint: 50% of the completions are cut at max_new_tokens") == 1
+    assert '(settings["algorithm.overlong_buffer"])' in said.getvalue()
+    assert caplog.messages == []
 
 
 @pytest.fixture

@@ -6,13 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.settings.rewards import ModelReward
-from common.settings.sections import RewardSection
 from learning.ranks import Ranks
 from tests.support.groups import make_group
 from trainer.algorithms.batch import TrainingGroup
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.start import no_reward
 
 
 class Told(Ranks):
@@ -65,22 +62,3 @@ def test_a_rank_above_0_gets_the_groups_and_the_steps_of_rank_0(
 ) -> None:
     assert_same(Rollouts(Told(groups)).next(step=3), groups)
     assert Rollouts(Told(70)).prepare(step=3, known=True) == 70
-
-
-@pytest.mark.parametrize(
-    ("reason", "field"),
-    [
-        ("own: no answer within 10.0 s", "reward.function_timeout_s"),
-        ("length: no answer within 10.0 s", "reward.function_timeout_s"),
-        ("reward_model: no answer within 120.0 s", "reward.functions.reward_model.max_tokens"),
-        ("own: ValueError: no (file rewards.py, line 3, in own)", "reward.functions"),
-        ("reward_model: the chat has 5000 tokens, at most 4096 are scored", "reward.functions"),
-    ],
-)
-def test_a_failed_first_answer_names_the_setting_of_its_own_function(
-    reason: str, field: str
-) -> None:
-    error = no_reward(reason, RewardSection(functions=[ModelReward(model="some/model")]))
-    assert error.field == field
-    assert reason in error.message
-    assert error.remedy

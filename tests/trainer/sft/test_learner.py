@@ -1,4 +1,4 @@
-"""An update on worked answers equals transformers' own loss with torch's AdamW, however the batch
+"""An update on examples equals transformers' own loss with torch's AdamW, however the batch
 is cut."""
 
 import copy

@@ -1,4 +1,4 @@
-"""Worked answers are tokenised as in generation, and only the answers are learned."""
+"""Examples are tokenised as in generation, and only the answers are learned."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.codec import decode, encode
 from common.wire.schemas import Prompt
-from services.data.worked import answered, example
+from services.data.sft_examples import answered, example
 from trainer.sft.rows import Batches, Encoder, TrainingSequence
 
 END = "<|im_end|>"

@@ -1,4 +1,4 @@
-"""A run on worked answers: its directory, its end, its resumption, and what it refuses."""
+"""A run of supervised fine-tuning: its directory, its end, its resumption, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.errors import ConfigError
 from common.settings.config import Config, load
 from learning.ranks import Ranks
-from services.data.worked import Examples, load_examples
+from services.data.sft_examples import Examples, load_examples
 from tests.support.families import FAMILIES
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks

@@ -334,14 +334,21 @@ export class Chart {
     if (!this.stack) shown.reverse();
     const plain = shown.length === 1 && !shown[0][1];
     fill(this.values, ...shown.map(([stroke, label, value]) => el("span", {}, plain ? null : swatch(stroke), label ? `${label} ` : "", el("b", {}, value))));
-    if (this.what.held_out && this.view.primary) {
-      const step = hovered === null ? (this.view.step ?? Infinity) : hovered;
-      const found = this.view.primary.evaluation(step);
-      const stroke = this.view.runs.length > 1 ? palette(this.view.primary.colour) : palette(1);
-      const value = found ? this.evaluated(found) : null;
-      if (value !== null) this.values.append(el("span", {}, swatch(stroke, true), "held-out ", el("b", {}, this.format(value))));
-    }
+    if (this.what.held_out) this.readEvaluations(hovered);
     this.plot.setAttribute("aria-label", `${this.what.chart}: ${shown.map(([, label, value]) => `${label} ${value}`.trim()).join(", ")}`);
+  }
+
+  /** The newest evaluation of every run up to that step, beside the dots of its colour. */
+  readEvaluations(hovered) {
+    const step = hovered === null ? (this.view.step ?? Infinity) : hovered;
+    const several = this.view.runs.length > 1;
+    for (const data of this.view.runs) {
+      const found = data.evaluation(step);
+      const value = found ? this.evaluated(found) : null;
+      if (value === null) continue;
+      const stroke = palette(several ? data.colour : 1);
+      this.values.append(el("span", { title: data.name }, swatch(stroke, true), "held-out ", el("b", {}, this.format(value))));
+    }
   }
 
   selected(u) {

@@ -147,7 +147,7 @@ function head() {
 function sayProblems() {
   const named = address.get("run");
   const said = shown().flatMap((data) => data.problems.map((problem) => (runs.length > 1 ? `${data.name}: ${problem}` : problem)));
-  if (named && runs.length && encoded(primary()) !== named) said.unshift(`This page has no run ${decodeURIComponent(named)}, which the link names.`);
+  if (named && runs.length && encoded(primary()) !== named) said.unshift(`The link is to the run ${decodeURIComponent(named)}, which is not on this page.`);
   if (said.join("\n") === problems.dataset.said) return;
   problems.dataset.said = said.join("\n");
   problems.hidden = said.length === 0;

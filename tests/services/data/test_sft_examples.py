@@ -1,4 +1,4 @@
-"""Worked answers from every kind of source are kept whole; unusable rows are refused with file, row
+"""Examples from every kind of source are kept whole; unusable rows are refused with file, row
 and column."""
 
 import json
@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.config import from_mapping
 from common.wire.schemas import Prompt
-from services.data.worked import load_examples, worked_loader
+from services.data.sft_examples import example_loader, load_examples
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -20,7 +20,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def examples(source: str, split: str = "all", **data: Any) -> list[Prompt]:
     settings = {"data.source": source} | {f"data.{name}": value for name, value in data.items()}
-    return worked_loader(from_mapping(settings).data).load(split)
+    return example_loader(from_mapping(settings).data).load(split)
 
 
 def said(prompt: Prompt) -> list[tuple[str, str]]:

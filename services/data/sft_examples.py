@@ -1,4 +1,4 @@
-"""Worked answers for supervised fine-tuning: each is a `Prompt` whose chat ends with the answer to
+"""Examples for supervised fine-tuning: each is a `Prompt` whose chat ends with the answer to
 learn.
 
 The data sets are those of `services.data.loaders`. Training from rewards reads only the final
@@ -119,8 +119,8 @@ class _WorkedTiny(TinyLoader):
         ]
 
 
-def worked_loader(data: DataSection) -> Loader:
-    """Returns the loader of the worked answers of `data.source`. Raises ConfigError like
+def example_loader(data: DataSection) -> Loader:
+    """Returns the loader of the examples of `data.source`. Raises ConfigError like
     `loader_of`.
     """
     plain = loader_of(data)
@@ -148,8 +148,8 @@ def load_examples(config: Config) -> Examples:
     """Returns the examples of `config.data`. Raises ConfigError when they do not load."""
     data = config.data
     count = config.trainer.eval_samples
-    train = load_split(data, "train", config.seed, worked_loader)
+    train = load_split(data, "train", config.seed, example_loader)
     held_out = list[Prompt]()
     if count:
-        held_out = load_split(data, "eval", config.seed, worked_loader)[:count]
+        held_out = load_split(data, "eval", config.seed, example_loader)[:count]
     return Examples(train, held_out)

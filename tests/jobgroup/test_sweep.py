@@ -1,0 +1,179 @@
+"""A sweep reads its file before anything starts, runs every point, goes on where it was, and
+launches through SkyPilot.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from jobgroup.sweep import main, read
+from tests.support.paths import ROOT
+
+GROUP = """\
+name: small
+execution: parallel
+primary_tasks: [ppo-trainer]
+---
+name: ppo-trainer
+run: |
+  mkdir -p "$RUN_DIR"
+  echo "$RLHF_TRAINER__LEARNING_RATE $RLHF_SEED" >> "$RUN_DIR/started"
+  {then}
+"""
+FINISH = """\
+echo '{"step": 1, "total_steps": 1, "reward": 0.5}' > "$RUN_DIR/metrics.jsonl"
+  echo '{}' > "$RUN_DIR/config.json"
+"""
+SWEEP = """\
+jobgroup: {group}
+settings: {{seed: 3}}
+grid:
+  trainer.learning_rate: [1.0e-4, 5.0e-4]
+points:
+  - {{algorithm.name: rloo, data.source: math, data.levels: [4, 5]}}
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """A sweep of three runs of a job group that ends at once."""
+    (tmp_path / "group.yaml").write_text(GROUP.replace("{then}", FINISH))
+    path = tmp_path / "lr.yaml"
+    path.write_text(SWEEP.format(group=tmp_path / "group.yaml"))
+    return path
+
+
+def test_points_are_the_grid_and_the_list(sweep: Path) -> None:
+    found = read(sweep)
+    assert [point.name for point in found.points] == [
+        "learning_rate=0.0001",
+        "learning_rate=0.0005",
+        "algorithm=rloo,source=math,levels=4_5",
+    ]
+    assert found.environment(found.points[2], Path("runs/x")) == {
+        "RLHF_SEED": "3",
+        "RLHF_ALGORITHM__NAME": "rloo",
+        "RLHF_DATA__SOURCE": "math",
+        "RLHF_DATA__LEVELS": "[4, 5]",
+        "RUN_DIR": "runs/x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("grid: {trainer.learning_rat: [1]}", "trainer.learning_rate"),
+        ("grid: {trainer.learning_rate: 1.0e-4}", "grid.trainer.learning_rate|not a list"),
+        ("grid: {algorithm.clip_low: [0.2, -1]}", "clip_low=-1"),
+        ("grid: {seed: [0, 0]}", "two runs have the same settings"),
+        ("settings: {seed: 1}", "nothing varies"),
+        ("gird: {seed: [0]}", "gird|grid"),
+        ("points: {seed: 0}", "points|not a list"),
+        ("[1]", "not a mapping"),
+        ("grid: {seed: [0]}\njobgroup: nowhere.yaml", "jobgroup|nowhere.yaml"),
+        ("grid: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_starts(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        main([str(path), "--runs", str(tmp_path / "runs")])
+    for part in told.split("|"):
+        assert part in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.integration
+def test_every_point_runs_once_and_a_second_start_runs_what_is_missing(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = sweep.parent / "runs"
+    main([str(sweep), "--runs", str(runs), "--parallel", "2"])
+    (runs / "learning_rate=0.0005" / "metrics.jsonl").unlink()  # as if it had been interrupted
+    main([str(sweep), "--runs", str(runs)])
+
+    started = {path.parent.name: path.read_text() for path in sorted(runs.glob("*/started"))}
+    assert started == {
+        "learning_rate=0.0001": "0.0001 3\n",
+        "learning_rate=0.0005": "0.0005 3\n" * 2,
+        "algorithm=rloo,source=math,levels=4_5": " 3\n",
+    }
+    assert capsys.readouterr().out.count("has finished before") == 2
+
+    sweep.write_text(sweep.read_text().replace("seed: 3", "seed: 4"))
+    with pytest.raises(ConfigError, match="other settings"):
+        main([str(sweep), "--runs", str(runs)])
+
+
+@pytest.mark.integration
+def test_a_run_that_fails_is_named_with_its_last_line_and_the_others_go_on(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail = '[ "$RLHF_TRAINER__LEARNING_RATE" != 0.0001 ] || { echo no luck; exit 3; }\n  '
+    group = sweep.parent / "group.yaml"
+    group.write_text(group.read_text().replace('echo \'{"step"', fail + 'echo \'{"step"'))
+    with pytest.raises(SystemExit) as ended:
+        main([str(sweep), "--runs", str(sweep.parent / "runs")])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "[1/3] learning_rate=0.0001: FAILED with status 3" in said
+    assert said.count(": finished in") == 2
+
+
+@pytest.mark.integration
+def test_ctrl_c_ends_the_run_that_is_going_on(sweep: Path) -> None:
+    group = sweep.parent / "group.yaml"
+    group.write_text(GROUP.replace("{then}", "sleep 600 & echo $! > $RUN_DIR/pid; wait"))
+    runs = sweep.parent / "runs"
+    command = [sys.executable, "-m", "jobgroup.sweep", str(sweep), "--runs", str(runs)]
+    # The signal is not ignored, as it is where the tests are a shell's background job.
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pid = runs / "learning_rate=0.0001" / "pid"
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 130
+    assert "start the sweep again to go on" in said
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+    assert not (runs / "learning_rate=0.0005").exists()
+
+
+def test_on_a_cluster_every_run_is_a_job_group_of_skypilot(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program `sky` here only records its arguments."""
+    program = sweep.parent / "bin" / "sky"
+    program.parent.mkdir()
+    log = sweep.parent / "calls.jsonl"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        f"print(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    main([str(sweep), "--cluster", "--runs", "/shared/runs/My_lr"])
+
+    calls = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [call[:2] for call in calls] == [["jobs", "launch"]] * 3
+    assert [call[call.index("--name") + 1] for call in calls] == ["my-lr-0", "my-lr-1", "my-lr-2"]
+    assert "RUN_DIR=/shared/runs/My_lr/learning_rate=0.0001" in calls[0]

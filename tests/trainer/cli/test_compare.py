@@ -1,0 +1,81 @@
+"""`rlhf-compare` counts from the files of runs; its numbers are those of a hand-made example."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from common.errors import ConfigError
+from trainer.cli.compare import compare, evaluated, main
+from trainer.dashboard.run_list import RunList
+
+FIRST = [True] * 6 + [False] * 4
+SECOND = [True] * 5 + [False] + [True] * 3 + [False]
+
+
+def write(directory: Path, evaluations: dict[int, list[bool | None]], rate: float) -> None:
+    """Writes a run that was evaluated at these steps."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({"trainer": {"learning_rate": rate}}))
+    metrics = {"step": 2, "total_steps": 2, "reward": 0.5, "seconds": {"update": 30.0}}
+    (directory / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    with (directory / "evaluations.jsonl").open("w") as file:
+        for step, verdicts in evaluations.items():
+            answers = [
+                {"prompt_id": f"p{i}", "correct": verdict} for i, verdict in enumerate(verdicts)
+            ]
+            print(json.dumps({"step": step, "answers": answers}), file=file)
+
+
+def printed(runs: list[Path], step: int | None = None) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        compare(RunList(runs)(), console, step)
+    return capture.get()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write(first, {0: [False] * 10, 2: [*FIRST]}, rate=1e-4)
+    write(second, {2: [*SECOND]}, rate=5e-4)
+    return [first, second]
+
+
+def test_runs_are_compared_problem_by_problem(runs: list[Path]) -> None:
+    """Three problems gained and one lost of ten. McNemar's exact p is 2 · (1 + 4) / 16 = .625; the
+    interval is 2/12 ± 1.96 · sqrt(5 − 4/12) / 12."""
+    text = printed(runs)
+
+    row = next(line for line in text.splitlines() if "+20.0%" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "second",
+        "10",
+        "+20.0%",
+        "-18.6% to +52.0%",
+        "0.62",
+        "3",
+        "1",
+    ]
+    assert "60.0% (31.3% to 83.2%)" in text  # Wilson's interval of 6 of 10
+    assert "trainer.learning_rate" in text
+
+
+def test_only_problems_that_both_have_answered_with_a_verdict_count(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    write(tmp_path / "third", {2: [None, True, False]}, rate=1e-4)
+    text = printed([runs[0], tmp_path / "third"])
+    row = next(
+        line for line in text.splitlines() if line.startswith("│ third") and "%" in line[60:]
+    )
+    assert "-50.0%" in text, row  # of p1 and p2 alone
+
+
+def test_a_step_is_chosen_and_one_without_an_evaluation_is_refused(runs: list[Path]) -> None:
+    found = evaluated(runs[0], 0)
+    assert found is not None
+    assert (found.step, sum(found.graded)) == (0, 0)
+    with pytest.raises(ConfigError, match="no run was evaluated at this step"):
+        main([*map(str, runs), "--step", "7"])
