@@ -96,9 +96,8 @@ def _has_type(name: str) -> Callable[[Any], bool]:
 
 def _is_free_choice(choice: Any) -> bool:
     """Returns whether a tool choice leaves the choice to the model, or leaves the tools out."""
-    if isinstance(choice, dict):
-        return _kind(choice) in ("auto", "none") and not choice.get("disable_parallel_tool_use")
-    return choice in ("auto", "none")
+    takes_one_call = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
+    return _kind(choice) in ("auto", "none") and not takes_one_call
 
 
 def _kind(choice: Any) -> Any:
