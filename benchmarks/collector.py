@@ -150,8 +150,8 @@ class FreeingReplay(ReplayClient):
         added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
-            self.collector.forget(group.position)
-        self.collector.free(len(groups))
+            self.collector.untaken.pop(group.position, None)
+        self.collector.free_slots(len(groups))
         return added
 
 

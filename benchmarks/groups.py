@@ -128,7 +128,7 @@ def searching(directory: Path, rounds: int) -> None:
     write_lines(directory, 1, STEPS)
     index = GroupIndex(directory)
     before = psutil.Process().memory_info().rss
-    first = median_seconds(lambda: index.search(Query(), 50, 0), 1)
+    first = median_seconds(lambda: index.search(Query(), limit=50, offset=0), 1)
     size = (directory / LINES).stat().st_size / 1e6
     memory = (psutil.Process().memory_info().rss - before) / 1e6
     print(
@@ -146,10 +146,10 @@ def searching(directory: Path, rounds: int) -> None:
         "all by |Δ logprob|": (Query(sort="-delta"), 0),
     }
     for name, (query, offset) in asked.items():
-        seconds = median_seconds(partial(index.search, query, 50, offset), rounds)
+        seconds = median_seconds(partial(index.search, query, limit=50, offset=offset), rounds)
         print(f"  {name}: {1e3 * seconds:.1f} ms")
     write_lines(directory, STEPS + 1, 1)
-    again = median_seconds(lambda: index.search(Query(), 50, 0), 1)
+    again = median_seconds(lambda: index.search(Query(), limit=50, offset=0), 1)
     print(f"  after one more step: {1e3 * again:.1f} ms")
     of_prompt = median_seconds(lambda: index.of_prompt("gsm8k-5", 200), rounds)
     print(f"  groups of a prompt: {1e3 * of_prompt:.1f} ms")

@@ -18,11 +18,11 @@ def passes(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> Iterator[tuple[Indices, bool]]:
-    """Yields the rows of each pass of this rank, and whether they count; the caller computes their
-    gradient before the next.
+    """Yields the rows of each pass of this rank, and whether they are its own; the caller computes
+    their gradient before the next.
 
-    Sharded models need equally many passes on every rank. A rank that has run out of rows gets the
-    first row, whose loss it multiplies by 0.
+    Sharded models need equally many passes on every rank. A rank that has run out of its own rows
+    gets the first row, whose loss it multiplies by 0.
     """
     parts = micro_batches(sizes, rows, ranks, max_tokens=max_tokens, max_rows=max_rows)
     for number, indices in enumerate(parts, 1):

@@ -1,9 +1,10 @@
 """The training loop, the same on every rank.
 
-    groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► release slots
+    groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► free slots
 
 Rank 0 takes the groups from the replay buffer and shares them; every rank computes its share of the
-gradient; rank 0 publishes the weights. One process is a group of one.
+gradient; rank 0 publishes the weights. A process without torchrun is rank 0 of one. The parts of a
+run are described in `trainer/run.py`, the life of a group in `trainer/rollouts/collector.py`.
 """
 
 from common.process import watchdog
@@ -24,27 +25,30 @@ def train(run: Run) -> None:
             run.begin_step()
             batch = Batch.of(rollouts.next(policy.step), config, policy.step)
 
+            # The report of a stalled run names it.
             watchdog.at(f"the update of step {policy.step + 1}")
             with run.clock.stage("update"):
                 run.lease.acquire()  # `push` releases it
+                # None where the algorithm needs none.
                 batch.old_logprobs = policy.logprobs(batch)
                 batch.ref_logprobs = run.reference.logprobs(batch)
                 batch.values = critic.values(batch)
                 batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
 
+                # A critic-server learns while the policy is updated here.
                 finish_critic_update = critic.start_update(batch, policy.seed)
                 warming_up = critic.warming_up(policy.step)
                 # Either one increments policy.step.
                 update = policy.skip_update(batch) if warming_up else policy.update(batch)
                 run.trained.add(batch.problems)
-                run.reference.refresh(policy)
+                run.reference.refresh(policy)  # every `algorithm.reference_refresh` steps
                 critic_metrics = finish_critic_update()
 
             watchdog.at(f"publishing and recording step {policy.step}")
             finish_acknowledging = rollouts.start_ack(batch)
             served = run.weights.push(policy)  # waits for the engines only with max_staleness 0
             finish_acknowledging()
-            run.evaluate()
-            rollouts.release(batch, served)
+            run.evaluate()  # on idle engines with max_staleness 0: no slot is free yet
+            rollouts.free_slots(batch, when=served)
             record = run.log.step(policy.step, batch, update, critic_metrics, drops=rollouts.drops)
             run.end_step(record)

@@ -23,11 +23,11 @@ class Node:
         self,
         name: str,
         script: str,
+        *,
         env: Mapping[str, str],
         workdir: Path,
         log: Path,
         screen: Screen,
-        *,
         grace_s: float,
     ) -> None:
         self.name = name

@@ -223,7 +223,15 @@ class Runner:
             log.unlink(missing_ok=True)
             self._logs.add(log)
         env = self._environment(task, rank)
-        node = Node(name, task.run, env, task.workdir, log, self.screen, grace_s=self.grace_s)
+        node = Node(
+            name,
+            task.run,
+            env=env,
+            workdir=task.workdir,
+            log=log,
+            screen=self.screen,
+            grace_s=self.grace_s,
+        )
         self._nodes = [node, *(other for other in self._nodes if not other.ended.done())]
         return node
 

@@ -121,7 +121,7 @@ class Critic:
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
-        for part, counts in passes(
+        for part, are_own in passes(
             self.model,
             self._ranks,
             sizes,
@@ -129,7 +129,7 @@ class Critic:
             max_tokens=self._config.trainer.micro_batch_tokens,
         ):
             values = self.model(self._rows(rows, part))
-            if not counts:  # the other ranks have one more pass: take part in its collective calls
+            if not are_own:  # the other ranks have one more pass: join its collective calls
                 (values.sum() * 0).backward()
                 continue
 

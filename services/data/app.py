@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import FastAPI, Query
+from prometheus_client import Counter
 from pydantic import Field
 
 from common.errors import ConfigError, NotFound
@@ -73,16 +74,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     Raises ConfigError when an id is in both splits, or the cursor in `config.state_dir` cannot be
     used.
     """
-    by_id = {prompt.id: prompt for prompt in train}
-    both = next((prompt.id for prompt in evaluation if prompt.id in by_id), None)
-    if both is not None:
-        raise ConfigError(
-            f"the id {both!r} is in both the training and the evaluation split",
-            field="data.source",
-            value=config.data.source,
-            remedy="make the ids unique, or remove the column id",
-        )
-    by_id |= {prompt.id: prompt for prompt in evaluation}
+    by_id = _by_id(train, evaluation, config.data.source)
     difficulty = Difficulty() if config.data.curriculum == "difficulty" else None
     stream = PromptStream(train, config.seed, config.state_dir, difficulty)
 
@@ -103,6 +95,12 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         max_body_bytes=config.max_body_mb << 20,
     )
 
+    _drawing_routes(app, stream, answered)
+    _inspection_routes(app, stream, train, evaluation=evaluation, by_id=by_id)
+    return app
+
+
+def _drawing_routes(app: FastAPI, stream: PromptStream, answered: Counter) -> None:
     @app.get("/prompts")
     def prompts(
         batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None
@@ -114,18 +112,6 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         batch = stream.take(batch_size, shuffle, request_id)
         answered.labels(str(shuffle).lower()).inc(batch_size)
         return batch
-
-    @app.get("/prompt/{prompt_id:path}", responses=errors(404))
-    def prompt(prompt_id: str) -> Prompt:
-        """One problem of either split."""
-        if prompt_id not in by_id:
-            raise NotFound(
-                "there is no such prompt",
-                field="id",
-                value=prompt_id,
-                remedy=f"ids are like {train[0].id}",
-            )
-        return by_id[prompt_id]
 
     @app.post("/reset")
     def reset() -> Position:
@@ -148,6 +134,27 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         """
         stream.report(body.pairs(), body.request_id)
         return PassRatesStored(stored=len(body.prompt_ids))
+
+
+def _inspection_routes(
+    app: FastAPI,
+    stream: PromptStream,
+    train: list[Prompt],
+    *,
+    evaluation: list[Prompt],
+    by_id: dict[str, Prompt],
+) -> None:
+    @app.get("/prompt/{prompt_id:path}", responses=errors(404))
+    def prompt(prompt_id: str) -> Prompt:
+        """One problem of either split."""
+        if prompt_id not in by_id:
+            raise NotFound(
+                "there is no such prompt",
+                field="id",
+                value=prompt_id,
+                remedy=f"ids are like {train[0].id}",
+            )
+        return by_id[prompt_id]
 
     @app.get("/eval_prompts")
     def eval_prompts(
@@ -179,4 +186,16 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
             load=app.state.load.stats(),
         )
 
-    return app
+
+def _by_id(train: list[Prompt], evaluation: list[Prompt], source: str) -> dict[str, Prompt]:
+    """Returns the prompts of both splits by id. Raises ConfigError when an id is in both."""
+    by_id = {prompt.id: prompt for prompt in train}
+    for prompt in evaluation:
+        if prompt.id in by_id:
+            raise ConfigError(
+                f"the id {prompt.id!r} is in both the training and the evaluation split",
+                field="data.source",
+                value=source,
+                remedy="make the ids unique, or remove the column id",
+            )
+    return by_id | {prompt.id: prompt for prompt in evaluation}

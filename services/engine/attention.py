@@ -118,6 +118,7 @@ def _by_products(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     scale: float,
     mask: Tensor | None,
     softcap: float | None,

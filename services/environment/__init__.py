@@ -8,7 +8,7 @@
                             ┌──────────────────┼────────────────────┐
                        ClassRunner        OpenEnvRunner        ProgramRunner
                    python: a class here   openenv: a server    agent: a command or a URL
-                   (class_runner.py)      (openenv.py)         verifiers: a command
+                   (class_runner.py)      (openenv.py)         verifiers: a server of ours
                             │                  │               (program_runner.py)
                             └─ Session.call ───┤                    │
                                                │                    │ POST /sessions/ID/v1/…

@@ -2,7 +2,7 @@
 
 An environment with MCP tools offers them to the model. Without MCP tools, the model's answer is the
 action if an action is a single text; otherwise the model gets a tool `step` with the fields of the
-action. The reward is the sum over all steps.
+action. The reward is the sum over all steps, or what `environment.step_rewards` says.
 """
 
 import asyncio
@@ -10,34 +10,32 @@ import contextlib
 import json
 import math
 import re
-import secrets
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
-from common.errors import ConfigError, ServiceLost, shorten
+from common.errors import ConfigError, shorten
 from common.process.security import trusted
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
 from services.environment.environments import FIELD, Environment
-from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
-from services.environment.programs import RunningProgram, free_port, words_of
+from services.environment.kept_server import PORT, KeptServer
+from services.environment.outcome import CallTimedOut, EnvironmentLost, EpisodeFailed, Outcome
 from services.environment.session import Session
 from services.environment.threads import Threads
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _RETRY_S = 0.1
-"""Pause before the server is asked again whether it is ready, or has room."""
-_MAX_FAILED_STARTS = 5
-"""Starts in a row after which the command ended before it answered: another one would not help."""
-_HUNG_S = 5.0
-"""Time in which a live server answers."""
+"""Pause before the server is asked again whether it has room."""
 _RESTRICTED = {"enum", "const", "pattern", "format"}
 """What a text's schema has when not every text is allowed."""
+_JOINED: dict[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "last": lambda rewards: rewards[-1],
+    "max": max,
+}
+"""The reward of an episode from those of its steps, by `environment.step_rewards`."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
@@ -58,13 +56,15 @@ class OpenEnvRunner:
         name: name of the environment.
         target: the URL, or the command line, in which `{port}` is the port to listen on.
         slots: maximum concurrent episodes.
+        step_rewards: `environment.step_rewards`.
 
     Raises:
         ConfigError: the command does not exist here, or has no `{port}`.
     """
 
-    def __init__(self, name: str, target: str, slots: int) -> None:
+    def __init__(self, name: str, target: str, slots: int, step_rewards: str = "sum") -> None:
         self.name = name
+        self._step_rewards = step_rewards
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward: bool | None = None
@@ -74,14 +74,17 @@ class OpenEnvRunner:
         self._http: aiohttp.ClientSession | None = None
         self._interface: Interface | None = None
 
+        self._describing = asyncio.Lock()
+
         self._url = ""
-        self._words: list[str] = []
+        self._server: KeptServer | None = None
+        """The server that this process started; None for one at a URL."""
         if re.match(r"(https?|wss?)://\S", target):
             url = target.rstrip("/")
             self._url = url.replace("ws", "http", 1) if url.startswith("ws") else url
         else:
-            self._words = words_of(target, FIELD)
-            if not any("{port}" in word for word in self._words):
+            self._server = KeptServer(name, target)
+            if PORT not in target:
                 raise ConfigError(
                     "the command has no {port}, where the server's port belongs",
                     field=FIELD,
@@ -89,36 +92,35 @@ class OpenEnvRunner:
                     remedy="write openenv:uvicorn package.server.app:app --port {port}",
                 )
 
-        self._server: RunningProgram | None = None
-        """The server that this process started; None for one at a URL."""
-        self._home: Path | None = None
-        self._ready = False
-        self._starting = asyncio.Lock()
-        self._failed_starts = 0
-
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome.
 
         Raises ServiceLost when the command never starts a server; otherwise nothing, except when
         cancelled.
         """
+        program = None
         try:
-            async with asyncio.timeout(limits.deadline_s), self._starting:
-                await self._start()
-                if self._interface is None:
-                    self._interface = await self._describe()
-                interface = self._interface
+            if self._server is not None:
+                program = await self._server.ready(limits.deadline_s)
+                self._url = self._server.url
+            async with asyncio.timeout(limits.deadline_s), self._describing:
+                interface = await self._described()
         except TimeoutError:
             return Outcome(
-                "died", detail=f"the OpenEnv server was not ready within {limits.deadline_s:g} s"
+                "died",
+                detail=f"the OpenEnv server did not describe itself within {limits.deadline_s:g} s",
             )
         except EnvironmentLost as error:
             return Outcome("died", detail=str(error))
         except EpisodeFailed as error:
             return Outcome("error", detail=str(error))
 
-        server = self._server
-        connection = Connection(self._connect, interface)
+        connection = Connection(
+            self._connect,
+            interface,
+            step_rewards=self._step_rewards,
+            tool_timeout_s=limits.tool_timeout_s,
+        )
         environment = Environment(
             name=self.name,
             make=lambda: connection,
@@ -134,8 +136,8 @@ class OpenEnvRunner:
                 outcome = await EpisodeRun(environment, task, session, limits=limits).run()
             finally:
                 await asyncio.shield(connection.close())
-        if outcome.status in ("timeout", "died") and server is not None:
-            await self._end_if_lost(server)
+        if outcome.status in ("timeout", "died") and self._server and program:
+            await self._server.end_if_lost(program)
         return outcome
 
     async def close(self) -> None:
@@ -143,75 +145,18 @@ class OpenEnvRunner:
         if self._http is not None:
             await self._http.close()
         if self._server is not None:
-            await self._server.kill()
-        if self._home is not None:
-            shutil.rmtree(self._home, ignore_errors=True)
+            await self._server.close()
 
-    async def _start(self) -> None:
-        """Starts the command unless it is running, and waits until it answers.
-
-        Raises EpisodeFailed when it ends instead, and ServiceLost when it did so several times in a
-        row.
-        """
+    def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=0, ssl=trusted())
             self._http = aiohttp.ClientSession(connector=connector)
-        if not self._words:
-            return
-
-        if self._server is None or self._server.ended:
-            port = free_port()
-            mark = secrets.token_hex(16)
-            self._home = self._home or Path(tempfile.mkdtemp(prefix="openenv-"))
-            words = [word.replace("{port}", str(port)) for word in self._words]
-            variables = {"PROGRAM_ID": mark, "PORT": str(port)}
-            self._server = await RunningProgram.start(words, variables, mark=mark, home=self._home)
-            self._url = f"http://127.0.0.1:{port}"
-            self._ready = False
-
-        while not self._ready:
-            if self._server.ended:
-                raise await self._failed_start(self._server)
-            try:
-                await self._get("/health")
-                self._ready = True
-                self._failed_starts = 0
-            except EnvironmentLost:
-                await asyncio.sleep(_RETRY_S)
-
-    async def _failed_start(self, server: RunningProgram) -> Exception:
-        """Counts a server that ended before it answered, and returns the error."""
-        status = await server.wait()
-        output = await server.kill()
-        reason = f"{self._words[0]} ended with status {status} before it answered: {output}"
-        self._failed_starts += 1
-        if self._failed_starts < _MAX_FAILED_STARTS:
-            return EpisodeFailed(reason)
-        return ServiceLost(
-            f"{self._failed_starts} times in a row, {reason}",
-            field=FIELD,
-            value=self.name,
-            remedy="try the command by itself",
-        )
-
-    async def _end_if_lost(self, server: RunningProgram) -> None:
-        """Kills a server that does not answer, so that it is started again.
-
-        It may be shutting down but not have ended.
-        """
-        if server is not self._server or server.ended:
-            return
-        try:
-            async with asyncio.timeout(_HUNG_S):
-                await self._get("/health")
-        except (TimeoutError, EnvironmentLost):
-            await server.kill()
+        return self._http
 
     async def _get(self, path: str) -> Any:
         """Returns the JSON at a path of the server. Raises EnvironmentLost."""
-        assert self._http is not None
         try:
-            async with self._http.get(f"{self._url}{path}") as answer:
+            async with self._client().get(f"{self._url}{path}") as answer:
                 if answer.status != 200:
                     raise EnvironmentLost(f"{self._url}{path} answered {answer.status}")
                 return await answer.json(content_type=None)
@@ -219,6 +164,12 @@ class OpenEnvRunner:
             raise EnvironmentLost(
                 f"the OpenEnv server {self._url} does not answer: {error}"
             ) from error
+
+    async def _described(self) -> Interface:
+        """Returns how the model acts; asks the server the first time."""
+        if self._interface is None:
+            self._interface = await self._describe()
+        return self._interface
 
     async def _describe(self) -> Interface:
         """Asks the server how the model acts; sets `tools` and `has_steps`."""
@@ -242,9 +193,8 @@ class OpenEnvRunner:
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         """Returns a connection to the server. Raises EnvironmentLost."""
-        assert self._http is not None
         try:
-            return await self._http.ws_connect(
+            return await self._client().ws_connect(
                 f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=30
             )
         except (aiohttp.ClientError, OSError) as error:
@@ -259,16 +209,25 @@ class Connection:
     Args:
         connect: opens the WebSocket.
         interface: how the model acts in it.
+        step_rewards: `environment.step_rewards`.
+        tool_timeout_s: seconds that a step may take; None for no limit.
     """
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[aiohttp.ClientWebSocketResponse]],
         interface: Interface,
+        *,
+        step_rewards: str = "sum",
+        tool_timeout_s: float | None = None,
     ) -> None:
         self._connect = connect
         self._interface = interface
+        self._step_rewards = step_rewards
+        self._tool_timeout_s = tool_timeout_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._is_behind = False
+        """Whether an answer is still to come to a step that nobody waits for any more."""
         self._rewards: list[float] = []
         self.done = False
 
@@ -282,16 +241,17 @@ class Connection:
         """Sends the answer as an action; returns None when the episode is over."""
         action = {self._interface.answer_field: messages[-1]["content"]}
         try:
-            text = _text(await self._observation("step", action))
-        except InvalidAction as refusal:  # the model may do better next time
-            return f"error: {refusal}"
+            text = _text(await self._act(action))
+        except (InvalidAction, CallTimedOut) as error:  # the model may do better next time
+            return f"error: {error}"
         if self.done:
             return None
         return text or "(nothing)"
 
     async def get_reward(self) -> float | None:
-        """Returns the sum of the steps' rewards; None when no step gave one."""
-        return sum(self._rewards) if self._rewards else None
+        """Returns what the steps' rewards are worth; None when no step gave one."""
+        await self._catch_up()
+        return _JOINED[self._step_rewards](self._rewards) if self._rewards else None
 
     async def close(self) -> None:
         """Ends the episode."""
@@ -323,13 +283,35 @@ class Connection:
             action = arguments
             if self._interface.has_mcp_tools:
                 action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-            return _text(await self._observation("step", action)) or "(nothing)"
+            return _text(await self._act(action)) or "(nothing)"
 
         return call
 
+    async def _act(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Takes a step and returns its observation; an empty one if an earlier step, whose answer
+        came late, ended the episode.
+
+        Raises CallTimedOut; the server may still be at it.
+        """
+        try:
+            async with asyncio.timeout(self._tool_timeout_s):
+                await self._catch_up()
+                return {} if self.done else await self._observation("step", action)
+        except TimeoutError:
+            raise CallTimedOut(self._tool_timeout_s) from None
+
+    async def _catch_up(self) -> None:
+        """Waits for the answer to a step that took too long: its reward and its end count."""
+        if self._is_behind:
+            with contextlib.suppress(Refused):  # the model has been told an error already
+                self._observed("step", await self._exchange(None))
+
     async def _observation(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Sends a message and returns the observation in the response."""
-        answer = await self._ask({"type": kind, "data": data})
+        return self._observed(kind, await self._ask({"type": kind, "data": data}))
+
+    def _observed(self, kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """Returns the observation in an answer, and notes its reward and whether it is the last."""
         content = answer.get("data")
         observation = content.get("observation") if isinstance(content, dict) else None
         if answer.get("type") != "observation" or not isinstance(observation, dict):
@@ -359,15 +341,19 @@ class Connection:
                 await self.close()
                 await asyncio.sleep(_RETRY_S)
 
-    async def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Sends a message, if there is one, and returns the next answer."""
         try:
             self._socket = self._socket or await self._connect()
-            await self._socket.send_str(json.dumps(message))
+            self._is_behind = True  # until the answer comes, in case this is cancelled
+            if message is not None:
+                await self._socket.send_str(json.dumps(message))
             answer = await self._socket.receive()
         except (aiohttp.ClientError, OSError) as error:
             raise EnvironmentLost(
                 f"the connection to the OpenEnv server was lost: {error}"
             ) from error
+        self._is_behind = False
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
 

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import ConfigError
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
+from services.environment.kept_server import PORT
 from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import Outcome
 from services.environment.program_runner import ProgramRunner
@@ -17,7 +18,7 @@ from services.environment.threads import Threads
 
 _THREADS = 1024
 _PROGRAMS = 64
-_VERIFIERS = Path(__file__).with_name("verifiers_program.py")
+_VERIFIERS = Path(__file__).with_name("verifiers_server.py")
 _VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
 
 
@@ -46,7 +47,7 @@ class EpisodeRunner(Protocol):
 
 def needs_gateway(config: EnvironmentSection) -> bool:
     """Whether episodes are programs that reach the model over HTTP."""
-    return config.name.partition(":")[0] in ("agent", "verifiers")
+    return config.name.partition(":")[0] in ("agent", "harbor", "verifiers")
 
 
 def class_runner(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
@@ -54,8 +55,11 @@ def class_runner(environment: Environment, config: EnvironmentSection) -> Episod
     return ClassRunner(environment, config.workers or _THREADS)
 
 
-def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
-    """Returns the runner that the settings name; programs reach this server at the URL `gateway`.
+def load_runner(
+    config: EnvironmentSection, gateway: str, runtime: RuntimeSection | None = None
+) -> EpisodeRunner:
+    """Returns the runner that the settings name; programs run in `runtime`, and reach this server
+    at the URL `gateway`.
 
     Raises ConfigError when it cannot work here.
     """
@@ -66,17 +70,48 @@ def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
 
     slots = config.workers or _PROGRAMS
     if kind == "agent":
-        return ProgramRunner(name, target, slots=slots, gateway=gateway)
+        return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
+    if kind == "harbor":
+        _check_runtime(target, runtime)
+        return ProgramRunner(
+            name,
+            target,
+            slots=slots,
+            gateway=gateway,
+            has_reward=True,
+            section=runtime,
+            plays_tasks=True,
+        )
     if kind == "openenv":
-        return OpenEnvRunner(name, target, slots)
+        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "verifiers":
-        python, _, identifier = target.strip().rpartition(" ")
-        command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])
+        python, _, taskset = target.strip().rpartition(" ")
+        if taskset.endswith(".toml") and not Path(taskset).is_file():
+            raise ConfigError(
+                f"there is no file {taskset}",
+                field=FIELD,
+                value=name,
+                remedy="name a file of the environment-server, by its path from the working "
+                "directory",
+            )
+        command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
         return ProgramRunner(name, command, slots=slots, gateway=gateway, has_reward=True)
     raise ConfigError(
         f"there is no environment {name}",
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
-        "openenv:COMMAND or URL, verifiers:ID",
+        "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID or FILE.toml",
     )
+
+
+def _check_runtime(target: str, runtime: RuntimeSection | None) -> None:
+    """Raises ConfigError for Harbor tasks without containers."""
+    if runtime is None or runtime.kind == "local" or target.startswith(("http://", "https://")):
+        raise ConfigError(
+            "the agents and tests of Harbor tasks run in containers",
+            field="runtime.kind",
+            value=runtime.kind if runtime else "local",
+            remedy="set it to docker, kubernetes or, for tasks that need only Python and a shell, "
+            "sandbox, and write harbor:COMMAND",
+        )

@@ -27,7 +27,7 @@ from typing import Any
 
 from services.sandbox.program import ACTIONS, BINARY, COMPARED, MUTABLE, PURE, UNARY
 from services.sandbox.pytest_names import install
-from services.sandbox.suite import public_functions, run_suite
+from services.sandbox.suite import run_suite
 from services.sandbox.values import decoded
 
 _TEST = "__main__"
@@ -105,7 +105,7 @@ class Test:
                 raise AssertionError(f"the test ended with status {error.code}") from None
 
         def candidate() -> Any:
-            functions = [entry_point] if entry_point else public_functions(source)
+            functions = [entry_point] if entry_point else _public_functions(source)
             if not functions:
                 raise AssertionError("the program defines no function")
             roots = set(re.findall(r"^\w+", functions[-1]))
@@ -239,6 +239,21 @@ class Test:
         if kind == "object" and type(remote) is Remote:
             _set_plain(remote, _ABSENT if content[0] is None else decoded(content[0]))
         return remote
+
+
+def _public_functions(source: str) -> list[str]:
+    """Returns an expression for every function that a program defines and every method of its
+    `Solution`.
+    """
+    names = []
+    for statement in ast.parse(source).body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.append(statement.name)
+        elif isinstance(statement, ast.ClassDef) and statement.name == "Solution":
+            methods = [item for item in statement.body if isinstance(item, ast.FunctionDef)]
+            names += [f"Solution().{method.name}" for method in methods]
+    hidden = ("_", "test", "Solution()._")
+    return [name for name in names if not name.startswith(hidden)]
 
 
 def _missing_modules(tree: ast.Module) -> list[str]:

@@ -6,7 +6,6 @@ the sandbox, like `inside`.
 
 from __future__ import annotations  # its Python may be older than the server's
 
-import ast
 import inspect
 import io
 import sys
@@ -38,21 +37,6 @@ def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[]
             _run_class(value, fixtures)
         else:
             _run_function(value, fixtures)
-
-
-def public_functions(source: str) -> list[str]:
-    """Returns an expression for every function that a program defines and every method of its
-    `Solution`.
-    """
-    names = []
-    for statement in ast.parse(source).body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            names.append(statement.name)
-        elif isinstance(statement, ast.ClassDef) and statement.name == "Solution":
-            methods = [item for item in statement.body if isinstance(item, ast.FunctionDef)]
-            names += [f"Solution().{method.name}" for method in methods]
-    hidden = ("_", "test", "Solution()._")
-    return [name for name in names if not name.startswith(hidden)]
 
 
 # unittest

@@ -58,6 +58,8 @@ def main(task: dict[str, Any]) -> None:
     if mode == "two answers":
         body = {"n": 2, "messages": [{"role": "user", "content": "x"}]}
         assert post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)[0] == 422
+    if mode == "killed with a default":
+        write(0.0)
     status, answer = ask(mode if mode != "large" else "x" * 10_000_000)
     if status != 200:
         print(status, answer)
@@ -82,7 +84,7 @@ def main(task: dict[str, Any]) -> None:
         time.sleep(1000)
     elif mode == "crash":
         raise RuntimeError("out of order")
-    elif mode == "signal":
+    elif mode in ("signal", "killed with a default"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif mode in ("no JSON", "NaN", "[]", "{}", "null", '""'):
         write(mode)
@@ -102,6 +104,19 @@ def main(task: dict[str, Any]) -> None:
     elif mode == "leaves":
         note(subprocess.Popen(["sleep", "1000"]).pid, task)
         note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, task)
+        write(right)
+    elif mode == "escapes":
+        # A daemon that nothing ties to its episode: no parent, no session, no variables.
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                note(os.getpid(), task)
+                os.closerange(0, 3)
+                os.execve("/bin/sleep", ["sleep", "1000"], {})  # noqa: S606
+            os._exit(0)
+        os.wait()
+        while not Path(task["columns"]["pids"]).exists():
+            time.sleep(0.01)
         write(right)
     elif mode == "hangs":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -54,9 +54,9 @@ def make_batch(count: int, seed: int = 0) -> Batch:
             reward=0.0,
             weight=each.weight,
             current=True,
-            counts=True,
+            in_loss=True,
         )
         for i, each in enumerate(targets)
     ]
     values, returns = [each.old_values for each in targets], [each.returns for each in targets]
-    return Batch([], rows, group_size=1, values=values, returns=returns)
+    return Batch([], rows, group_sizes=[1] * len(rows), values=values, returns=returns)

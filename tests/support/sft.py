@@ -21,7 +21,9 @@ def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
     ServiceError on failure."""
     assert config.trainer.run_dir is not None
     with RunLock.of_new_run(config.trainer.run_dir, TASK) as lock, ExitStack() as stack:
-        return SftRun(config, Ranks.alone(config.trainer), lock, examples, console, stack).train()
+        ranks = Ranks.alone(config.trainer)
+        run = SftRun(config, ranks, lock=lock, examples=examples, console=console, stack=stack)
+        return run.train()
 
 
 def random_rows(count: int, seed: int) -> list[TrainingSequence]:

@@ -1,16 +1,22 @@
 """Policy losses, KL estimators, aggregation and off-policy corrections, per token. Pure functions.
 
-Data flow of one micro-batch (`trainer.policy.policy`):
+Data flow of one micro-batch (`Policy._backward`):
 
-    TokenTerms ─┬─ policy_loss ────► loss per token ─┐
-                └─ policy_weights ─► weight ─────────┴─ × ─► + KL − entropy ─► · coefficient ─► Σ
+    TokenTerms ─┬─ policy_loss ────► loss ───┐
+                └─ policy_weights ─► weight ─┴─ × ─► + β · KL − entropy bonus ─┐
+    the group's weight in prioritised reuse ───────────────────────────────────┼─ × ─► Σ
+    token_coefficients ────────────────────────────────────────────────────────┘
 
-Shapes: C is the number of trained tokens of all completions of a micro-batch, concatenated without
-padding; R is the number of completions. `row_of_token` [C] holds the index, 0 to R − 1, of the
-completion that a token belongs to. Log-probabilities are in nats, at the sampling temperature.
+A row is one completion with its prompt, as in `trainer.algorithms.batch`. The papers call it a
+sequence, and so do the settings that are named after theirs.
+
+Shapes: C is the number of trained tokens of all rows of a micro-batch, concatenated without
+padding; R is the number of rows. `row_of_token` [C] holds the index, 0 to R − 1, of the row that a
+token belongs to. Log-probabilities are in nats, at the sampling temperature.
 
 In the equations, t is a token, A_t its advantage, π the policy that is trained, π_old the policy
-that the ratio refers to, μ the policy that sampled the token, and ρ_t = π(t) / π_old(t).
+that the ratio refers to, μ the policy that sampled the token, ρ_t = π(t) / π_old(t), and sg stops
+the gradient.
 """
 
 import math
@@ -23,10 +29,11 @@ from torch import Tensor
 from common.settings.algorithm import AlgorithmSection
 
 _MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ±20 before exp, as in the public implementations, to prevent
-overflow."""
-_MAX_SEQUENCE_LOG_RATIO = 10.0
-"""Upper bound only: exp of a very negative mean is 0. Beyond a bound the gradient is 0."""
+"""Log ratios of tokens are clamped to ±20 before exp, as in the public implementations, to prevent
+overflow. Beyond a bound the gradient is 0."""
+_MAX_ROW_LOG_RATIO = 10.0
+"""For the mean over a row, as in verl; there is no lower bound, since exp of a very negative mean
+is 0."""
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
@@ -49,9 +56,9 @@ class TokenTerms:
     advantages: Tensor
     """[C]"""
     row_of_token: Tensor
-    """[C] index of the completion that each token belongs to."""
+    """[C] index of the row that each token belongs to."""
     row_count: int
-    """Number of completions, R."""
+    """R"""
 
 
 @dataclass
@@ -61,22 +68,56 @@ class PolicyLoss:
     loss: Tensor
     """[C] loss of each token, before weights and aggregation."""
     ratio: Tensor
-    """[C] ρ, of the token or of its completion."""
+    """[C] ρ, of the token or of its row."""
     clipped: Tensor
     """[C] 1 where clipping or a mask took effect, else 0."""
 
 
-def row_sum(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
-    """Returns [R] sums of `values` [C] by completion."""
-    sums = torch.zeros(row_count, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, row_of_token, values)
+def policy_loss(config: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
+    """Returns the loss of each token, before weights and aggregation, as the settings say."""
+    if config.importance_level == "sequence":
+        ratio = row_ratio(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            row_of_token=tokens.row_of_token,
+            row_count=tokens.row_count,
+        )
+    else:
+        ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
 
-
-def row_mean(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
-    """Returns [R] means of `values` [C] by completion; 0 for a completion without tokens."""
-    sums = row_sum(values, row_of_token, row_count)
-    lengths = row_sum(torch.ones_like(values), row_of_token, row_count)
-    return sums / lengths.clamp(min=1)
+    match config.policy_loss:
+        case "cispo":
+            return cispo(
+                ratio,
+                tokens.logprobs,
+                tokens.advantages,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+            )
+        case "dppo":  # its bounds are of the probability, not of the ratio
+            return dppo(
+                ratio,
+                logprobs=tokens.logprobs,
+                rollout_logprobs=tokens.rollout_logprobs,
+                advantages=tokens.advantages,
+                low=config.clip_low,
+                high=config.clip_high,
+            )
+        case "sapo":
+            return sapo(
+                ratio,
+                tokens.advantages,
+                tau_positive=config.sapo_tau_positive,
+                tau_negative=config.sapo_tau_negative,
+            )
+        case "clip":
+            return clipped_surrogate(
+                ratio,
+                tokens.advantages,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+            )
 
 
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -88,23 +129,23 @@ def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
-def sequence_ratio(
+def row_ratio(
     logprobs: Tensor, old_logprobs: Tensor, row_of_token: Tensor, row_count: int
 ) -> Tensor:
-    """GSPO's ratio of a whole completion (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14).
+    """GSPO's ratio of a whole row (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14).
 
-    s = exp(1/L · Σ_t log ρ_t), over the L tokens of a completion. Returns [C], in which every token
-    of a completion has the same value. The gradient of that value flows through the token's own
-    log-probability (eq. 14): s_t = sg(s) · π(t) / sg(π(t)).
+    s = exp(1/L · Σ_t log ρ_t), over the L tokens of a row. Returns [C], in which every token of a
+    row has the same value. The gradient of that value flows through the token's own log-probability
+    (eq. 14): s_t = sg(s) · π(t) / sg(π(t)).
 
     Args:
         logprobs, old_logprobs, row_of_token: [C]
-        row_count: number of completions.
+        row_count: R.
     """
     log_ratio = (logprobs - old_logprobs).detach()
     mean = row_mean(log_ratio, row_of_token, row_count)[row_of_token]
-    with_gradient = mean + logprobs - logprobs.detach()
-    return torch.exp(with_gradient.clamp(max=_MAX_SEQUENCE_LOG_RATIO))
+    with_gradient = mean + logprobs - logprobs.detach()  # the value is the mean
+    return torch.exp(with_gradient.clamp(max=_MAX_ROW_LOG_RATIO))
 
 
 def clipped_surrogate(
@@ -121,23 +162,23 @@ def clipped_surrogate(
     token with A_t < 0 is at most −c · A_t (Ye et al. 2019, arXiv:1912.09729).
 
     Args:
-        ratio: [C] from `probability_ratio` or `sequence_ratio`.
+        ratio: [C] from `probability_ratio` or `row_ratio`.
         advantages: [C]
         clip_low, clip_high: distances from 1 to which the ratio is clipped.
         dual_clip: c, above 1; None for no bound.
     """
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
-    took_effect = clipped > unclipped
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    took_effect = clipped_loss > unclipped_loss
 
     if dual_clip is not None:
         bound = -advantages * dual_clip
-        over = (advantages < 0) & (bound < loss)
-        loss = torch.where(over, bound, loss)
-        took_effect = took_effect | over
+        exceeds = (advantages < 0) & (loss > bound)
+        loss = torch.where(exceeds, bound, loss)
+        took_effect = took_effect | exceeds
 
-    return PolicyLoss(loss, ratio, took_effect.float())
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=took_effect.float())
 
 
 def cispo(
@@ -154,10 +195,14 @@ def cispo(
     """
     unclipped = ratio.detach()
     weight = unclipped.clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != unclipped).float())
+    return PolicyLoss(
+        loss=-weight * advantages * logprobs,
+        ratio=ratio,
+        clipped=(weight != unclipped).float(),
+    )
 
 
-def divergence_masked(
+def dppo(
     ratio: Tensor,
     *,
     logprobs: Tensor,
@@ -176,12 +221,13 @@ def divergence_masked(
 
     Args:
         ratio, logprobs, rollout_logprobs, advantages: [C]
-        low, high: largest changes of a probability, downwards and upwards.
+        low, high: the largest changes of a probability, downwards and upwards, as absolute
+            differences of probabilities; the settings clip_low and clip_high.
     """
     moved = (logprobs.exp() - rollout_logprobs.exp()).detach()
     masked = torch.where(advantages > 0, moved > high, moved < -low)
     loss = torch.where(masked, 0.0, -advantages * ratio)
-    return PolicyLoss(loss, ratio, masked.float())
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=masked.float())
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> PolicyLoss:
@@ -196,7 +242,100 @@ def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: f
     """
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
-    return PolicyLoss(loss, ratio, torch.zeros_like(ratio))
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio))
+
+
+def policy_weights(config: AlgorithmSection, tokens: TokenTerms) -> Tensor:
+    """Returns [C] the weight of each token in the policy loss, without gradient.
+
+    It is the product of the corrections and masks that the settings ask for, and 1 without any. The
+    KL term and the entropy bonus count every token.
+    """
+    weights = torch.ones_like(tokens.rollout_logprobs)
+    if config.correction is not None:
+        weights = importance_correction(
+            tokens,
+            mode=config.correction,
+            level=config.correction_level,
+            cap=config.correction_cap,
+            floor=config.correction_floor,
+        )
+    if config.rejects:
+        weights = weights * geometric_mask(tokens, config.geometric_low, config.geometric_high)
+    if config.off_policy_delta is not None:
+        weights = weights * off_policy_mask(tokens, config.off_policy_delta)
+    return weights
+
+
+def importance_correction(
+    tokens: TokenTerms,
+    *,
+    mode: Literal["truncate", "mask"],
+    level: Literal["token", "sequence"],
+    cap: float,
+    floor: float | None = None,
+) -> Tensor:
+    """Returns [C] weights, without gradient, that correct for the gap between engine and trainer.
+
+    w_t = π_old(t) / μ(t) or, with level `sequence`, the product of these over the row.
+    `truncate` gives min(w, cap): truncated importance sampling (Yao et al. 2025). `mask` gives w
+    where floor ≤ w ≤ cap and 0 elsewhere; by token this is IcePop (Ling team 2025,
+    arXiv:2510.18855), whose bounds are 0.5 and 5.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        mode: what happens to weights beyond the bounds.
+        level: `token`, or `sequence` for one weight per row.
+        cap: upper bound.
+        floor: lower bound of `mask`; None for 1 / cap.
+    """
+    log_weight = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
+    if level == "sequence":
+        row_log_weights = row_sum(log_weight, tokens.row_of_token, tokens.row_count)
+        log_weight = row_log_weights[tokens.row_of_token]
+    weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+    if mode == "truncate":
+        return weight.clamp(max=cap)
+    lowest = 1 / cap if floor is None else floor
+    outside = (weight > cap) | (weight < lowest)
+    return torch.where(outside, torch.zeros_like(weight), weight)
+
+
+def geometric_mask(tokens: TokenTerms, low: float | None, high: float | None) -> Tensor:
+    """Returns [C] 1 on the tokens of rows that are kept, and 0 on those of rejected ones.
+
+    A row is kept if low ≤ exp(1/L · Σ_t log(π_old(t) / μ(t))) ≤ high, the geometric mean over its L
+    tokens (Liu et al. 2025, "When Speed Kills Stability"). verl calls this `seq_mean_k1` and uses
+    [0.999, 1.001]. The product over a row would reject long ones whatever their tokens are.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        low, high: bounds of the geometric mean; None for no bound.
+    """
+    log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
+    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
+    kept = torch.ones_like(mean)
+    if low is not None:
+        kept = (mean >= math.log(low)).float()
+    if high is not None:
+        kept = kept * (mean <= math.log(high)).float()
+    return kept
+
+
+def off_policy_mask(tokens: TokenTerms, delta: float) -> Tensor:
+    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Returns [C] M_t = 0 if A_t < 0 and 1/L · Σ_t log(μ(t) / π(t)) > delta, over the L tokens of the
+    row, and 1 otherwise: a bad row from which the policy has moved away teaches nothing more.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        delta: the largest mean, in nats per token.
+    """
+    log_ratio = (tokens.rollout_logprobs - tokens.logprobs).detach()
+    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
+    return ((tokens.advantages >= 0) | (mean <= delta)).float()
 
 
 def kl_divergence(
@@ -222,23 +361,23 @@ def kl_divergence(
 
 
 KL_HORIZON = 10_000
-"""Time constant of an adaptive kl_coef, in completions (Ziegler et al. 2019)."""
+"""Time constant of an adaptive kl_coef, in rows (Ziegler et al. 2019)."""
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) -> float:
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, rows: int) -> float:
     """Returns the KL coefficient β for the next batch (Ziegler et al. 2019, arXiv:1909.08593).
 
-    β ← β · (1 + clip(kl / target − 1, −0.2, 0.2) · completions / KL_HORIZON): it rises while the
-    policy is further from the reference than `target`.
+    β ← β · (1 + clip(kl / target − 1, −0.2, 0.2) · rows / KL_HORIZON): it rises while the policy is
+    further from the reference than `target`.
 
     Args:
         kl_coef: β.
         kl: of the batch, in nats per token.
         target: for `kl`, in nats per token.
-        completions: number of completions in the batch.
+        rows: number of rows in the batch.
     """
     error = min(0.2, max(-0.2, kl / target - 1))
-    return kl_coef * (1 + error * completions / KL_HORIZON)
+    return kl_coef * (1 + error * rows / KL_HORIZON)
 
 
 def token_coefficients(
@@ -252,17 +391,16 @@ def token_coefficients(
     """Returns [C] each token's coefficient c_t; the loss of a batch is Σ_t c_t · loss_t.
 
     It is a plain sum over all micro-batches and ranks, because the totals are the global batch's.
-    With N completions, T tokens, and L tokens in the completion of t:
+    With N rows, T tokens, and L tokens in the row of t:
 
     - `token_mean`, 1/T: every token counts the same (DAPO, arXiv:2503.14476).
-    - `sequence_mean_token_mean`, 1/(N·L): every completion counts the same (GRPO,
-      arXiv:2402.03300).
-    - `sequence_mean_token_sum`, 1/N: the mean over completions of their sums.
+    - `sequence_mean_token_mean`, 1/(N·L): every row counts the same (GRPO, arXiv:2402.03300).
+    - `sequence_mean_token_sum`, 1/N: the mean over rows of their sums.
     - `constant`, 1/(N·max_new_tokens): Dr. GRPO (arXiv:2503.20783).
 
     Args:
         aggregation: one of the four.
-        lengths: [C] L, the length in tokens of the completion that each token belongs to.
+        lengths: [C] L, the trained tokens of the row that each token belongs to.
         total_tokens, total_rows: T and N, of the global (mini-)batch.
         max_new_tokens: the longest completion that can be sampled.
     """
@@ -275,142 +413,14 @@ def token_coefficients(
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
-def importance_correction(
-    tokens: TokenTerms,
-    *,
-    mode: Literal["truncate", "mask"],
-    level: Literal["token", "sequence"],
-    cap: float,
-    floor: float | None = None,
-) -> Tensor:
-    """Returns [C] weights, without gradient, that correct for the gap between engine and trainer.
-
-    w_t = π_old(t) / μ(t) or, with level `sequence`, the product of these over the completion.
-    `truncate` gives min(w, cap): truncated importance sampling (Yao et al. 2025). `mask` gives w
-    where floor ≤ w ≤ cap and 0 elsewhere; by token this is IcePop (Ling team 2025,
-    arXiv:2510.18855), whose bounds are 0.5 and 5.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        mode: what happens to weights beyond the bounds.
-        level: `token`, or `sequence` for one weight per completion.
-        cap: upper bound.
-        floor: lower bound of `mask`; None for 1 / cap.
-    """
-    log_weight = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-    if level == "sequence":
-        of_rows = row_sum(log_weight, tokens.row_of_token, tokens.row_count)
-        log_weight = of_rows[tokens.row_of_token]
-    weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-
-    if mode == "truncate":
-        return weight.clamp(max=cap)
-    outside = (weight > cap) | (weight < (floor or 1 / cap))
-    return torch.where(outside, torch.zeros_like(weight), weight)
+def row_sum(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
+    """Returns [R] sums of `values` [C] by row."""
+    sums = torch.zeros(row_count, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, row_of_token, values)
 
 
-def geometric_mask(tokens: TokenTerms, low: float | None, high: float | None) -> Tensor:
-    """Returns [C] 1 on the tokens of completions that are kept, and 0 on those of rejected ones.
-
-    A completion is kept if low ≤ exp(1/L · Σ_t log(π_old(t) / μ(t))) ≤ high, the geometric mean
-    over its L tokens (Liu et al. 2025, "When Speed Kills Stability"). verl calls this
-    `seq_mean_k1` and uses [0.999, 1.001]. The product over a completion would reject long ones
-    whatever their tokens are.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        low, high: bounds of the geometric mean; None for no bound.
-    """
-    log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
-    kept = torch.ones_like(mean)
-    if low is not None:
-        kept = (mean >= math.log(low)).float()
-    if high is not None:
-        kept = kept * (mean <= math.log(high)).float()
-    return kept
-
-
-def off_policy_mask(tokens: TokenTerms, delta: float) -> Tensor:
-    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
-
-    Returns [C] M_t = 0 if A_t < 0 and 1/L · Σ_t log(μ(t) / π(t)) > delta, over the L tokens of the
-    completion, and 1 otherwise: a bad completion from which the policy has moved away teaches
-    nothing more.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        delta: the largest mean, in nats per token.
-    """
-    log_ratio = (tokens.rollout_logprobs - tokens.logprobs).detach()
-    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
-    return ((tokens.advantages >= 0) | (mean <= delta)).float()
-
-
-def policy_loss(config: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
-    """Returns the loss of each token, before weights and aggregation, as the settings say."""
-    if config.importance_level == "sequence":
-        ratio = sequence_ratio(
-            tokens.logprobs,
-            tokens.old_logprobs,
-            row_of_token=tokens.row_of_token,
-            row_count=tokens.row_count,
-        )
-    else:
-        ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
-
-    match config.policy_loss:
-        case "cispo":
-            return cispo(
-                ratio,
-                tokens.logprobs,
-                tokens.advantages,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-            )
-        case "dppo":
-            return divergence_masked(
-                ratio,
-                logprobs=tokens.logprobs,
-                rollout_logprobs=tokens.rollout_logprobs,
-                advantages=tokens.advantages,
-                low=config.clip_low,
-                high=config.clip_high,
-            )
-        case "sapo":
-            return sapo(
-                ratio,
-                tokens.advantages,
-                tau_positive=config.sapo_tau_positive,
-                tau_negative=config.sapo_tau_negative,
-            )
-        case _:
-            return clipped_surrogate(
-                ratio,
-                tokens.advantages,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
-            )
-
-
-def policy_weights(config: AlgorithmSection, tokens: TokenTerms) -> Tensor:
-    """Returns [C] the weight of each token in the policy loss, without gradient.
-
-    It is the product of the corrections and masks that the settings ask for, and 1 without any. The
-    KL term and the entropy bonus count every token.
-    """
-    weights = torch.ones_like(tokens.rollout_logprobs)
-    if config.correction is not None:
-        weights = importance_correction(
-            tokens,
-            mode=config.correction,
-            level=config.correction_level,
-            cap=config.correction_cap,
-            floor=config.correction_floor,
-        )
-    if config.rejects:
-        weights = weights * geometric_mask(tokens, config.geometric_low, config.geometric_high)
-    if config.off_policy_delta is not None:
-        weights = weights * off_policy_mask(tokens, config.off_policy_delta)
-    return weights
+def row_mean(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
+    """Returns [R] means of `values` [C] by row; 0 for a row without tokens."""
+    sums = row_sum(values, row_of_token, row_count)
+    lengths = row_sum(torch.ones_like(values), row_of_token, row_count)
+    return sums / lengths.clamp(min=1)

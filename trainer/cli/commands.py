@@ -84,6 +84,7 @@ def problems(
     data: DataSection,
     split: str,
     num_samples: int | None,
+    *,
     at_most: int | None = None,
     seed: int = 0,
     shuffle: bool = False,

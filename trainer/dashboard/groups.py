@@ -48,7 +48,12 @@ class RunGroups:
             around = (asked.around, asked.around_step)
             patience_s = math.inf
         total, offset, rows = self.index.search(
-            asked, asked.limit, asked.offset, hits=hits, around=around, patience_s=patience_s
+            asked,
+            limit=asked.limit,
+            offset=asked.offset,
+            hits=hits,
+            around=around,
+            patience_s=patience_s,
         )
         for row in rows:
             hit = hits.get((row["step"], row["place"]))

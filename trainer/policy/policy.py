@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import get_scheduler
 
 from common.errors import ConfigError
 from common.settings.config import Config
@@ -47,22 +48,29 @@ from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Returns the learning rate after `step` steps: linear warm-up, then `lr_schedule`, to
-    `min_lr_share` of it after `total_steps`.
+    """Returns the learning rate after `step` steps, by the schedule of transformers.
 
-    The first of W warm-up steps has 1/W of the rate; with transformers' schedules it has 0, which
-    wastes its batch.
+    The first of W warm-up steps has 1/W of the rate; in transformers it has 0, which wastes its
+    batch.
     """
     warmup = settings.warmup_steps
-    if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
+    schedule = settings.lr_schedule
+    arguments = settings.lr_schedule_args
+    if schedule == "constant" or (total_steps is None and schedule != "inverse_sqrt"):
         return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
 
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    falling = 1 - progress
-    if settings.lr_schedule == "cosine":
-        falling = 0.5 * (1 + math.cos(math.pi * progress))
-    share = settings.min_lr_share
-    return settings.learning_rate * (share + (1 - share) * falling)
+    # The schedule is a function of the step; the optimiser only tells it the highest rate.
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+    scheduler = get_scheduler(
+        schedule,
+        optimizer,
+        num_warmup_steps=warmup,
+        # One of the two decides the end of the stable phase.
+        num_training_steps=None if "num_stable_steps" in arguments else total_steps,
+        scheduler_specific_kwargs=arguments,
+    )
+    (factor,) = scheduler.lr_lambdas
+    return settings.learning_rate * float(factor(step + 1 if step < warmup else step))
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class Policy:
                 "one process on a CPU has nothing to offload",
             )
 
-        self.scorer = load_policy(config, ranks, directory)
+        self.scorer = load_policy(config, ranks, directory)  # computes log-probabilities
         self.model = self.scorer.model
         self.model.train()
         self.optimizer = Optimizer(
@@ -119,11 +127,14 @@ class Policy:
     def resume(
         cls, config: Config, ranks: Ranks, run_dir: Path, learns_from: LearnsFrom = "rewards"
     ) -> "tuple[Policy, RunState | None, Path | None]":
-        """Returns the policy, from the newest checkpoint in `run_dir` if there is one, and its
-        state and path.
+        """Returns the policy of the newest checkpoint in `run_dir`, and that checkpoint's state and
+        path; without a checkpoint a new policy, and None for both.
 
-        Only rank 0 needs to see the checkpoint. Raises ConfigError when it is damaged or belongs to
-        another run.
+        With `trainer.resume` false, checkpoints of an earlier run are set aside first. Only rank 0
+        needs to see the directory; what it reads is broadcast. Raises ConfigError when the
+        checkpoint is damaged or belongs to another run. A collective.
+
+        `learns_from` is a part of the run's identity.
         """
         checkpoints = run_dir / "checkpoints"
         if ranks.is_rank_zero and not config.trainer.resume:
@@ -134,7 +145,8 @@ class Policy:
 
         content = checkpoint.read_state(path) if ranks.is_rank_zero else b""
         state = checkpoint.load_state(ranks.broadcast(content), path)
-        if ranks.is_rank_zero:  # others may lack the files of the data set
+        # Rank 0 alone: the others may lack the files of the data set.
+        if ranks.is_rank_zero:
             check_same(state.identity, identity(config, learns_from), path)
 
         changed = checkpoint.changed_file(path) if ranks.is_rank_zero else ""
@@ -145,7 +157,8 @@ class Policy:
         policy = cls(config, ranks, path)
         load_optimizer(policy.optimizer, path, ranks)
         policy.step = state.step
-        if config.algorithm.kl_target is not None:  # it was adapted; otherwise the setting counts
+        # Without `kl_target` the coefficient is the setting, which may differ in a resumed run.
+        if config.algorithm.kl_target is not None:
             policy.kl_coef = state.kl_coef
         return policy, state, path
 
@@ -198,7 +211,9 @@ class Policy:
 
     @property
     def seed(self) -> int:
-        """The seed for all randomness in this step."""
+        """The seed for all randomness in this step: another one for every `config.seed` and, in the
+        first million, every step.
+        """
         return self.config.seed * 1_000_003 + self.step
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
@@ -206,8 +221,10 @@ class Policy:
         algorithm needs none.
         """
         algorithm = self.config.algorithm
+        # The first update takes them from its own pass (`_backward`).
         for_ratio = self._ratio_to_own_logprobs and algorithm.updates_per_batch > 1
         for_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+        # Rows that the current policy sampled have the engine's.
         off_policy = not all(row.current for row in batch.rows)
         for_teacher = batch.teacher_logprobs is not None and off_policy
         if not (for_ratio or for_reward or for_teacher):
@@ -219,44 +236,46 @@ class Policy:
         return logprobs
 
     def update(self, batch: Batch) -> PolicyUpdate:
-        """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates;
-        micro-batches do not matter.
+        """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates, each with
+        the gradient of one mini-batch, whose micro-batches are passes of bounded memory.
 
         An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients
         after more than `MAX_SKIPPED_UPDATES` of them in a row.
         """
         algorithm = self.config.algorithm
         sums = Sums(self.ranks.device)
-        counted_rows = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
+        loss_rows = np.array([i for i, row in enumerate(batch.rows) if row.in_loss], np.int64)
         rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         norms: list[float] = []
         logprobs: list[Float32 | None] | None = None
         stopped = False
 
+        parts: list[Indices] = []
         for epoch in range(algorithm.update_epochs):
             seed = self.seed * 1_000 + epoch
-            for part in mini_batches(len(counted_rows), algorithm.mini_batches, seed):
-                mini, scored = self._accumulate(batch, counted_rows[part], first=not norms)
-                logprobs = logprobs or scored
-                sums.values += mini.values
-                stopped = (
-                    algorithm.early_stop_kl is not None
-                    and mini.mean("kl_old") > algorithm.early_stop_kl
-                )
-                if stopped:
-                    break
-                norms.append(self.optimizer.step(rate))
+            parts += mini_batches(len(loss_rows), algorithm.mini_batches, seed)
+
+        for part in parts:
+            is_first = len(norms) == 0
+            mini, scored = self._accumulate(batch, loss_rows[part], first=is_first)
+            if is_first:
+                logprobs = scored
+            sums.values += mini.values
+
+            limit = algorithm.early_stop_kl
+            stopped = limit is not None and mini.mean("kl_old") > limit
             if stopped:
-                break
+                break  # the gradient of this mini-batch is not applied
+            norms.append(self.optimizer.step(rate))
 
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped=skipped, stopped=stopped)
         self._advance(metrics, len(batch.rows))
-        if skipped:
-            broken: dict[str, Any] = {
+        if skipped:  # their loss may not be finite either: 0 stands for it in the step's record
+            zeros: dict[str, Any] = {
                 name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
             }
-            metrics = replace(metrics, **broken)
+            metrics = replace(metrics, **zeros)
         return PolicyUpdate(metrics, logprobs)
 
     def skip_update(self, batch: Batch) -> PolicyUpdate:
@@ -265,25 +284,28 @@ class Policy:
         self._advance(metrics, len(batch.rows))
         return PolicyUpdate(metrics)
 
-    def _advance(self, metrics: UpdateMetrics, completions: int) -> None:
+    def _advance(self, metrics: UpdateMetrics, rows: int) -> None:
         """Counts the step and adapts the KL coefficient."""
         self.step += 1
         target = self.config.algorithm.kl_target
         measured = metrics.trained_tokens > 0 and math.isfinite(metrics.kl_reference)
         if target is not None and measured:
-            self.kl_coef = adapted_kl_coef(
-                self.kl_coef, metrics.kl_reference, target, completions=completions
-            )
+            self.kl_coef = adapted_kl_coef(self.kl_coef, metrics.kl_reference, target, rows=rows)
 
     def _accumulate(
-        self, batch: Batch, counted_rows: Indices, first: bool
+        self, batch: Batch, loss_rows: Indices, first: bool
     ) -> tuple[Sums, list[Float32 | None] | None]:
-        """Computes the gradient of the loss over the rows `counted_rows` of all ranks.
+        """Computes the gradient of the loss over a mini-batch, the rows at `loss_rows`, on all
+        ranks.
 
-        Returns the sums over their tokens and, for the log, the log-probabilities before the
-        `first` update. A row whose advantages are 0 has no policy gradient: without a KL term or an
-        entropy bonus it skips the forward pass, but counts in the normalisers, so the result is the
-        same.
+        Returns the sums over its tokens. In the `first` update it also returns what the log of
+        groups shows: [L] log-probabilities of the policy before the update for each row of the
+        batch, None for rows without a pass; None instead of the list when the log does not need
+        them.
+
+        A row whose advantages are 0 has no policy gradient. Without a KL term and an entropy bonus
+        its pass would add 0 to the gradient and is left out; the totals that normalise the loss
+        include the row, so that the gradient is the same with and without its pass.
         """
         algorithm = self.config.algorithm
         settings = self.config.trainer
@@ -294,32 +316,32 @@ class Policy:
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         trains_all_rows = kl_in_loss or algorithm.entropy_coef > 0
         assert batch.advantages is not None
-        trained = counted_rows
+        gradient_rows = loss_rows
         if not trains_all_rows:
-            has_gradient = [bool(batch.advantages[i].any()) for i in counted_rows.tolist()]
-            trained = counted_rows[np.array(has_gradient, bool)]
+            has_gradient = [bool(batch.advantages[i].any()) for i in loss_rows.tolist()]
+            gradient_rows = loss_rows[np.array(has_gradient, bool)]
 
-        total_tokens = sum(len(batch.rows[i].targets) for i in counted_rows.tolist())
+        total_tokens = sum(len(batch.rows[i].targets) for i in loss_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
-        for indices, counts in passes(
+        for indices, are_own in passes(
             self.scorer,
             self.ranks,
             batch.sizes(layout.shared),
-            rows=trained,
+            rows=gradient_rows,
             max_tokens=settings.micro_batch_tokens,
             max_rows=settings.micro_batch_size,
         ):
             micro = MicroBatch.of(batch, indices, layout, device=self.ranks.device)
-            if counts:
+            if are_own:
                 logprobs = self._backward(
                     micro,
                     total_tokens=total_tokens,
-                    total_rows=len(counted_rows),
+                    total_rows=len(loss_rows),
                     sums=sums,
                     first=first,
                 )
                 scored.append((indices, logprobs))
-            else:  # the other ranks have one more pass: take part in its collective calls
+            else:  # the other ranks have one more pass: join its collective calls
                 (self._score(micro).logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.model)
         self.ranks.sum(sums.values)
@@ -327,9 +349,9 @@ class Policy:
         logs_logprobs = first and settings.keep_groups_mb > 0 and batch.old_logprobs is None
         if not logs_logprobs:
             return sums, None
-        known = set(trained.tolist())
-        by_rows = by_row(scored, batch.lengths, self.ranks)
-        return sums, [logprobs if i in known else None for i, logprobs in enumerate(by_rows)]
+        had_pass = set(gradient_rows.tolist())
+        by_rows = by_row(scored, batch.lengths, self.ranks)  # 0 for rows without a pass
+        return sums, [logprobs if i in had_pass else None for i, logprobs in enumerate(by_rows)]
 
     def _backward(
         self,
@@ -342,9 +364,10 @@ class Policy:
     ) -> Tensor:
         """Adds a micro-batch to the gradient and to `sums`.
 
-        loss = Σ_t c_t · (w_t · policy loss_t + β · KL_t − entropy_coef · H_t), where c is the
-        coefficient of the aggregation, w the weight of corrections and masks, and β the KL
-        coefficient if the KL is in the loss.
+        loss = Σ_t g_t · c_t · (w_t · policy loss_t + β · KL_t − entropy_coef · H_t), where g is
+        the weight of the token's group (`MicroBatch.weights`), c the coefficient of the
+        aggregation, w the weight of corrections and masks, and β the KL coefficient if the KL is in
+        the loss.
 
         Args:
             micro: C tokens.
@@ -357,14 +380,15 @@ class Policy:
         algorithm = self.config.algorithm
         scores = self._score(micro, entropy_gradient=algorithm.entropy_coef > 0)
 
-        # The ratio refers to the policy before this batch (old), the correction to the policy that
-        # sampled (rollout). A second pass in bfloat16 would not give the first update a ratio of
-        # exactly 1, so that there old is this very pass.
+        # π_old, to which the ratio refers: the policy that sampled, as the engine computed it, or
+        # the trainer's own before this batch. The latter's first update takes its own pass: another
+        # (`logprobs`) may round differently in bfloat16, and the ratio would not be exactly 1.
         if not self._ratio_to_own_logprobs:
             old_logprobs = micro.rollout_logprobs
-        elif first or micro.old_logprobs is None:
+        elif first:
             old_logprobs = scores.logprobs.detach()
         else:
+            assert micro.old_logprobs is not None, "`logprobs` computes them for several updates"
             old_logprobs = micro.old_logprobs
         tokens = TokenTerms(
             logprobs=scores.logprobs,

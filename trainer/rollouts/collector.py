@@ -15,13 +15,14 @@ of its prompt until the engines serve the weights that it trained:
 | grading | reward-server and teacher answered; a failure drops the group | storing; drawing |
 | storing | the replay-buffer acknowledged the group | waiting |
 | waiting | the trainer takes the group; with `drop`, a stale one is dropped | training; drawing |
-| training | the engines serve the weights that the group trained (`free`) | free |
+| training | the engines serve the weights that the group trained (`free_slots`) | free |
 
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
 failures in a row stop the run. With max_staleness 0 nothing is generated while the weights change.
-Otherwise, if groups are trained on in the order in which they got their slots (`oldest_stored`),
-the weights that start a group are at most max_staleness versions older than those that are updated
-on it: at most max_staleness × (fresh groups per step) others precede a new group.
+Otherwise, if groups are trained on in the order in which they got their slots
+(`wait_for_oldest`), the weights that start a group are at most max_staleness versions older than
+those that are updated on it: at most max_staleness × (fresh groups per step) others precede a new
+group.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from common.errors import ServiceError
 from common.process import logs
@@ -63,11 +64,15 @@ class CollectFailed(ServiceError):
     code = "collect_failed"
 
 
-class WaitingGroup(NamedTuple):
-    """A group that waits for the trainer, and where its prompt came from."""
+@dataclass(slots=True)
+class UntakenGroup:
+    """What is known of a group from the draw of its prompt until the trainer takes it."""
 
-    group: Group
     drawn: Drawn
+    graded: Group | None = None
+    """The group itself, once it has its rewards."""
+    is_stored: bool = False
+    """Whether the replay buffer answered that it is stored."""
 
 
 class Collector:
@@ -87,43 +92,46 @@ class Collector:
         self._cursor = cursor
         self._ground_truths = ground_truths
         self.drops = Drops()
-        self.waiting: dict[int, WaitingGroup] = {}
-        """Groups that are stored or being stored and that the trainer has not taken yet, by
-        position."""
-        self.is_stored: dict[int, bool] = {}
-        """Whether the group is stored, by position not yet taken by the trainer, in the order of
-        their slots."""
-        self._held: set[str] = set()  # groups that were taken but not acknowledged yet
+        self.untaken: dict[int, UntakenGroup] = {}
+        """By position, in the order in which the groups got their slots."""
+        self._held: set[str] = set()
+        """Ids of the groups that the trainer took and did not acknowledge yet."""
         self._stored = asyncio.Event()
+        """Set when another group is stored."""
         self._slots = asyncio.Semaphore(0)
-        # Groups to draw in total, and drawn so far; a retry and a replacement raise both.
         self._wanted = 0
+        """Groups to draw in total; a retry or a replacement adds one."""
         self._drawn = 0
-        self._maker = GroupMaker(context)
+        """Groups drawn so far."""
+        self._maker = GroupMaker(context, self.drops)
+        # Groups that are ready at the same time are stored by one call.
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
-        """Collects `groups` groups in total, each in its own task. Never returns; raises whatever
-        stops the run.
+        """Collects `groups` groups in total, each in its own task, at most `slots` at once. Never
+        returns; raises whatever stops the run.
         """
         self._wanted = groups
-        self.free(slots)
+        self.free_slots(slots)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._ground_truths.run())
+            if not self._config.environment.grades_itself:
+                tasks.create_task(self._ground_truths.run())
             while True:
                 count = await self._acquire_slots()
                 if self._drawn >= self._wanted:
-                    continue  # the slot is not needed: `_collect_more` brings its own
+                    continue  # the last groups are under way; `_collect_more` brings its own slots
                 self._drawn += count
+
                 drawn = await self._draw(count)
                 token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
                 for each, prompt_ids in zip(drawn, token_ids, strict=True):
-                    self.is_stored[each.position] = False
-                    tasks.create_task(self._collect(each, prompt_ids))
+                    untaken = UntakenGroup(each)
+                    self.untaken[each.position] = untaken
+                    tasks.create_task(self._collect(untaken, prompt_ids))
 
     async def _acquire_slots(self) -> int:
-        """Waits for a free slot and takes it, with the others that are free and wanted; returns
-        their number.
+        """Waits for a free slot and takes it, with the others that are free and for which groups
+        are wanted; returns their number.
         """
         await self._slots.acquire()
         count = 1
@@ -133,126 +141,10 @@ class Collector:
             count += 1
         return count
 
-    def free(self, count: int) -> None:
+    def free_slots(self, count: int) -> None:
         """Frees the slots of groups that were trained on."""
         for _ in range(count):
             self._slots.release()
-
-    def forget(self, position: int) -> None:
-        """Forgets a group that no longer waits for the trainer."""
-        self.waiting.pop(position, None)
-        self.is_stored.pop(position, None)
-
-    async def oldest_stored(self, count: int, wait_s: float) -> bool:
-        """Waits up to `wait_s` until the `count` groups that got their slots first are stored;
-        returns whether they are.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while not self._are_oldest_stored(count):
-                    self._stored.clear()
-                    enough = sum(self.is_stored.values()) >= count
-                    with self._clock.stage("stragglers") if enough else nullcontext():
-                        await self._stored.wait()
-                return True
-        return False
-
-    def _are_oldest_stored(self, count: int) -> bool:
-        oldest = list(self.is_stored.values())[:count]
-        return len(oldest) == count and all(oldest)
-
-    async def take(self, request: TakeRequest) -> list[Group]:
-        """Takes groups from the replay buffer for the trainer; returns none if there are too few.
-
-        Groups that the buffer evicted as too old are dropped, and others are collected in their
-        slots. Raises CollectFailed when a group comes a second time.
-        """
-        taken = await self._services.replay.take(request)
-        for group in taken.groups:
-            if group.id in self._held:
-                raise CollectFailed(
-                    "a group was delivered twice: its lease ended before it was trained on",
-                    field="replay.lease_s",
-                    value=self._config.replay.lease_s,
-                    remedy="raise it above the longest time from the delivery of a batch to the "
-                    "end of its update",
-                )
-            self._held.add(group.id)
-            self.forget(group.position)
-        if taken.evicted:
-            self._drop_stale(request.min_version, taken.evicted)
-        return taken.groups
-
-    def _drop_stale(self, min_version: int, evicted: int) -> None:
-        """Drops the groups that are older than `min_version`, of which the replay buffer evicted
-        `evicted`.
-        """
-        stale = [
-            waiting
-            for waiting in self.waiting.values()
-            if waiting.group.weight_version < min_version
-        ]
-        self.drops.add(
-            [waiting.group for waiting in stale],
-            "stale",
-            f"its weights are older than version {min_version}",
-        )
-        self.drops.counts["stale"] += evicted - len(stale)
-        log.warning(
-            "dropping the stale groups at %s of the prompt stream",
-            [waiting.drawn.position for waiting in stale],
-        )
-        for waiting in stale:
-            self._retry(waiting.drawn)
-        self._collect_more(evicted)
-
-    async def replace_equal(self, groups: Sequence[Group]) -> None:
-        """Drops groups of equal rewards, which were taken, and collects groups of other prompts."""
-        self.drops.add(groups, "zero_variance", "all its rewards are equal")
-        await self.acknowledge(groups)
-        self._collect_more(len(groups))
-
-    async def acknowledge(self, groups: Sequence[Group]) -> None:
-        """Tells the replay buffer that groups are finished, whose prompts are never drawn again."""
-        ids = [group.id for group in groups]
-        await self._services.replay.ack(ids)
-        self._held.difference_update(ids)
-        self._cursor.finish([group.position for group in groups])
-
-    async def store_lost(self) -> None:
-        """Stores groups again that the replay-buffer lost before they were trained on.
-
-        Raises CollectFailed when another client acknowledged some: the replay-buffer considers
-        these trained on.
-        """
-        groups = [waiting.group for waiting in self.waiting.values()]
-        if await self._unacknowledged() >= len(groups):
-            return
-
-        added = 0
-        for begin in range(0, len(groups), _MAX_STORE):
-            added += await self._services.replay.add(groups[begin : begin + _MAX_STORE])
-        if added:
-            log.warning(
-                "%d groups were dropped from the replay-buffer, by the calls in its log: they are "
-                "stored again",
-                added,
-            )
-
-        lost = len(groups) - await self._unacknowledged()
-        if lost > 0:
-            raise CollectFailed(
-                f"{lost} groups were acknowledged in the replay-buffer by another client before "
-                "they were trained on",
-                field="/groups/ack",
-                value=lost,
-                remedy="the log of replay-buffer names the client: stop it and restart the run to "
-                "collect them again",
-            )
-
-    async def _unacknowledged(self) -> int:
-        stats = await self._services.replay.stats()
-        return int(stats["fresh"] + stats["leased"])
 
     async def _draw(self, count: int) -> list[Drawn]:
         """Returns `count` prompts: retries first, then the next ones of the stream."""
@@ -260,6 +152,7 @@ class Collector:
         drawn = self._cursor.take_retries(count)
         while (missing := count - len(drawn)) > 0:
             position = self._cursor.next
+            # The data-server answers a repeated request with the same prompts.
             request_id = f"{self._run_id}-{position}-{missing}"
             batch = await data.prompts(missing, request_id)
             if batch.position != position:
@@ -278,30 +171,26 @@ class Collector:
                     remedy="stop the other client, or give it another data-server; then start "
                     "again",
                 )
-            new = self._cursor.draw(batch.prompts, batch.total_available)
-            drawn += [each for each in new if not self._skip_unsolvable(each)]
+            for each in self._cursor.draw(batch.prompts, batch.total_available):
+                if each.prompt.id in self._ground_truths.unsolvable:  # no answer is right
+                    self._cursor.finish([each.position])
+                    self.drops.counts["ground_truth"] += 1
+                else:
+                    drawn.append(each)
         return drawn
 
-    def _skip_unsolvable(self, drawn: Drawn) -> bool:
-        """Finishes a problem that no answer solves, and counts it; returns whether it is one."""
-        if drawn.prompt.id not in self._ground_truths.unsolvable:
-            return False
-        self._cursor.finish([drawn.position])
-        self.drops.counts["ground_truth"] += 1
-        return True
-
-    async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
+    async def _collect(self, untaken: UntakenGroup, prompt_ids: list[int]) -> None:
         """Collects one group, from prompt to replay buffer; when it fails, another group takes its
         slot.
         """
-        position = drawn.position
+        drawn = untaken.drawn
         # The random part tells the tries of a position apart.
-        group_id = f"{self._run_id}-{position}-{secrets.token_hex(4)}"
+        group_id = f"{self._run_id}-{drawn.position}-{secrets.token_hex(4)}"
         group = self._maker.empty(drawn, prompt_ids, group_id)
         with logs.request(group.id):  # every service adds this id to its log lines about the group
             try:
                 await self._maker.fill(group, drawn.prompt)
-                self.waiting[position] = WaitingGroup(group, drawn)
+                untaken.graded = group
                 with self._clock.stage("replay"):
                     await self._store_batched(group)
             except GroupFailed as error:
@@ -309,9 +198,7 @@ class Collector:
                 self._retry(drawn)
                 self._collect_more(1)
             else:
-                # The trainer may have taken it before the replay buffer's answer came.
-                if position in self.is_stored:
-                    self.is_stored[position] = True
+                untaken.is_stored = True
                 self._stored.set()
                 self.drops.in_a_row = 0
 
@@ -336,7 +223,7 @@ class Collector:
         """Schedules the prompt of a dropped group to be drawn again, before new ones, unless it
         failed too often.
         """
-        self.forget(drawn.position)
+        self.untaken.pop(drawn.position, None)
         if not self._cursor.retry(drawn):
             log.warning(
                 "prompt %s at %d is skipped after %d tries",
@@ -348,4 +235,115 @@ class Collector:
     def _collect_more(self, count: int) -> None:
         """Collects `count` more groups, in the slots of groups that will not be trained on."""
         self._wanted += count
-        self.free(count)
+        self.free_slots(count)
+
+    async def wait_for_oldest(self, count: int, wait_s: float) -> bool:
+        """Waits up to `wait_s` until the oldest `count` groups are stored: those not taken yet that
+        got their slots first. Returns whether they are.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self._are_oldest_stored(count):
+                    self._stored.clear()
+                    stored = [each for each in self.untaken.values() if each.is_stored]
+                    enough = len(stored) >= count  # but an older one is not among them
+                    with self._clock.stage("stragglers") if enough else nullcontext():
+                        await self._stored.wait()
+                return True
+        return False
+
+    def _are_oldest_stored(self, count: int) -> bool:
+        oldest = list(self.untaken.values())[:count]
+        return len(oldest) == count and all(each.is_stored for each in oldest)
+
+    async def take(self, request: TakeRequest) -> list[Group]:
+        """Takes groups from the replay buffer for the trainer; returns none if there are too few.
+
+        Groups that the buffer evicted as too old are dropped, and others are collected in their
+        slots. Raises CollectFailed when a group comes a second time.
+        """
+        taken = await self._services.replay.take(request)
+        for group in taken.groups:
+            if group.id in self._held:
+                raise CollectFailed(
+                    "a group was delivered twice: its lease ended before it was trained on",
+                    field="replay.lease_s",
+                    value=self._config.replay.lease_s,
+                    remedy="raise it above the longest time from the delivery of a batch to the "
+                    "end of its update",
+                )
+            self._held.add(group.id)
+            self.untaken.pop(group.position, None)
+        if taken.evicted:
+            self._drop_stale(request.min_version, taken.evicted)
+        return taken.groups
+
+    def _drop_stale(self, min_version: int, evicted: int) -> None:
+        """Drops the groups that are older than `min_version`, of which the replay buffer evicted
+        `evicted`.
+        """
+        stale = [group for group in self._graded() if group.weight_version < min_version]
+        self.drops.add(stale, "stale", f"its weights are older than version {min_version}")
+        # One that is still being stored is in `stale` now and in `evicted` of a later call.
+        self.drops.counts["stale"] += evicted - len(stale)
+        log.warning(
+            "dropping the stale groups at %s of the prompt stream",
+            [group.position for group in stale],
+        )
+        for group in stale:
+            self._retry(self.untaken[group.position].drawn)
+        self._collect_more(evicted)
+
+    async def replace_equal(self, groups: Sequence[Group]) -> None:
+        """Drops groups of equal rewards, which were taken, and collects groups of other prompts."""
+        self.drops.add(groups, "zero_variance", "all its rewards are equal")
+        await self.acknowledge(groups)
+        self._collect_more(len(groups))
+
+    async def acknowledge(self, groups: Sequence[Group]) -> None:
+        """Tells the replay buffer that groups are finished, whose prompts are never drawn again."""
+        ids = [group.id for group in groups]
+        await self._services.replay.ack(ids)
+        self._held.difference_update(ids)
+        self._cursor.finish([group.position for group in groups])
+
+    async def store_lost(self) -> None:
+        """Stores groups again that the replay-buffer lost before the trainer took them.
+
+        Raises CollectFailed for groups that it would not take again because another client
+        acknowledged them, and for lost ones that the trainer holds: they could not be acknowledged.
+        """
+        groups = self._graded()
+        # Dynamic sampling holds groups while it waits for others; the replay-buffer counts both.
+        expected = len(groups) + len(self._held)
+        if await self._unacknowledged() >= expected:
+            return
+
+        added = 0
+        for begin in range(0, len(groups), _MAX_STORE):
+            added += await self._services.replay.add(groups[begin : begin + _MAX_STORE])
+        if added:
+            log.warning(
+                "%d groups were dropped from the replay-buffer, by the calls in its log: they are "
+                "stored again",
+                added,
+            )
+
+        lost = expected - await self._unacknowledged()
+        if lost > 0:
+            raise CollectFailed(
+                f"{lost} groups were acknowledged or dropped in the replay-buffer by another "
+                "client before they were trained on",
+                field="/groups/ack",
+                value=lost,
+                remedy="the log of replay-buffer names the client: stop it and restart the run to "
+                "collect them again",
+            )
+
+    def _graded(self) -> list[Group]:
+        """Returns the groups that are stored or being stored and that the trainer has not taken."""
+        return [each.graded for each in self.untaken.values() if each.graded is not None]
+
+    async def _unacknowledged(self) -> int:
+        stats = await self._services.replay.stats()
+        return int(stats["fresh"] + stats["leased"])

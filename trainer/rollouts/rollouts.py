@@ -1,5 +1,5 @@
-"""The training loop's interface to rollouts: the next groups, their acknowledgement, the release of
-their slots.
+"""The training loop's interface to rollouts: the next groups, their acknowledgement, the freeing
+of their slots.
 
 The collector owns the groups, in the event loop of the clients; the classes here are its side in
 the training thread, which waits for batches and shares them with the other ranks.
@@ -69,9 +69,9 @@ class Rollouts:
         """Starts to acknowledge the groups of `batch`; the returned function waits for the end."""
         return lambda: None
 
-    def release(self, batch: Batch, served: "Future[None]") -> None:
-        """Frees the slots of the fresh groups once the new weights are `served`; a failure stops
-        the run.
+    def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
+        """Frees the slots of the batch's fresh groups as soon as `when` is done: when the engines
+        serve the weights that the batch trained. Does not wait; a failure of `when` stops the run.
         """
 
 
@@ -203,7 +203,7 @@ class LeaderRollouts(Rollouts):
                 self._loop.call(self._collector.store_lost())
             if self._failure is not None:
                 raise self._failure
-            if in_order and not self._loop.call(self._collector.oldest_stored(count, 1.0)):
+            if in_order and not self._loop.call(self._collector.wait_for_oldest(count, 1.0)):
                 continue
 
             # A new id each time: evictions are reported once.
@@ -299,16 +299,16 @@ class LeaderRollouts(Rollouts):
         rates = [_pass_rate(group) for group in fresh]
         await self._services.data.report_pass_rates(prompt_ids, rates, request_id)
 
-    def release(self, batch: Batch, served: "Future[None]") -> None:
-        served.add_done_callback(partial(self._released, len(batch.fresh)))
+    def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
+        when.add_done_callback(partial(self._free_slots, len(batch.fresh)))
 
-    def _released(self, count: int, served: "Future[None]") -> None:
+    def _free_slots(self, count: int, served: "Future[None]") -> None:
         error = served.exception()
         if error is not None:
             self._failure = self._failure or error
             return
         with suppress(RuntimeError):  # the run has ended and closed its loop
-            self._loop.loop.call_soon_threadsafe(self._collector.free, count)
+            self._loop.loop.call_soon_threadsafe(self._collector.free_slots, count)
 
 
 def _token_lists(group: Group) -> dict[str, np.ndarray]:

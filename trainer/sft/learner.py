@@ -72,10 +72,10 @@ class Learner:
             max_tokens=settings.micro_batch_tokens,
             max_rows=settings.micro_batch_size,
         )
-        for indices, counts in shares:
+        for indices, are_own in shares:
             scores, learned = self._score(rows, indices)
             # A pass that only keeps the ranks in step adds nothing.
-            weights = learned if counts else learned * 0
+            weights = learned if are_own else learned * 0
             loss = -(scores.logprobs * weights).sum()
             (loss / total).backward()
             entropy = (scores.entropy.detach() * weights).sum()

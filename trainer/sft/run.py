@@ -42,7 +42,9 @@ TASK = "sft"
 def run(config: Config, topology: Topology, examples: Examples | None) -> None:
     """Trains on this rank until the last step; only rank 0 gets `examples`."""
     with started(config, topology, TASK) as (ranks, lock), ExitStack() as stack:
-        training = SftRun(config, ranks, lock, examples=examples, console=console(), stack=stack)
+        training = SftRun(
+            config, ranks, lock=lock, examples=examples, console=console(), stack=stack
+        )
         gc.freeze()  # libraries and models stay: the garbage collector need not scan them
         training.train()
         ranks.barrier()
@@ -82,6 +84,7 @@ class SftRun:
         self,
         config: Config,
         ranks: Ranks,
+        *,
         lock: RunLock | None,
         examples: Examples | None,
         console: Console,

@@ -173,7 +173,7 @@ def test_embedded_the_fused_attention_of_a_gpu_computes_the_same() -> None:
     for window in (64, 5):
         seen = (torch.arange(64) <= positions) & (torch.arange(64) > positions - window)
         mask = additive(seen, torch.float32)
-        wanted = _by_products(query, key, value, 0.3, mask, None, None)
+        wanted = _by_products(query, key, value, scale=0.3, mask=mask, softcap=None, sinks=None)
         torch.testing.assert_close(
             _fused(query, key, value, 0.3, mask), wanted, atol=1e-6, rtol=1e-5
         )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
     "signal": ("died", "was ended by signal 9"),
     "killed while it writes": ("died", "was ended by signal 9"),
+    "killed with a default": ("died", "was ended by signal 9"),
     "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
     "NaN": ("error", "the program's reward is nan, not a finite number"),
     "[]": ("error", "the program's reward is [], not a finite number"),
@@ -124,12 +126,34 @@ async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one
         assert "a call had no answer" in episode.detail
 
 
+async def test_a_client_that_left_before_its_answer_has_none_even_if_the_server_was_busy() -> None:
+    def busy(_: str) -> str:
+        time.sleep(1.5)  # blocks the server: the client leaves, and the answer comes, at once
+        return "3"
+
+    async with served(NAME, busy) as server:
+        episode = await play(server, "gives up")
+        assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
+        assert "a call had no answer" in episode.detail
+
+
+async def test_an_episode_without_a_folder_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "number")
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "an episode has no folder: No such file or directory" in episode.detail
+
+
 async def test_a_refused_call_is_told_and_counted() -> None:
     async with served(NAME, lambda _: "3") as server:
         episode = await play(server, "two answers")
         assert (episode.status, episode.reward) == ("ok", 1.0)
-        assert "1 calls refused, the first: a call returns exactly one answer" in episode.detail
+        assert "1 calls refused, the first: n: a call returns exactly one answer" in episode.detail
         assert episode.metrics["refused_calls"] == 1
+        assert episode.refusal.startswith("n: a call returns exactly one answer; make one call")
         (refused,) = server.service._refused.collect()
         assert (refused.samples[0].labels["field"], refused.samples[0].value) == ("n", 1)
 
@@ -169,6 +193,7 @@ async def test_program_leaves_no_process_or_session_behind(
     async with served(NAME, lambda _: "3") as server:
         for mode, status, count, deadline_s in (
             ("leaves", "ok", 2, 60),
+            ("escapes", "ok", 1, 60),
             ("lingers", "ok", 1, 60),
             ("hangs", "timeout", 2, 8),
         ):
@@ -204,7 +229,10 @@ def test_folders_that_a_killed_server_left_are_removed_at_the_next_start(
     killed = "import sys, os; from services.environment.programs import Folders; "
     killed += "Folders().make(); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert len(list(tmp_path.iterdir())) == 2
+    empty = tmp_path / "rlhf-episodes-empty"
+    empty.mkdir()
+    os.utime(empty, (0, 0))
+    assert len(list(tmp_path.iterdir())) == 3
     Folders().close()
     assert list(tmp_path.iterdir()) == [kept.parent]
     lives.close()

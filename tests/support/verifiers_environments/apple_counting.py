@@ -1,4 +1,4 @@
-"""A verifiers environment in the layout of `vf-init`: a taskset, and a harness that asks twice."""
+"""A verifiers environment in the layout of `vf-init`: a taskset, and a harness that asks several times."""
 
 # mypy: ignore-errors
 
@@ -9,9 +9,9 @@ import verifiers.v1 as vf
 
 PROGRAM = """
 import json, sys, urllib.request
-url, key, prompt = sys.argv[1:]
+url, key, prompt, times = sys.argv[1:]
 messages = [{"role": "user", "content": prompt}]
-for _ in range(2):
+for _ in range(int(times)):
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     with urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers)) as answer:
@@ -34,11 +34,15 @@ class AppleTask(vf.Task[AppleData]):
         return float(trace.last_reply == self.data.answer)
 
 
-class AppleTaskset(vf.Taskset[AppleTask, vf.TasksetConfig]):
+class AppleConfig(vf.TasksetConfig):
+    fruit: str = "apples"
+
+
+class AppleTaskset(vf.Taskset[AppleTask, AppleConfig]):
     def load(self) -> list[AppleTask]:
         return [
             AppleTask(
-                AppleData(prompt=f"How many apples are {i} and 1?", answer=str(i + 1)),
+                AppleData(prompt=f"How many {self.config.fruit} are {i} and 1?", answer=str(i + 1)),
                 self.config.task,
             )
             for i in range(8)
@@ -46,7 +50,7 @@ class AppleTaskset(vf.Taskset[AppleTask, vf.TasksetConfig]):
 
 
 class AppleHarnessConfig(vf.HarnessConfig):
-    """No settings."""
+    times: int = 2
 
 
 class AppleHarness(vf.Harness[AppleHarnessConfig]):
@@ -56,7 +60,16 @@ class AppleHarness(vf.Harness[AppleHarnessConfig]):
         self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None
     ):
         return await runtime.run_program(
-            [sys.executable, "-c", PROGRAM, endpoint, secret, str(data.prompt)], {}
+            [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                endpoint,
+                secret,
+                str(data.prompt),
+                str(self.config.times),
+            ],
+            {},
         )
 
 

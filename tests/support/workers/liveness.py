@@ -34,7 +34,7 @@ def main(directory: Path, part: str, limit_s: float) -> None:
     torch.set_num_threads(1)
     with Ranks.from_env(timeout_s=600) as ranks, ExitStack() as stack:
         if part == "leave" and not ranks.is_rank_zero:
-            asyncio.open_connection = _open_late
+            asyncio.open_connection = _open_late  # type: ignore[assignment]
         stack.enter_context(Liveness(ranks, Topology.from_env(), limit_s))
         (directory / f"ready{ranks.rank}").touch()
         if part == "leave" and ranks.is_rank_zero:

@@ -236,8 +236,8 @@ def test_truncated_completions_can_be_left_out(config: Config, groups: list[Grou
     groups[0].completions[0].finish_reason = "length"
     masked = with_algorithm(config, mask_truncated=True)
     every, kept = whole(groups, config), whole(groups, masked)
-    assert [row.counts for row in every.rows] == [True] * 16
-    assert [row.counts for row in kept.rows] == [False] + [True] * 15
+    assert [row.in_loss for row in every.rows] == [True] * 16
+    assert [row.in_loss for row in kept.rows] == [False] + [True] * 15
     for all_of_them, rest in zip(known(every.advantages), known(kept.advantages), strict=True):
         assert (
             all_of_them == rest

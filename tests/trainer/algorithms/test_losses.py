@@ -18,7 +18,7 @@ from trainer.algorithms.losses import (
     kl_divergence,
     off_policy_mask,
     probability_ratio,
-    sequence_ratio,
+    row_ratio,
     token_coefficients,
 )
 
@@ -87,11 +87,11 @@ def terms(logprobs: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tenso
     )
 
 
-def test_sequence_ratio_hand_computed() -> None:
+def test_row_ratio_hand_computed() -> None:
     """GSPO: exp of the mean log ratio. Row 0: (0.2 + 0.4) / 2 = 0.3; row 1: (0.3 − 0.3 + 0.6) / 3 =
     0.2."""
     logprobs = torch.tensor([-0.8, -0.6, -0.7, -1.3, -0.4], requires_grad=True)
-    ratio = sequence_ratio(logprobs, torch.full((5,), -1.0), ROWS, 2)
+    ratio = row_ratio(logprobs, torch.full((5,), -1.0), ROWS, 2)
     expected = torch.tensor([math.exp(0.3)] * 2 + [math.exp(0.2)] * 3)
     torch.testing.assert_close(ratio.detach(), expected)
     ratio.sum().backward()
@@ -103,7 +103,7 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
     """The computed Σ over tokens of s/L equals the derivative of s = exp(mean log ratio) itself."""
     old = torch.tensor([-1.0, -1.2, -0.5])
     one = torch.tensor([-0.8, -0.9, -0.7], requires_grad=True)
-    (sequence_ratio(one, old, torch.zeros(3, dtype=torch.long), 1) / 3).sum().backward()
+    (row_ratio(one, old, torch.zeros(3, dtype=torch.long), 1) / 3).sum().backward()
     two = one.detach().clone().requires_grad_(True)
     torch.exp((two - old).mean()).backward()
     torch.testing.assert_close(one.grad, two.grad)
@@ -204,4 +204,4 @@ def test_k1_and_k3_estimate_the_true_divergence() -> None:
     ],
 )
 def test_adapted_kl_coef_hand_computed(kl: float, expected: float) -> None:
-    assert adapted_kl_coef(0.1, kl, target=0.01, completions=256) == pytest.approx(expected)
+    assert adapted_kl_coef(0.1, kl, target=0.01, rows=256) == pytest.approx(expected)

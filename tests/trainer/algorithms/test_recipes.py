@@ -24,7 +24,7 @@ from trainer.algorithms.advantages import length_penalty, mean_normalised, rewar
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.algorithms.losses import (
     TokenTerms,
-    divergence_masked,
+    dppo,
     geometric_mask,
     importance_correction,
     policy_loss,
@@ -79,7 +79,7 @@ def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advant
     low, high = (0.3, 0.2) if old == 0.9 else (0.2, 0.2)
     logprobs = logs(new).requires_grad_()
     ratio = probability_ratio(logprobs, logs(old))
-    result = divergence_masked(
+    result = dppo(
         ratio,
         logprobs=logprobs,
         rollout_logprobs=logs(old),

@@ -15,7 +15,7 @@ from trainer.observe.group_files import LINES
 
 def found(index: GroupIndex, **query: Any) -> list[int]:
     """Returns the numbers of the groups found, in order."""
-    total, _, rows = index.search(Query(**query), 1000, 0)
+    total, _, rows = index.search(Query(**query), limit=1000, offset=0)
     assert total == len(rows)
     return [int(row["id"].removeprefix("group-")) for row in rows]
 
@@ -88,10 +88,13 @@ def test_pages_follow_each_other(tmp_path: Path) -> None:
     write_lines(tmp_path, 1, 10)
     index = GroupIndex(tmp_path)
     everything = found(index, sort="-reward")
-    pages = [index.search(Query(sort="-reward"), 50, offset)[2] for offset in range(0, 320, 50)]
+    pages = [
+        index.search(Query(sort="-reward"), limit=50, offset=offset)[2]
+        for offset in range(0, 320, 50)
+    ]
     assert [len(page) for page in pages] == [50] * 6 + [20]
     assert [int(row["id"].removeprefix("group-")) for page in pages for row in page] == everything
-    assert index.search(Query(), 50, 10_000) == (320, 10_000, [])
+    assert index.search(Query(), limit=50, offset=10_000) == (320, 10_000, [])
 
 
 def test_one_group_may_be_trained_on_in_several_steps(tmp_path: Path) -> None:
@@ -219,23 +222,25 @@ def test_a_hundred_thousand_groups_are_searched(steps: int, tmp_path: Path) -> N
     write_lines(tmp_path, 1, steps)
     groups = steps * 32
     index = GroupIndex(tmp_path)
-    total, _, rows = index.search(Query(), 50, groups - 50)
+    total, _, rows = index.search(Query(), limit=50, offset=groups - 50)
     assert (total, len(rows), rows[-1]["step"], rows[-1]["id"]) == (groups, 50, 1, "group-31")
-    total, _, rows = index.search(Query(text="is 123 +", error="none", sort="-length"), 50, 0)
+    total, _, rows = index.search(
+        Query(text="is 123 +", error="none", sort="-length"), limit=50, offset=0
+    )
     assert total == sum(number % 7 != 0 for number in range(123, groups, 1000))
     assert {row["prompt"] for row in rows} == {"What is 123 + 1?"}
     assert [row["tokens"] for row in rows] == sorted((row["tokens"] for row in rows), reverse=True)
     write_lines(tmp_path, steps + 1, 1)
-    assert index.search(Query(step_from=steps + 1), 50, 0)[0] == 32
+    assert index.search(Query(step_from=steps + 1), limit=50, offset=0)[0] == 32
 
 
 def test_the_first_answer_waits_for_only_a_part_of_the_file(tmp_path: Path) -> None:
     write_lines(tmp_path, 1, 100)
     index = GroupIndex(tmp_path)
-    totals = [index.search(Query(), 50, 0, patience_s=0.0)[0]]
+    totals = [index.search(Query(), limit=50, offset=0, patience_s=0.0)[0]]
     assert 0 < totals[0] < 3200
     while (left := index.left()) is not None:
         assert 0 < left["done"] <= left["of"]
-        totals.append(index.search(Query(), 50, 0, patience_s=0.0)[0])
+        totals.append(index.search(Query(), limit=50, offset=0, patience_s=0.0)[0])
     assert totals == sorted(set(totals))
     assert totals[-1] == 3200

@@ -11,7 +11,7 @@ import heapq
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
@@ -38,7 +38,7 @@ from services.reward.functions.base import Message, RewardFunction
 from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.collector import Collector
+from trainer.rollouts.collector import CollectFailed, Collector
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
@@ -158,8 +158,23 @@ class Simulation:
                 self.engine.versions.append((self.engine.now, step + 1))
                 self.rollouts.start_ack(batch)()
                 served: Future[None] = Future()
-                self.rollouts.release(batch, served)
+                self.rollouts.free_slots(batch, when=served)
                 served.set_result(None)
+
+    async def generate(self, count: int) -> None:
+        """Waits until `count` groups are being generated, and ends them."""
+        while len(self.engine.running) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        while self.engine.running:
+            heapq.heappop(self.engine.running)[2].set_result(None)
+
+    async def take(self, count: int) -> None:
+        request = TakeRequest(
+            count=count, min_version=0, wait_s=30.0, request_id="take", run_id="run"
+        )
+        taken: list[Group] = []
+        while len(taken) < count:
+            taken = await self.collector.take(request)
 
     def _train(self, batch: Batch, step: int, learning_rate: float) -> None:
         batch.old_logprobs = [row.rollout_logprobs for row in batch.rows]
@@ -177,15 +192,11 @@ class Simulation:
         when, oldest = self.config.trainer.when_stale, step - STALENESS
 
         async def look() -> bool:
-            is_stored = self.collector.is_stored
-            waiting = self.collector.waiting
+            untaken = list(self.collector.untaken.values())
             if when == "wait":
-                return all(list(is_stored.values())[:FRESH])
-            young = [
-                p
-                for p, stored in is_stored.items()
-                if stored and (when == "train" or waiting[p][0].weight_version >= oldest)
-            ]
+                return all(each.is_stored for each in untaken[:FRESH])
+            stored = [each.graded for each in untaken if each.graded and each.is_stored]
+            young = [group for group in stored if when == "train" or group.weight_version >= oldest]
             return len(young) >= FRESH
 
         return self.loop.call(look())
@@ -202,10 +213,12 @@ class Simulation:
         """Waits until every group in a slot is being generated or is stored."""
 
         async def settled() -> None:
-            is_stored = self.collector.is_stored
-            while len(is_stored) != open_slots or list(is_stored.values()).count(False) != len(  # noqa: ASYNC110
-                self.engine.running
-            ):
+            def is_settled() -> bool:
+                untaken = self.collector.untaken.values()
+                generating = sum(not each.is_stored for each in untaken)
+                return len(untaken) == open_slots and generating == len(self.engine.running)
+
+            while not is_settled():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
         self.loop.call(settled())
@@ -307,24 +320,46 @@ def test_a_group_that_is_taken_before_the_answer_about_it_is_forgotten(
 
         async def take_first() -> None:
             transport.released = asyncio.Event()
-            while len(made.engine.running) < FRESH:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            while made.engine.running:
-                heapq.heappop(made.engine.running)[2].set_result(None)
-            request = TakeRequest(
-                count=FRESH, min_version=0, wait_s=30.0, request_id="take", run_id="run"
-            )
-            taken: list[Group] = []
-            while len(taken) < FRESH:
-                taken = await collector.take(request)
-            assert not collector.is_stored
+            await made.generate(FRESH)
+            await made.take(FRESH)
+            assert not collector.untaken
             transport.released.set()
             await collector._stored.wait()
-            assert not collector.is_stored
-            assert not collector.waiting
+            assert not collector.untaken
 
         with made.rollouts.collecting(0, 1):
             made.loop.call(take_first())
+
+
+async def acknowledge_one(other: ReplayClient) -> None:
+    """Acknowledges a group that waits for the trainer."""
+    taken = await other.take(TakeRequest(count=1, min_version=0, wait_s=0, request_id="other"))
+    await other.ack([group.id for group in taken.groups])
+
+
+async def forget_all(other: ReplayClient) -> None:
+    """Drops the group that waits, which can be stored again, and those of the trainer."""
+    await other.reset_fresh()
+
+
+@pytest.mark.parametrize(("deed", "lost"), [(acknowledge_one, 1), (forget_all, FRESH - 1)])
+def test_the_groups_that_the_trainer_holds_do_not_hide_the_loss_of_others(
+    base_model: Path, tmp_path: Path, deed: Callable[[ReplayClient], Awaitable[None]], lost: int
+) -> None:
+    """Dynamic sampling holds groups that differ while it waits for others."""
+    with simulation(base_model, tmp_path, "train") as made:
+
+        async def lose() -> None:
+            await made.generate(FRESH)
+            assert await made.collector.wait_for_oldest(FRESH, 30.0)
+            await made.take(FRESH - 1)
+            await made.collector.store_lost()  # nothing is lost yet
+            await deed(ReplayClient("replay-buffer", "http://x", transport=made.replay))
+            with pytest.raises(CollectFailed, match=f"{lost} groups .* by another client"):
+                await made.collector.store_lost()
+
+        with made.rollouts.collecting(0, 1):
+            made.loop.call(lose())
 
 
 def chi_square(groups: list[Group]) -> float:

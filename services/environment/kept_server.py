@@ -1,0 +1,132 @@
+"""A server of the user's that this process starts once, for all episodes, and keeps alive."""
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+
+import aiohttp
+
+from common.errors import ServiceLost
+from common.process.topology import WRONG_SETTING
+from services.environment.environments import FIELD
+from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.programs import Folders, RunningProgram, free_port, words_of
+
+PORT = "{port}"
+"""The port to listen on, in a word of the command."""
+_RETRY_S = 0.1
+"""Pause before the server is asked again whether it is ready."""
+_MAX_FAILED_STARTS = 5
+"""Starts in a row after which the command ended before it answered: another one would not help."""
+_HUNG_S = 5.0
+"""Time in which a live server answers."""
+_STOP_S = 10.0
+"""Time that the server has to end by itself, so that it can remove what it started elsewhere."""
+
+
+class KeptServer:
+    """A command that serves HTTP on a port, started before the first episode and after its end.
+
+    It answers `GET /health` with 200 when it is ready.
+
+    Args:
+        name: name of the environment.
+        command: the command line, in which `{port}` is the port to listen on.
+
+    Raises:
+        ConfigError: the command does not exist here.
+    """
+
+    def __init__(self, name: str, command: str) -> None:
+        self._name = name
+        self._words = words_of(command, FIELD)
+        self._folders = Folders()
+        self._home: Path | None = None
+        self._program: RunningProgram | None = None
+        self._port = 0
+        self._is_ready = False
+        self._starting = asyncio.Lock()
+        self._failed_starts = 0
+
+    @property
+    def url(self) -> str:
+        """The URL of the newest server."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def ready(self, deadline_s: float) -> RunningProgram:
+        """Starts the server unless it is running, waits until it answers, and returns it.
+
+        Raises EnvironmentLost when it is not ready in time, EpisodeFailed when it ends instead, and
+        ServiceLost when it did so several times in a row or says that its settings are wrong.
+        """
+        try:
+            async with asyncio.timeout(deadline_s), self._starting:
+                return await self._start()
+        except TimeoutError:
+            raise EnvironmentLost(
+                f"{self._words[0]} was not ready within {deadline_s:g} s"
+            ) from None
+
+    async def end_if_lost(self, program: RunningProgram) -> None:
+        """Kills a server that does not answer, so that it is started again.
+
+        It may hang, or be shutting down.
+        """
+        if program is not self._program or program.ended:
+            return
+        if not await self._answers():
+            await program.kill()
+
+    async def close(self) -> None:
+        """Ends the server and removes its folder."""
+        if self._program is not None:
+            self._program.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._program.wait(), _STOP_S)
+            await self._program.kill()
+        await asyncio.to_thread(self._folders.close)
+
+    async def _start(self) -> RunningProgram:
+        if self._program is None or self._program.ended:
+            self._port = free_port()
+            self._is_ready = False
+            if self._home is None:
+                self._home = await asyncio.to_thread(self._folders.make)
+            mark = secrets.token_hex(16)
+            variables = {"PROGRAM_ID": mark, "PORT": str(self._port)}
+            words = [word.replace(PORT, str(self._port)) for word in self._words]
+            self._program = await RunningProgram.start(words, variables, mark=mark, home=self._home)
+
+        while not self._is_ready:
+            if self._program.ended:
+                raise await self._failed_start(self._program)
+            self._is_ready = await self._answers()
+            if not self._is_ready:
+                await asyncio.sleep(_RETRY_S)
+        self._failed_starts = 0
+        return self._program
+
+    async def _failed_start(self, program: RunningProgram) -> Exception:
+        """Counts a server that ended before it answered, and returns the error."""
+        status = await program.wait()
+        output = await program.kill()
+        reason = f"{self._words[0]} ended with status {status} before it answered: {output}"
+        self._failed_starts += 1
+        if status != WRONG_SETTING and self._failed_starts < _MAX_FAILED_STARTS:
+            return EpisodeFailed(reason)
+        times = f"{self._failed_starts} times in a row, " if self._failed_starts > 1 else ""
+        return ServiceLost(
+            f"{times}{reason}", field=FIELD, value=self._name, remedy="try the command by itself"
+        )
+
+    async def _answers(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=_HUNG_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as http,
+                http.get(f"{self.url}/health") as answer,
+            ):
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
