@@ -100,7 +100,7 @@ def _is_free_choice(choice: Any) -> bool:
     return _kind(choice) in ("auto", "none") and not takes_one_call
 
 
-def _kind(choice: Any) -> Any:
+def _kind(choice: Any) -> object:
     return choice.get("type") if isinstance(choice, dict) else choice
 
 
