@@ -311,6 +311,7 @@ class InProcessBackend:
             stop_token_ids=_stop_token_ids(context),
             gateway=f"{tls().scheme}://127.0.0.1:{sock.getsockname()[1]}" if sock else "",
             environment=self.environment,
+            runtime=config.runtime,
         )
         app = create_environment_app(episodes, config.max_body_mb << 20)
         if sock is None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 
 from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
+from common.settings.lr_schedules import wrong_arguments
 from common.settings.rewards import OwnReward
 from common.settings.section import Section
 from common.settings.sections import (
@@ -13,6 +14,7 @@ from common.settings.sections import (
     EnvironmentSection,
     EvaluationSection,
     LoraSection,
+    RuntimeSection,
     TeacherSection,
     TrackersSection,
 )
@@ -116,6 +118,10 @@ def _conflicts(config: Settings) -> Iterator[str]:
             "{rollout.max_context_tokens}: lower sampling.max_new_tokens or raise "
             "rollout.max_context_tokens"
         )
+    trainer = config.trainer
+    yield from wrong_arguments(
+        trainer.lr_schedule, trainer.lr_schedule_args, learning_rate=trainer.learning_rate
+    )
     if algorithm.overlong_buffer >= sampling.max_new_tokens:
         yield (
             "{algorithm.overlong_buffer} is not below {sampling.max_new_tokens}: lower "
@@ -362,13 +368,14 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
         # A port may be set once for all runs.
         names = _all(EnvironmentSection, "environment", ("name", "port"))
         yield names, "environment.name is empty"
+    if config.environment.name.partition(":")[0] not in ("agent", "harbor"):
+        names = _all(RuntimeSection, "runtime", ())
+        yield names, "environment.name starts no agent:COMMAND or harbor:COMMAND"
     if not algorithm.needs_critic:
         names = _all(CriticSection, "critic", ("port",))
         yield names, f"algorithm.advantage {algorithm.advantage} has no critic"
     if config.model.dtype == "float32":
         yield ("model.fp32_head",), "model.dtype is float32"
-    if config.trainer.lr_schedule == "constant":
-        yield ("trainer.min_lr_share",), "trainer.lr_schedule is constant"
     if algorithm.kl_coef == 0:
         yield ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
     if algorithm.rollout_correction == "none":

@@ -21,6 +21,7 @@ from pydantic import (
 
 from common.errors import did_you_mean
 from common.settings.chat_templates import read_chat_template, read_template_variables
+from common.settings.lr_schedules import LrSchedule
 from common.settings.prompt_templates import read_template
 from common.settings.rewards import OwnReward, Reward, RewardEntry
 from common.settings.section import InHelp, Section
@@ -48,7 +49,7 @@ _MAX_NAME = 512
 
 def _environment(text: str) -> str:
     if text in ("", "python") or re.fullmatch(
-        r"python:[\w.]+[:.]\w+|(agent|openenv|verifiers):\s*\S.*", text, re.DOTALL
+        r"python:[\w.]+[:.]\w+|(agent|harbor|openenv|verifiers):\s*\S.*", text, re.DOTALL
     ):
         if len(text) > _MAX_NAME:
             raise ValueError(
@@ -56,7 +57,8 @@ def _environment(text: str) -> str:
                 f"{_MAX_NAME}"
             )
         return text
-    forms = ["agent:COMMAND", "agent:URL", "openenv:COMMAND", "openenv:URL", "verifiers:ID"]
+    forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND"]
+    forms += ["openenv:COMMAND", "openenv:URL", "verifiers:ID"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
     raise ValueError(f"there is no environment {text}: {hint}")
 
@@ -493,10 +495,11 @@ class TrainerSection(Section):
     warmup_steps: InHelp[NonNegativeInt] = 10
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""
-    lr_schedule: InHelp[Literal["constant", "linear", "cosine"]] = "constant"
-    """Learning rate after the warm-up: `constant`, or falling until the last step."""
-    min_lr_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the learning rate at which it ends. 0: it falls to zero."""
+    lr_schedule: InHelp[LrSchedule] = "constant"
+    """Learning rate after the warm-up: `constant`, or falling until the last step, with the names
+    and formulas of `transformers`."""
+    lr_schedule_args: dict[str, Any] = {}
+    """Arguments of the schedule, such as `{"min_lr_rate": 0.1}` of `cosine_with_min_lr`."""
     max_grad_norm: PositiveFloat = 1.0
     """Norm to which the gradients of policy and critic are clipped."""
     micro_batch_tokens: InHelp[PositiveInt] = 16_384
@@ -576,9 +579,9 @@ class EnvironmentSection(Section):
     name: InHelp[Annotated[str, AfterValidator(_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
-    talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
-    or `verifiers:FILE.toml` (docs/how-to/agents.md). Empty: single completions, without an
-    environment-server."""
+    talks to a model; `harbor:COMMAND`, one that works in the container of a Harbor task;
+    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID` or `verifiers:FILE.toml`
+    (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: PositiveInt = 8
     """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
     sample this many times `sampling.max_new_tokens` tokens."""
@@ -606,6 +609,40 @@ class EnvironmentSection(Section):
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the
     engines idle; otherwise 64 programs or connections."""
+
+    @property
+    def grades_itself(self) -> bool:
+        """Whether the problems have tests instead of ground truths."""
+        return self.name.startswith("harbor:")
+
+
+class RuntimeSection(Section):
+    """Where the programs of episodes run (docs/how-to/agents.md#containers)."""
+
+    kind: Literal["local", "sandbox", "docker", "kubernetes"] = "local"
+    """`local`: processes of the environment-server's user. Otherwise every episode has a container,
+    which reaches only the gateway: `sandbox`, bubblewrap on this machine; `docker`; `kubernetes`,
+    a pod."""
+    image: str = ""
+    """Image of the containers of Docker and Kubernetes; `{task}` in it is replaced by the name of a
+    Harbor task's folder. A task that names its own image has that one."""
+    tools: list[Annotated[str, Field(min_length=1)]] = []
+    """Folders of the environment-server that containers have too, under the same absolute paths and
+    read-only, such as the one in which the agent is installed."""
+    cpus: PositiveFloat = 1.0
+    """CPUs of a container of Docker or Kubernetes, unless a task says otherwise."""
+    memory_mb: PositiveInt = 4096
+    """Memory of a container in MB, unless a task says otherwise; in the sandbox, of each of its
+    processes."""
+    processes: PositiveInt = 512
+    """Processes and threads of a container. Kubernetes ignores it: its nodes have such a limit
+    (`podPidsLimit`)."""
+    gateway: str = ""
+    """URL at which containers of Docker and Kubernetes reach the environment-server, for networks
+    where they do not find it by themselves."""
+    grader_network: bool = False
+    """Whether the containers in which Harbor tasks are graded have the network of their host, for
+    tests that install packages. What the agent wrote runs there."""
 
 
 class TrackersSection(Section):

@@ -18,6 +18,7 @@ from common.settings.sections import (
     ReplaySection,
     RewardSection,
     RolloutSection,
+    RuntimeSection,
     SamplingSection,
     TeacherSection,
     TrackersSection,
@@ -78,6 +79,7 @@ class Settings(BaseModel):
     teacher: TeacherSection = TeacherSection()
     trainer: TrainerSection = TrainerSection()
     environment: EnvironmentSection = EnvironmentSection()
+    runtime: RuntimeSection = RuntimeSection()
     trackers: TrackersSection = TrackersSection()
 
 

@@ -16,6 +16,7 @@ from common.prompts.templates import check_prompts
 from common.settings.sections import DataSection
 from common.wire.schemas import Prompt
 from services.data import tiny
+from services.data.harbor import HarborLoader, has_tasks
 from services.data.loaders_base import Loader, check_enough
 from services.data.loaders_custom import CustomDatasetLoader
 from services.data.loaders_math import MATH_ON_HUB, GSM8KLoader, MATHLoader
@@ -77,6 +78,8 @@ def loader_of(config: DataSection) -> Loader:
             source=config.source.partition(":")[2] or MATH_ON_HUB,
             hub_config=config.hub_config,
         )
+    if has_tasks(Path(config.source)):
+        return HarborLoader(config.source)
     return CustomDatasetLoader(
         config.source,
         prompt_field=config.prompt_field,
@@ -109,8 +112,8 @@ def load_split(
         )
     loader = loader_of(config)
     name: str = config.train_split if split == "train" else config.eval_split
-    if Path(loader.source).is_file():
-        name = split  # a single file has no named splits, so a part of it is held out
+    if not loader.has_splits:
+        name = split  # a part of it is held out
     prompts = loader.load(name)
     check_prompts(config.prompt_template, prompts)
     if split == "eval" or config.num_samples is None:

@@ -39,6 +39,11 @@ class Loader(ABC):
         self.name = name
         self.task = task
 
+    @property
+    def has_splits(self) -> bool:
+        """Whether its splits have names; a single file has none."""
+        return not Path(self.source).is_file()
+
     def load(
         self, split: str, num_samples: int | None = None, seed: int = 0, shuffle: bool = False
     ) -> list[Prompt]:
@@ -88,15 +93,9 @@ class RowLoader(Loader):
             prefix = f"{self.name or path.resolve().name}-{split}"
             return self._prompts(read_file(file_of_split(path, split)), prefix)
         if path.exists():
-            if split not in _PARTS:
-                stop(
-                    f"a single file has no split {split!r}",
-                    path,
-                    f"its splits are {', '.join(_PARTS)}",
-                )
-            part = _PARTS[split]
+            part = _PARTS.get(split, split)
             prompts = self._prompts(read_file(path), f"{self.name or path.stem}-{part}")
-            return _part(prompts, part)
+            return part_of(prompts, split, path)
         if not is_hub_name(self.source):
             stop(
                 "there is no such file or directory",
@@ -128,13 +127,16 @@ def check_enough(prompts: list[Prompt], num_samples: int) -> None:
         )
 
 
-def _part(prompts: list[Prompt], part: str) -> list[Prompt]:
-    """Returns one part of a single file. The problem's text decides, so the same problem is never
-    in both parts.
+def part_of(prompts: list[Prompt], split: str, path: Path) -> list[Prompt]:
+    """Returns one part of the problems at a path without named splits. The problem's text decides,
+    so the same problem is never in both parts.
 
     Adding rows moves no problem to the other part. Even a short file has at least one held-out
-    problem.
+    problem. Raises ConfigError for an unknown split.
     """
+    if split not in _PARTS:
+        stop(f"it has no split {split!r}", path, f"its splits are {', '.join(_PARTS)}")
+    part = _PARTS[split]
     if part == "all":
         return prompts
     shares = [_share(prompt.prompt) for prompt in prompts]

@@ -51,6 +51,7 @@ def run(settings: config.Config) -> None:
         stop_token_ids=stop_token_ids,
         metrics=metrics,
         gateway=place.url(topology.ENVIRONMENT, section.port, place.node_rank),
+        runtime=settings.runtime,
     )
     app = create_environment_app(
         service, settings.max_body_mb << 20, metrics, nodes=place.num_nodes

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from common.errors import InvalidInput, shorten
+from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
 from services.environment.messages import Message, encodable, parse_messages, tools_key
@@ -60,6 +61,8 @@ class EpisodeRun:
         self._instance: Any = None
         """The object that the environment's class made, with the state of this episode."""
         self._chat: list[Message] = []
+        self._prompt_messages = 0
+        """Number of messages of the chat before the first answer."""
         self.outcome = Outcome()
 
     async def run(self) -> Outcome:
@@ -81,6 +84,17 @@ class EpisodeRun:
         await self._play()
         self._session.close()  # no more sampling once it is graded
         self.outcome.turn_rewards = await self._turn_rewards()
+        if self._environment.grade is not None:
+            sequences = self._session.sequences()
+            reward, components = await self._environment.grade(
+                self._instance,
+                self._task,
+                messages=[message.fields for message in self._chat[self._prompt_messages :]],
+                token_ids=sequences[-1].token_ids if sequences else [],
+            )
+            self.outcome.reward = reward + sum(self.outcome.turn_rewards)
+            self.outcome.components = components
+            return
         if self._environment.has_reward is False:
             return
 
@@ -99,6 +113,7 @@ class EpisodeRun:
         """Plays turns until the environment, the model or a limit ends the episode."""
         outcome = self.outcome
         self._chat = await self._begin()
+        self._prompt_messages = len(self._chat)
         while True:
             try:
                 answer = await self._session.call(self._chat, self._tools, self._call_key())
@@ -261,7 +276,12 @@ class EpisodeRun:
         name = f"{self._environment.name}: {getattr(function.func, '__name__', 'a method')}"
         if is_coroutine:
             return await self._threads.run_coroutine(function, name, timeout_s)
-        result = await self._threads.run(function, name, timeout_s)
+        try:
+            result = await self._threads.run(function, name, timeout_s)
+        except ValueError as error:
+            if not needs_main_thread(error):
+                raise
+            result = await asyncio.wrap_future(in_main_thread(function))
         if inspect.isawaitable(result):
             return await self._threads.run_coroutine(lambda: result, name, timeout_s)
         return result

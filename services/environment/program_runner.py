@@ -3,10 +3,12 @@ that a command with `{port}` started for all; the program reaches the model via 
 
 The program gets the task as JSON, on standard input or as the request body, with the addresses of
 its session. The reward is what the program writes to a file or returns, or what it sends to the
-session; otherwise the run's reward functions grade its last answer.
+session; otherwise the run's reward functions grade its last answer. A Harbor task is graded by its
+own tests and by nothing else.
 """
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -18,8 +20,10 @@ import orjson
 
 from common.errors import ConfigError
 from common.process.security import trusted
+from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD
+from services.environment.harbor import COLUMN, HarborTask, grade
 from services.environment.kept_server import PORT, KeptServer
 from services.environment.outcome import (
     EnvironmentLost,
@@ -29,6 +33,8 @@ from services.environment.outcome import (
     play_to_end,
 )
 from services.environment.programs import SIGNALLED, Folders, RunningProgram, words_of
+from services.environment.runtimes import load_runtime
+from services.environment.runtimes.runtime import Container, Network, Spec, with_tools
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -47,9 +53,12 @@ class ProgramRunner:
         slots: maximum concurrent programs; others wait, and their deadline starts later.
         gateway: URL at which programs reach this server.
         has_reward: whether every episode gives a reward; None: known once an episode gave one.
+        section: the settings of the containers; None for processes of this machine.
+        plays_tasks: whether the rows name Harbor tasks, which grade their episodes.
 
     Raises:
-        ConfigError: the command does not exist here, or the URL is invalid.
+        ConfigError: the command does not exist here, the URL is invalid, or containers do not work
+            here.
     """
 
     def __init__(
@@ -60,6 +69,8 @@ class ProgramRunner:
         slots: int,
         gateway: str,
         has_reward: bool | None = None,
+        section: RuntimeSection | None = None,
+        plays_tasks: bool = False,
     ) -> None:
         self.name = name
         self.tools: dict[str, Any] = {}
@@ -70,10 +81,27 @@ class ProgramRunner:
         self._folders = Folders()
         self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
+        self._section = section or RuntimeSection()
+        self._plays_tasks = plays_tasks
 
         self._url = target if target.startswith(("http://", "https://")) else ""
-        self._server = None if self._url or PORT not in target else KeptServer(name, target)
-        self._words = [] if self._url else words_of(target, FIELD)
+        is_here = self._section.kind == "local"
+        keeps_server = PORT in target and not self._url
+        self._server = KeptServer(name, target) if keeps_server and is_here else None
+        self._words = [] if self._url else words_of(target, FIELD, is_here=is_here)
+        if not is_here:
+            self._words = with_tools(self._words, self._section)
+        if keeps_server and not is_here:
+            raise ConfigError(
+                f"a command with {PORT} serves all episodes, and containers are for one each",
+                field="runtime.kind",
+                value=self._section.kind,
+                remedy="set it to local, or name a program that plays one episode",
+            )
+        starts_programs = bool(self._words) and not keeps_server
+        self._runtime = load_runtime(
+            self._section if starts_programs else RuntimeSection(), gateway
+        )
         if self._url and not _is_url(self._url):
             raise ConfigError(
                 "this is not a URL",
@@ -94,7 +122,8 @@ class ProgramRunner:
             if self._server is not None:
                 program = await self._ready(self._server, limits, outcome)
             if outcome.status == "ok":
-                await play_to_end(self._play(task, session, outcome), session, limits, outcome)
+                episode = self._play(task, session, limits, outcome)
+                await play_to_end(episode, session, limits, outcome)
             if outcome.status in ("timeout", "died") and self._server and program:
                 await self._server.end_if_lost(program)
 
@@ -106,9 +135,12 @@ class ProgramRunner:
         return outcome
 
     async def close(self) -> None:
-        """Ends the server if this process started one, and removes the episodes' folders."""
+        """Ends the server if this process started one, and removes the episodes' folders and
+        containers.
+        """
         if self._server is not None:
             await self._server.close()
+        await self._runtime.close()
         await asyncio.to_thread(self._folders.close)
 
     async def _ready(
@@ -125,50 +157,94 @@ class ProgramRunner:
             outcome.detail = str(error)
         return None
 
-    async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
-        content = self._task(task, session)
+    async def _play(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, outcome: Outcome
+    ) -> None:
         url = f"{self._server.url}/run" if self._server else self._url
         if url:
+            content = self._task(task, session, self._gateway)
             reward = await self._post_task(url, content, session)
+            session.close()  # no more sampling once it is graded
+            _check_answered(session)
         else:
-            reward = await self._run_command(content, session)
-        session.close()  # no more sampling once it is graded
-        _check_answered(session)
-        if session.graded.is_set():
+            content = self._task(task, session, self._runtime.gateway())
+            reward = await self._run_command(content, session, limits)
+        if session.graded.is_set() and not self._plays_tasks:
             reward = session.reward
         if reward is not None:
             outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
 
-    async def _run_command(self, content: dict[str, Any], session: Session) -> Any:
-        """Runs the command; returns the reward that it wrote, or None."""
+    async def _run_command(
+        self, content: dict[str, Any], session: Session, limits: EpisodeLimits
+    ) -> Any:
+        """Runs the command in a container; returns the reward, or None."""
         home = await asyncio.to_thread(self._folders.make)
+        spec = Spec(lifetime_s=limits.deadline_s, mark=session.id, image=self._section.image)
         try:
-            reward_file = home / "reward.json"
-            env = _variables(content["session"]) | {
-                "EPISODE_DIR": str(home),
-                "EPISODE_REWARD_FILE": str(reward_file),
-            }
-            words = [word.replace("{prompt}", content["prompt"]) for word in self._words]
-            program = await RunningProgram.start(
-                words, env, mark=session.id, home=home, stdin=orjson.dumps(content)
-            )
+            if self._plays_tasks:
+                return await self._work_on_task(content, session, home, spec)
+            container = await self._runtime.start(spec, home)
             try:
-                status = await _wait_for_end(program, session)
+                return await self._reward_of(container, content, session)
             finally:
-                output = await program.kill()
-
-            has_reward = session.graded.is_set()
-            if status > SIGNALLED:
-                # A program may be killed when its work is done: a whole reward is kept.
-                has_reward = has_reward or await asyncio.to_thread(
-                    _is_complete, reward_file, session.asked_at
-                )
-            if status and not has_reward and not session.stop_reason:
-                _check_answered(session)
-                raise _failure(words[0], status, output)
-            return await asyncio.to_thread(_read_reward, reward_file)
+                await asyncio.shield(container.kill())
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
+
+    async def _work_on_task(
+        self, content: dict[str, Any], session: Session, home: Path, spec: Spec
+    ) -> Any:
+        """Runs the command in the container of a Harbor task; returns the reward that its tests
+        gave.
+        """
+        folder = content["columns"].get(COLUMN)
+        if not isinstance(folder, str):
+            raise EpisodeFailed(
+                f"the row has no column {COLUMN}: let data.source be a folder of Harbor tasks"
+            )
+        task = await asyncio.to_thread(HarborTask.read, Path(folder))
+        for_agent = task.spec(spec)
+        network: Network = "open" if self._section.grader_network else "none"
+        clean = dataclasses.replace(for_agent, network=network)
+
+        container = await self._runtime.start(for_agent, home)
+        try:
+            async with asyncio.timeout(task.timeout_s):
+                await self._reward_of(container, content, session)
+            return await grade(task, container, self._runtime, clean=clean, home=home)
+        finally:
+            await asyncio.shield(container.kill())
+
+    async def _reward_of(
+        self, container: Container, content: dict[str, Any], session: Session
+    ) -> Any:
+        """Runs the command; returns the reward that it wrote, or None. The session is closed then,
+        before anything is graded.
+        """
+        reward_file = f"{container.directory}/reward.json"
+        env = _variables(content["session"]) | {
+            "EPISODE_DIR": container.directory,
+            "EPISODE_REWARD_FILE": reward_file,
+        }
+        words = [word.replace("{prompt}", content["prompt"]) for word in self._words]
+        program = await container.exec(words, env, stdin=orjson.dumps(content))
+        try:
+            status = await _wait_for_end(program, session)
+        finally:
+            output = await program.kill()
+
+        has_reward = session.graded.is_set()
+        if status > SIGNALLED:
+            # A program may be killed when its work is done: a whole reward is kept.
+            # An earlier one may be a default.
+            written = await container.read(reward_file, after=session.asked_at)
+            has_reward = has_reward or _is_complete(written)
+        if status and not has_reward and not session.stop_reason:
+            _check_answered(session)
+            raise _failure(words[0], status, output)
+        session.close()
+        _check_answered(session)
+        return None if self._plays_tasks else _parse_reward(await container.read(reward_file))
 
     async def _post_task(self, url: str, content: dict[str, Any], session: Session) -> Any:
         """Posts the task; returns the reward in the response, or None."""
@@ -198,15 +274,15 @@ class ProgramRunner:
             raise EpisodeFailed(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
         return _parse_json(text, f"the answer of {url}") if text else None
 
-    def _task(self, task: EpisodeTask, session: Session) -> dict[str, Any]:
-        """Returns the task as sent to the program."""
+    def _task(self, task: EpisodeTask, session: Session, gateway: str) -> dict[str, Any]:
+        """Returns the task as sent to the program, which reaches this server at `gateway`."""
         prompt = task.prompt
         if not prompt:
             users = [each.get("content") for each in task.messages if each.get("role") == "user"]
             texts = [content for content in users if isinstance(content, str)]
             prompt = texts[-1] if texts else ""
 
-        base = f"{self._gateway}/sessions/{session.id}"
+        base = f"{gateway}/sessions/{session.id}"
         return {
             "prompt": prompt,
             "messages": task.messages or [{"role": "user", "content": prompt}],
@@ -269,27 +345,20 @@ def _failure(program: str, status: int, output: str) -> Exception:
     return EpisodeFailed(f"{program} ended with status {status}{shown}")
 
 
-def _read_reward(path: Path) -> Any:
+def _parse_reward(content: bytes | None) -> Any:
     """Returns the content of a reward file; None when there is none. Raises EpisodeFailed."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_REWARD_BYTES)
-    except FileNotFoundError:
+    if content is None:
         return None
-    except OSError as error:
-        raise EpisodeFailed(f"the reward file cannot be read: {error.strerror}") from error
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
 
 
-def _is_complete(path: Path, asked_at: float) -> bool:
-    """Returns whether a reward file holds a whole reward, written after the last call of the model:
-    an earlier one may be a default.
-    """
+def _is_complete(content: bytes | None) -> bool:
+    """Returns whether a reward file holds a whole reward."""
     try:
-        parse_reward(_read_reward(path), "the program's reward is")
-        return path.stat().st_mtime > asked_at
-    except (EpisodeFailed, OSError):
+        parse_reward(_parse_reward(content), "the program's reward is")
+    except EpisodeFailed:
         return False
+    return True
 
 
 def _parse_json(text: str, source: str) -> Any:

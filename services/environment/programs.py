@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import tempfile
+import time
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,13 +31,21 @@ _OUT_OF_RESOURCES = frozenset(
 _OUTPUT_BYTES = 4000
 """Bytes of a program's output that are kept, from its end."""
 _MAX_SCANS = 20
+_END_S = 10.0
+"""Seconds in which a program's starter (`common.process.child`) kills what the program started."""
 _FOLDERS = "rlhf-episodes-"
+_LIMITED = 'ulimit -f 8388608; exec "$@"'
+"""The blocks are of 512 bytes."""
+_STARTED_S = 60.0
+"""Age from which an empty folder is not that of a server which is starting."""
 SIGNALLED = 128
 """Exit statuses above this come from a signal."""
 
 
-def words_of(command: str, field: str) -> list[str]:
-    """Returns the words of a command line. Raises ConfigError when it cannot be run here."""
+def words_of(command: str, field: str, *, is_here: bool = True) -> list[str]:
+    """Returns the words of a command line. Raises ConfigError when it cannot be run, as far as that
+    is known: here, not in a container.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -45,7 +55,7 @@ def words_of(command: str, field: str) -> list[str]:
             value=command,
             remedy="close every quote",
         ) from None
-    if not words or not shutil.which(words[0]):
+    if not words or (is_here and not shutil.which(words[0])):
         raise ConfigError(
             f"there is no program {words[0]}" if words else "there is no command",
             field=field,
@@ -102,7 +112,8 @@ class Folders:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # A server that is starting may have made it and not locked it yet.
-                if any(root.iterdir()):
+                age_s = time.time() - root.stat().st_mtime
+                if any(root.iterdir()) or age_s > _STARTED_S:
                     shutil.rmtree(root, ignore_errors=True)
             finally:
                 os.close(lock)
@@ -117,6 +128,7 @@ class RunningProgram:
         self._process = process
         self._mark = mark.encode()
         self._output = b""
+        self._ending: asyncio.Task[str] | None = None
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -127,9 +139,18 @@ class RunningProgram:
         *,
         mark: str,
         home: Path,
-        stdin: bytes = b"",
+        stdin: bytes | Path | int = b"",
+        output: Path | None = None,
     ) -> "RunningProgram":
         """Starts a program in the server's working directory, with `home` for its own files.
+
+        Args:
+            words: its command line.
+            env: its environment variables, besides the inherited ones.
+            mark: a text that only its environment variables contain.
+            home: its folder.
+            stdin: its input, a file of it, or an open file descriptor.
+            output: a file for its standard output, of at most 4 GiB.
 
         Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the
         resources.
@@ -143,17 +164,24 @@ class RunningProgram:
         variables |= env
 
         try:
-            # Its input is a file without a name: a pipe could fill up.
-            with tempfile.TemporaryFile(dir=home) as input_file:
-                input_file.write(stdin)
-                input_file.seek(0)
+            with contextlib.ExitStack() as files:
+                if isinstance(stdin, bytes):
+                    # A file without a name: a pipe could fill up.
+                    input_file = files.enter_context(tempfile.TemporaryFile(dir=home))
+                    input_file.write(stdin)
+                    input_file.seek(0)
+                    stdin = input_file.fileno()
+                elif isinstance(stdin, Path):
+                    stdin = files.enter_context(stdin.open("rb")).fileno()
+                if output is not None:
+                    words = ["sh", "-c", _LIMITED, "sh", *words]
                 process = await asyncio.create_subprocess_exec(
-                    *child.command(words, input_file.fileno()),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
+                    *child.command(words, stdin),
+                    stdin=PIPE,
+                    stdout=files.enter_context(output.open("wb")) if output else PIPE,
+                    stderr=PIPE if output else asyncio.subprocess.STDOUT,
                     env=variables,
-                    pass_fds=(input_file.fileno(),),
+                    pass_fds=(stdin,),
                     start_new_session=True,
                 )
         except OSError as error:
@@ -169,6 +197,11 @@ class RunningProgram:
     @property
     def ended(self) -> bool:
         return self._process.returncode is not None
+
+    @property
+    def output(self) -> bytes:
+        """The end of what it has written so far."""
+        return self._output
 
     async def wait(self) -> int:
         """Waits for the program and returns its exit status, 128 + n when signal n ended it.
@@ -186,13 +219,24 @@ class RunningProgram:
             self._process.terminate()
 
     async def kill(self) -> str:
-        """Kills its remaining processes, including those that left the group; returns the end of
-        the output.
+        """Kills all of its processes, including those that left the group; returns the end of the
+        output.
         """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        # Whoever waits may be cancelled, the killing goes on.
+        return await asyncio.shield(self._ending)
+
+    async def _end(self) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # its starter then kills all of its descendants
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), _END_S)
+        # A program may have killed its starter.
         # PermissionError: macOS, only zombies left
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.shield(asyncio.to_thread(_kill_marked, self._mark))
+        await asyncio.to_thread(_kill_marked, self._mark)
         await self.wait()
         # A process that cannot be found may still hold the pipe.
         with contextlib.suppress(TimeoutError):
@@ -200,8 +244,9 @@ class RunningProgram:
         return SecretRedactor().redact(self._output.decode("utf-8", "replace")).strip()
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
-        while data := await self._process.stdout.read(65536):
+        output = self._process.stdout or self._process.stderr
+        assert output is not None
+        while data := await output.read(65536):
             self._output = (self._output + data)[-_OUTPUT_BYTES:]
 
 

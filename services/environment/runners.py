@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import ConfigError
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
@@ -47,7 +47,7 @@ class EpisodeRunner(Protocol):
 
 def needs_gateway(config: EnvironmentSection) -> bool:
     """Whether episodes are programs that reach the model over HTTP."""
-    return config.name.partition(":")[0] in ("agent", "verifiers")
+    return config.name.partition(":")[0] in ("agent", "harbor", "verifiers")
 
 
 def class_runner(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
@@ -55,8 +55,11 @@ def class_runner(environment: Environment, config: EnvironmentSection) -> Episod
     return ClassRunner(environment, config.workers or _THREADS)
 
 
-def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
-    """Returns the runner that the settings name; programs reach this server at the URL `gateway`.
+def load_runner(
+    config: EnvironmentSection, gateway: str, runtime: RuntimeSection | None = None
+) -> EpisodeRunner:
+    """Returns the runner that the settings name; programs run in `runtime`, and reach this server
+    at the URL `gateway`.
 
     Raises ConfigError when it cannot work here.
     """
@@ -67,7 +70,18 @@ def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
 
     slots = config.workers or _PROGRAMS
     if kind == "agent":
-        return ProgramRunner(name, target, slots=slots, gateway=gateway)
+        return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
+    if kind == "harbor":
+        _check_runtime(target, runtime)
+        return ProgramRunner(
+            name,
+            target,
+            slots=slots,
+            gateway=gateway,
+            has_reward=True,
+            section=runtime,
+            plays_tasks=True,
+        )
     if kind == "openenv":
         return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "verifiers":
@@ -87,5 +101,17 @@ def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
-        "openenv:COMMAND or URL, verifiers:ID or FILE.toml",
+        "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID or FILE.toml",
     )
+
+
+def _check_runtime(target: str, runtime: RuntimeSection | None) -> None:
+    """Raises ConfigError for Harbor tasks without containers."""
+    if runtime is None or runtime.kind == "local" or target.startswith(("http://", "https://")):
+        raise ConfigError(
+            "the agents and tests of Harbor tasks run in containers",
+            field="runtime.kind",
+            value=runtime.kind if runtime else "local",
+            remedy="set it to docker, kubernetes or, for tasks that need only Python and a shell, "
+            "sandbox, and write harbor:COMMAND",
+        )

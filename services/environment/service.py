@@ -19,7 +19,7 @@ from common.errors import (
     ServiceLost,
 )
 from common.process.metrics import Metrics
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
 from services.environment.environments import Environment
 from services.environment.messages import encodable
@@ -61,6 +61,7 @@ class EpisodeService:
         metrics: Prometheus metrics; a new set when None.
         gateway: URL at which programs reach this server.
         environment: the caller's environment, instead of the one named by `config`.
+        runtime: where programs run; None for this machine.
 
     Raises:
         ConfigError: the environment does not exist or cannot work here.
@@ -76,9 +77,10 @@ class EpisodeService:
         metrics: Metrics | None = None,
         gateway: str = "",
         environment: Environment | None = None,
+        runtime: RuntimeSection | None = None,
     ) -> None:
         if environment is None:
-            self.environment = load_runner(config, gateway)
+            self.environment = load_runner(config, gateway, runtime)
         else:
             self.environment = class_runner(environment, config)
         if self.environment.tools and template.no_tools:
@@ -204,7 +206,11 @@ class EpisodeService:
         sampling = request.sampling
         policy = request.policy
 
-        async def sample(tokens: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
+        async def sample(
+            tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+        ) -> Completion:
+            # The engines look for the stop texts in the text that the session reads.
+            stops = {"stop": list(stop), "skip_special_tokens": False} if stop else {}
             (answer,) = await self._router.answers(
                 tokens,
                 lora_path=policy.adapter or None,
@@ -213,6 +219,7 @@ class EpisodeService:
                 temperature=sampling.temperature,
                 stop_token_ids=self._stop_token_ids,
                 sampling_seed=seed,
+                parameters=stops,
                 deadline_s=request.limits.deadline_s,
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)

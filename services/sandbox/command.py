@@ -28,7 +28,7 @@ _SOURCES = {
 }
 """Modules for the process inside the sandbox, which cannot read files."""
 _FOR_TESTS = ("program.py", "pytest_names.py", "suite.py", "remote.py")
-_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
     "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
     "--as-pid-1 --die-with-parent --new-session --cap-drop ALL "
@@ -159,7 +159,7 @@ def _inspect(path: str, packages: bool) -> Interpreter | None:
     if not is_supported:
         return None
     needed = {Path(prefix), Path(base_prefix), Path(path).resolve().parent.parent} - {Path("/")}
-    outside = [folder for folder in needed if not any(map(folder.is_relative_to, _SYSTEM))]
+    outside = [folder for folder in needed if not any(map(folder.is_relative_to, SYSTEM))]
     return Interpreter(path, tuple(sorted(map(str, outside))), packages)
 
 
@@ -170,7 +170,7 @@ def bwrap_command(
     words = [bwrap, *_OPTIONS.split()]
     if variant.disable_userns:
         words.append("--disable-userns")
-    for folder in map(Path, _SYSTEM):
+    for folder in map(Path, SYSTEM):
         if folder.is_symlink():
             words += ["--symlink", str(folder.readlink()), str(folder)]
         else:
@@ -196,9 +196,9 @@ def inside_command(python: Interpreter, tests: bool) -> list[str]:
 
 
 @cache
-def base_filter() -> bytes:
-    """Returns the BPF filter of the whole sandbox. Raises ConfigError when pyseccomp or libseccomp
-    is missing.
+def base_filter(internet: bool = False) -> bytes:
+    """Returns the BPF filter of a whole sandbox, with or without sockets for the internet's
+    protocols. Raises ConfigError when pyseccomp or libseccomp is missing.
     """
     seccomp = _seccomp()
 
@@ -210,7 +210,13 @@ def base_filter() -> bytes:
         flag = 1 << bit
         if _CLONE_NEW & flag:
             rules.append(("clone", equals(0, flag, mask=flag)))
-    rules.append(("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX)))
+    if internet:
+        allowed = (_AF_UNIX, socket.AF_INET, socket.AF_INET6)
+        denied = [family for family in range(max(allowed)) if family not in allowed]
+        rules += [("socket", equals(0, family)) for family in denied]
+        rules.append(("socket", seccomp.Arg(0, seccomp.GT, max(allowed))))
+    else:
+        rules.append(("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX)))
     rules += [("setsockopt", equals(2, option)) for option in _BUFFER_SIZES]
     rules.append(("fcntl", equals(1, _F_SETPIPE_SZ)))
     rules += [("ioctl", equals(1, request)) for request in _TERMINAL_INPUT]

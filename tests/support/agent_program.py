@@ -105,6 +105,19 @@ def main(task: dict[str, Any]) -> None:
         note(subprocess.Popen(["sleep", "1000"]).pid, task)
         note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, task)
         write(right)
+    elif mode == "escapes":
+        # A daemon that nothing ties to its episode: no parent, no session, no variables.
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                note(os.getpid(), task)
+                os.closerange(0, 3)
+                os.execve("/bin/sleep", ["sleep", "1000"], {})  # noqa: S606
+            os._exit(0)
+        os.wait()
+        while not Path(task["columns"]["pids"]).exists():
+            time.sleep(0.01)
+        write(right)
     elif mode == "hangs":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         note(os.getpid(), task)

@@ -114,7 +114,8 @@ class Collector:
         self._wanted = groups
         self.free_slots(slots)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._ground_truths.run())
+            if not self._config.environment.grades_itself:
+                tasks.create_task(self._ground_truths.run())
             while True:
                 count = await self._acquire_slots()
                 if self._drawn >= self._wanted:

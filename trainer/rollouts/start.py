@@ -66,9 +66,11 @@ class RolloutStart:
             log.info(
                 "dropped %d groups of an earlier attempt; their prompts are drawn again", dropped
             )
-        if not known and not self.context.services.rewards_tried:
-            (prompt,) = await self.context.services.data.train_prompts(1, 0)
-            await try_rewards(self.context.services.reward, prompt)
+        services = self.context.services
+        has_ground_truths = not self.context.config.environment.grades_itself
+        if has_ground_truths and not known and not services.rewards_tried:
+            (prompt,) = await services.data.train_prompts(1, 0)
+            await try_rewards(services.reward, prompt)
         await self.context.services.data.seek(position)
 
     def _warn_of_loss(self, added: int, trained: int) -> None:

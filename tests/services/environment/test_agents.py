@@ -193,6 +193,7 @@ async def test_program_leaves_no_process_or_session_behind(
     async with served(NAME, lambda _: "3") as server:
         for mode, status, count, deadline_s in (
             ("leaves", "ok", 2, 60),
+            ("escapes", "ok", 1, 60),
             ("lingers", "ok", 1, 60),
             ("hangs", "timeout", 2, 8),
         ):
@@ -228,7 +229,10 @@ def test_folders_that_a_killed_server_left_are_removed_at_the_next_start(
     killed = "import sys, os; from services.environment.programs import Folders; "
     killed += "Folders().make(); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert len(list(tmp_path.iterdir())) == 2
+    empty = tmp_path / "rlhf-episodes-empty"
+    empty.mkdir()
+    os.utime(empty, (0, 0))
+    assert len(list(tmp_path.iterdir())) == 3
     Folders().close()
     assert list(tmp_path.iterdir()) == [kept.parent]
     lives.close()

@@ -2,6 +2,7 @@
 them."""
 
 import asyncio
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from common.process.loop_thread import LoopThread
 from common.wire.schemas import Episode
 from services.environment import threads as threads_module
 from services.environment.outcome import EnvironmentLost
 from services.environment.threads import Threads
 from tests.support.environments import request_for, served
+
+CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 
 
 class Hangs:
@@ -344,3 +348,34 @@ async def test_threads_are_reused_and_the_number_of_concurrent_calls_is_bounded(
     assert len(seen) <= 3
     assert threads.hung == 0
     threads.close()
+
+
+class Alarmed:
+    """Limits its own time, as tools do that were written for the main thread."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+    def query(self) -> str:
+        """Answers in time."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(60)
+        try:
+            return f"in the main thread: {threading.current_thread() is threading.main_thread()}"
+        finally:
+            signal.alarm(0)
+
+
+def test_a_tool_that_sets_an_alarm_is_called_in_the_main_thread() -> None:
+    def reply(text: str) -> str:
+        return "done" if "<tool_response>" in text else CALL.replace("NAME", "query")
+
+    async def play() -> Episode:
+        async with served(Alarmed, reply) as server:
+            (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+            return episode
+
+    with LoopThread("episodes") as loop:
+        episode = loop.call(play())
+    assert "in the main thread: True" in episode.sequences[0].text
+    assert episode.metrics["tool_errors"] == 0

@@ -1,0 +1,189 @@
+"""Tasks in Harbor's format: a folder with the container of an agent and the tests that grade it.
+
+task.toml                limits, the image, the working directory
+instruction.md           the prompt (the data-server reads it)
+environment/Dockerfile   the image, unless task.toml names one
+tests/test.sh            the grader: writes /logs/verifier/reward.txt or reward.json
+solution/                is never read
+"""
+
+import asyncio
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.environment.outcome import EpisodeFailed
+from services.environment.runtimes.runtime import WORKDIR, Container, Runtime, Spec, pack
+
+COLUMN = "harbor_task"
+"""The column of a row that names the task's folder."""
+TESTS = "/tests"
+LOGS = "/logs/verifier"
+_RUN_TESTS = f"rm -rf {LOGS}; mkdir -p {LOGS} && chmod +x {TESTS}/test.sh && exec {TESTS}/test.sh"
+_SHOWN_CHARS = 1000
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """A task, as far as an episode needs it."""
+
+    folder: Path
+    image: str
+    workdir: str
+    """Empty: the image's."""
+    env: Mapping[str, str]
+    cpus: float | None
+    memory_mb: int | None
+    timeout_s: float
+    """Seconds for the agent."""
+    grader_env: Mapping[str, str]
+    grader_timeout_s: float
+    is_shared: bool
+    """Whether the tests run in the agent's container, since they need more than its files."""
+    artifacts: tuple[str, ...]
+    """Files outside the working directory that the tests need."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "HarborTask":
+        """Reads a task's folder. Raises EpisodeFailed for a task that episodes cannot play."""
+        try:
+            content = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+            _check(content, folder)
+            return cls._of(content, folder)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise EpisodeFailed(f"{folder} is not a task of Harbor: {error}") from error
+
+    @classmethod
+    def _of(cls, content: dict[str, Any], folder: Path) -> "HarborTask":
+        environment = content.get("environment", {})
+        verifier = content.get("verifier", {})
+        memory = environment.get("memory_mb")
+        if memory is None and "memory" in environment:
+            memory = _megabytes(environment["memory"])
+        artifacts = [
+            each if isinstance(each, str) else str(each["source"])
+            for each in content.get("artifacts", [])
+        ]
+        return cls(
+            folder=folder,
+            image=str(environment.get("docker_image") or ""),
+            workdir=str(environment.get("workdir") or ""),
+            env=_variables(environment, folder),
+            cpus=environment.get("cpus"),
+            memory_mb=memory,
+            timeout_s=float(content.get("agent", {}).get("timeout_sec") or float("inf")),
+            grader_env=_variables(verifier, folder),
+            grader_timeout_s=float(verifier.get("timeout_sec", 600)),
+            is_shared=verifier.get("environment_mode") == "shared",
+            artifacts=tuple(artifacts),
+        )
+
+    def spec(self, spec: Spec) -> Spec:
+        """Returns what its containers are made from: `spec`, and what the task says."""
+        return dataclasses.replace(
+            spec,
+            image=self.image or spec.image.replace("{task}", self.folder.name),
+            build=self.folder / "environment",
+            workdir=self.workdir,
+            env=self.env,
+            cpus=self.cpus,
+            memory_mb=self.memory_mb,
+        )
+
+
+async def grade(
+    task: HarborTask, agent: Container, runtime: Runtime, *, clean: Spec, home: Path
+) -> Any:
+    """Returns the reward of what an agent left in its container.
+
+    Only its working directory and the task's artifacts reach a clean container, in which the tests
+    are; the agent's is removed first. Raises EpisodeFailed when the tests write no reward.
+    """
+    if task.is_shared:
+        await agent.run(["sh", "-c", "kill -9 -1"])  # what the agent left running
+        return await _tested(task, agent, home)
+
+    taken = []
+    for number, path in enumerate((WORKDIR, *task.artifacts)):
+        archive = home / f"left-{number}.tar"
+        if await agent.get(path, archive):
+            taken.append((path, archive))
+    await agent.kill()
+
+    grader = await runtime.start(clean, home)
+    try:
+        for path, archive in taken:
+            if path == WORKDIR:
+                await grader.put(archive, path, instead=True)
+            else:
+                await grader.put(archive, str(Path(path).parent))
+        return await _tested(task, grader, home)
+    finally:
+        await grader.kill()
+
+
+async def _tested(task: HarborTask, container: Container, home: Path) -> Any:
+    archive = home / "tests.tar"
+    await asyncio.to_thread(pack, task.folder / "tests", archive)
+    await container.put(archive, TESTS, instead=True)
+    async with asyncio.timeout(task.grader_timeout_s):
+        status, shown = await container.run(["sh", "-c", _RUN_TESTS], task.grader_env)
+    written = await container.read(f"{LOGS}/reward.json")
+    if written is None:
+        written = await container.read(f"{LOGS}/reward.txt")
+
+    # The status says nothing: tests that fail still write their reward.
+    try:
+        return json.loads((written or b"").decode())
+    except (ValueError, RecursionError):
+        was = "no reward" if written is None else f"{written[:100]!r}, not a reward"
+        raise EpisodeFailed(
+            f"the tests of {task.folder.name} wrote {was} (status {status}); graders have no "
+            f"network unless runtime.grader_network is set; the end of their output: "
+            f"{shown[-_SHOWN_CHARS:]}"
+        ) from None
+
+
+def _check(content: dict[str, Any], folder: Path) -> None:
+    """Raises ValueError for what episodes cannot play."""
+    environment = content.get("environment", {})
+    verifier = content.get("verifier", {})
+    refused = {
+        "steps": bool(content.get("steps")),
+        "environment.os": environment.get("os", "linux").lower() != "linux",
+        "environment.gpus": bool(environment.get("gpus")),
+        "environment.tpu": bool(environment.get("tpu")),
+        "environment.mcp_servers": bool(environment.get("mcp_servers")),
+        "environment.healthcheck": bool(environment.get("healthcheck")),
+        "environment/docker-compose.yaml": (folder / "environment/docker-compose.yaml").exists(),
+        "agent.user": content.get("agent", {}).get("user") not in (None, "root", 0),
+        "verifier.user": verifier.get("user") not in (None, "root", 0),
+        "verifier.environment": bool(verifier.get("environment")),
+        "verifier.collect": bool(verifier.get("collect")),
+        "tests/Dockerfile": (folder / "tests/Dockerfile").exists(),
+        "tests/docker-compose.yaml": (folder / "tests/docker-compose.yaml").exists(),
+    }
+    used = [name for name, is_used in refused.items() if is_used]
+    if used:
+        raise ValueError(f"it uses {', '.join(used)}, which episodes do not have")
+    if not (folder / "tests/test.sh").is_file():
+        raise ValueError("it has no tests/test.sh")
+
+
+def _variables(section: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Returns the variables of a section. Raises ValueError for one of the server's."""
+    variables = {name: str(value) for name, value in section.get("env", {}).items()}
+    for name, value in variables.items():
+        if "${" in value:
+            raise ValueError(f"its variable {name} is {value}, and the server's are secret")
+    return variables
+
+
+def _megabytes(size: str) -> int:
+    """Returns a size such as `2G`, in older tasks."""
+    units = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+    return int(float(size[:-1]) * units[size[-1].upper()])

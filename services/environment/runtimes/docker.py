@@ -1,0 +1,159 @@
+"""Containers of Docker, through its command line."""
+
+import asyncio
+import hashlib
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from common.settings.sections import RuntimeSection
+from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.runtimes.gate import Gate
+from services.environment.runtimes.held import HOLD, LABEL, Held, call, new_name
+from services.environment.runtimes.runtime import Container, Spec, tools_of
+
+_NETWORK = "rlhf-episodes"
+_NETWORKS = {"gateway": _NETWORK, "none": "none", "open": "bridge"}
+_DAEMON = "start Docker, and let this server's user reach it (DOCKER_HOST, the group docker)"
+_ADDRESS = "{{(index .IPAM.Config 0).Gateway}}"
+
+
+class DockerRuntime:
+    """Runs programs in containers whose network has no way out but this server's gateway.
+
+    What an earlier server of this address left is removed.
+
+    Args:
+        section: the settings.
+        gateway: URL of this server.
+
+    Raises:
+        ConfigError: Docker cannot be reached.
+    """
+
+    def __init__(self, section: RuntimeSection, gateway: str) -> None:
+        self._section = section
+        self._url = urlsplit(section.gateway or gateway)
+        self._gate = Gate(gateway)
+        self._owner = f"{socket.gethostname()}-{self._gate.port}"
+        self._builds: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+        self._label = f"{LABEL}={self._owner}"
+        left = _docker("ps", "-aq", "--filter", f"label={self._label}")
+        if left:
+            call(["docker", "rm", "-f", *left.split()], "docker", remedy=_DAEMON)
+        networks = call(
+            ["docker", "network", "ls", "--format", "{{.Name}}"], "docker", remedy=_DAEMON
+        )
+        if _NETWORK not in networks.split():
+            options = [
+                *("--internal", "--label", LABEL),
+                *("-o", f"com.docker.network.bridge.name={_NETWORK}"),
+                *("-o", "com.docker.network.bridge.enable_icc=false"),
+            ]
+            _docker("network", "create", *options, _NETWORK)
+        self._address = _docker("network", "inspect", "-f", _ADDRESS, _NETWORK)
+
+    def gateway(self) -> str:
+        """Returns the URL of this server, at the address of the containers' network."""
+        if self._section.gateway or not _is_address(self._gate.host):
+            return self._url.geturl()
+        return self._url._replace(netloc=f"{self._address}:{self._gate.port}").geturl()
+
+    async def start(self, spec: Spec, home: Path) -> Container:
+        """Starts a container, after its image was built if it has none."""
+        if spec.network == "gateway" and not self._section.gateway:
+            await self._gate.open_address(self._address)
+        name = new_name()
+        container = DockerContainer(
+            home, spec.mark, name=name, program="docker", remove=["rm", "-f", name]
+        )
+        image = spec.image or await self._built(spec.build, container)
+        memory = f"{spec.memory_mb or self._section.memory_mb}m"
+        options = [
+            *(
+                "--name",
+                name,
+                "--label",
+                f"{LABEL}={self._owner}",
+                "--network",
+                _NETWORKS[spec.network],
+            ),
+            *("--cpus", f"{spec.cpus or self._section.cpus:g}"),
+            *("--memory", memory, "--memory-swap", memory),
+            *("--pids-limit", str(self._section.processes)),
+            *("--security-opt", "no-new-privileges"),
+        ]
+        if spec.workdir:
+            options += ["--workdir", spec.workdir]
+        if spec.network == "gateway" and not _is_address(self._gate.host):
+            options += ["--add-host", f"{self._gate.host}:{self._address}"]
+        for folder in tools_of(self._section):
+            options += ["--volume", f"{folder}:{folder}:ro"]
+        for variable, value in spec.env.items():
+            options.append(f"--env={variable}={value}")
+        try:
+            command = [image, "sh", "-c", HOLD]
+            await container.hold(["run", "--interactive", "--rm", *options, *command])
+            await container.fill(spec)
+        except BaseException:
+            await container.kill()
+            raise
+        return container
+
+    async def close(self) -> None:
+        """Stops passing connections on. The network stays: other servers may use it."""
+        await self._gate.close()
+
+    async def _built(self, build: Path | None, container: Held) -> str:
+        """Builds the image of a folder, once. Raises EpisodeFailed."""
+        if build is None or not (build / "Dockerfile").is_file():
+            raise EpisodeFailed(
+                "the container has no image: set runtime.image, or give the task an image or a "
+                "Dockerfile"
+            )
+        content = await asyncio.to_thread(_content, build)
+        tag = f"{LABEL}:{content}"
+        async with self._builds[tag]:
+            inspecting = await container.client(["image", "inspect", tag])
+            status = await inspecting.wait()
+            await inspecting.kill()
+            if status == 0:
+                return tag
+            building = await container.client(["build", "--quiet", "--tag", tag, str(build)])
+            try:
+                status = await building.wait()
+            finally:
+                shown = await building.kill()
+        if status:
+            raise EnvironmentLost(f"the image of {build} could not be built: {shown}")
+        return tag
+
+
+class DockerContainer(Held):
+    """A container of Docker."""
+
+    def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        variables = [f"--env={variable}={value}" for variable, value in env.items()]
+        return ["exec", "--interactive", *variables, self.name, *words]
+
+
+def _docker(*words: str) -> str:
+    """Runs Docker's client at the server's start; returns its output. Raises ConfigError."""
+    return call(["docker", *words], "docker", remedy=_DAEMON)
+
+
+def _is_address(host: str) -> bool:
+    return host.replace(".", "").isdecimal() or ":" in host
+
+
+def _content(folder: Path) -> str:
+    """Returns a digest of the files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_mode & 0o111} ".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:20]

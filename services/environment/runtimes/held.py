@@ -1,0 +1,143 @@
+"""Containers that live as long as a program of this server holds their standard input open: they
+end with it, however it ends.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common.errors import ConfigError
+from services.environment.outcome import EnvironmentLost
+from services.environment.programs import RunningProgram
+from services.environment.runtimes.runtime import EPISODE, WORKDIR, Container, Spec, pack
+
+FIELD = "runtime.kind"
+LABEL = "rlhf-episodes"
+READY = b"the container is ready"
+HOLD = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && exec cat"
+"""The first program of a container: it begins with a line of its input, whose writer then sees what
+it says, and ends with its input."""
+
+
+def new_name() -> str:
+    """Returns a name for a container."""
+    return f"{LABEL}-{secrets.token_hex(8)}"
+
+
+def call(words: Sequence[str], value: str, *, remedy: str) -> str:
+    """Runs a command of the server's start; returns its output. Raises ConfigError."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    else:
+        if done.returncode == 0:
+            return done.stdout.strip()
+        problem = done.stderr.strip() or f"status {done.returncode}"
+    raise ConfigError(
+        f"{' '.join(words[:3])} failed: {problem}", field=FIELD, value=value, remedy=remedy
+    )
+
+
+class Held(Container):
+    """A container that its `holder` keeps.
+
+    Args:
+        home: a folder of this machine for its files.
+        mark: a text that only its environment variables contain.
+        name: its name.
+        program: the client of its runtime, `docker` or `kubectl`.
+        remove: arguments of the client that remove it at once.
+    """
+
+    def __init__(
+        self, home: Path, mark: str, *, name: str, program: str, remove: Sequence[str]
+    ) -> None:
+        super().__init__(home, mark)
+        self.name = name
+        self._program = program
+        self._remove = remove
+        self._holder: RunningProgram | None = None
+        self._held_open = -1
+
+    async def hold(self, words: Sequence[str]) -> None:
+        """Runs the client that starts the container, or attaches to it, and holds it, until the
+        container is ready.
+
+        Raises EnvironmentLost.
+        """
+        reader, self._held_open = os.pipe()
+        os.write(self._held_open, b"go\n")
+        try:
+            self._holder = await self.client(words, stdin=reader)
+        finally:
+            os.close(reader)
+        while READY not in self._holder.output:
+            if self._holder.ended:
+                shown = await self._holder.kill()
+                raise EnvironmentLost(f"the container could not be started: {shown}")
+            await asyncio.sleep(0.02)
+
+    async def fill(self, spec: Spec) -> None:
+        """Puts a task's files into the working directory, when no Dockerfile says where they go."""
+        if spec.build is None or not await asyncio.to_thread(_has_only_files, spec.build):
+            return
+        archive = self.home / "task.tar"
+        await asyncio.to_thread(pack, spec.build, archive)
+        await self.put(archive, WORKDIR)
+
+    async def client(
+        self,
+        words: Sequence[str],
+        *,
+        stdin: bytes | Path | int = b"",
+        output: Path | None = None,
+    ) -> RunningProgram:
+        """Starts the client with the server's own environment, in which it finds its daemon."""
+        own = secrets.token_hex(16)  # its end must not end the container's holder
+        return await RunningProgram.start(
+            [self._program, *words],
+            {**os.environ, "EPISODE_CLIENT": own},
+            mark=own,
+            home=self.home,
+            stdin=stdin,
+            output=output,
+        )
+
+    async def exec(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        stdin: bytes | Path = b"",
+        output: Path | None = None,
+    ) -> RunningProgram:
+        """Starts a program in the container."""
+        return await self.client(self._exec_words(words, env or {}), stdin=stdin, output=output)
+
+    def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """Returns the client's arguments that run `words` in the container."""
+        raise NotImplementedError
+
+    async def kill(self) -> None:
+        """Removes the container. A client that fails is no matter: it ends with its holder."""
+        with contextlib.suppress(EnvironmentLost):
+            removing = await self.client(self._remove)
+            try:
+                await removing.wait()
+            finally:
+                await removing.kill()
+        if self._held_open >= 0:
+            os.close(self._held_open)
+            self._held_open = -1
+        if self._holder is not None:
+            await self._holder.kill()
+
+
+def _has_only_files(folder: Path) -> bool:
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return bool(names) and "Dockerfile" not in names

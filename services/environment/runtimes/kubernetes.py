@@ -1,0 +1,163 @@
+"""Pods of Kubernetes, through kubectl."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.errors import ConfigError
+from common.settings.sections import RuntimeSection
+from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.runtimes.held import HOLD, LABEL, Held, call, new_name
+from services.environment.runtimes.runtime import Container, Spec, pack, tools_of
+
+_START_S = 600
+"""Seconds in which a pod must have started, images pulled included."""
+_AGENTS = {"rlhf-agents": "rlhf-math"}
+"""The label of docs/reference/network-policy.yaml: such pods reach only the gateway."""
+_ACCESS = (
+    "install kubectl and give this server a kubeconfig or a service account that may create, get, "
+    "list and delete pods, and create pods/exec and pods/attach (docs/how-to/agents.md#containers)"
+)
+
+
+class KubernetesRuntime:
+    """Runs programs in pods of the cluster that kubectl reaches.
+
+    What an earlier server of this address left is removed.
+
+    Args:
+        section: the settings.
+        gateway: URL of this server.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or its pods cannot reach this server.
+    """
+
+    def __init__(self, section: RuntimeSection, gateway: str) -> None:
+        self._section = section
+        self._gateway = section.gateway or gateway
+        url = urlsplit(self._gateway)
+        self._owner = f"{socket.gethostname()}-{url.port}"[-63:].lstrip("-.")
+        self._aliases: list[dict[str, Any]] = []
+        if not section.gateway:
+            # Pods outside the job group do not know its names.
+            host = url.hostname or ""
+            address = socket.gethostbyname(host)
+            if host != address:
+                self._aliases.append({"ip": address, "hostnames": [host]})
+        if not section.gateway and address.startswith("127."):
+            raise ConfigError(
+                f"pods cannot reach this server at {self._gateway}",
+                field="runtime.gateway",
+                value="",
+                remedy="set the URL at which pods reach it, or run it in a pod of a job group",
+            )
+        label = f"{LABEL}={self._owner}"
+        words = ["kubectl", "delete", "pods", "--wait=false", "--selector", label]
+        call(words, "kubernetes", remedy=_ACCESS)
+
+    def gateway(self) -> str:
+        """Returns the URL of this server."""
+        return self._gateway
+
+    async def start(self, spec: Spec, home: Path) -> Container:
+        """Starts a pod."""
+        if not spec.image:
+            raise EpisodeFailed(
+                "the pod has no image: set runtime.image (a cluster builds none), or docker_image "
+                "in the task's task.toml"
+            )
+        name = new_name()
+        remove = ["delete", "pod", name, "--now", "--wait=false", "--ignore-not-found"]
+        pod = Pod(
+            home, spec.mark, name=name, program="kubectl", remove=remove, workdir=spec.workdir
+        )
+        try:
+            await pod.must(["create", "-f", "-"], stdin=json.dumps(self._manifest(spec, name)))
+            ready = ["wait", f"pod/{name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
+            await pod.must(ready)
+            await pod.hold(["attach", "--stdin", name])
+            await pod.fill(spec)
+            for folder in tools_of(self._section):
+                archive = home / "tools.tar"
+                await asyncio.to_thread(pack, Path(folder), archive)
+                await pod.put(archive, await asyncio.to_thread(_target, Path(folder)))
+        except BaseException:
+            await pod.kill()
+            raise
+        return pod
+
+    async def close(self) -> None:
+        """Nothing is shared."""
+
+    def _manifest(self, spec: Spec, name: str) -> dict[str, Any]:
+        memory = f"{spec.memory_mb or self._section.memory_mb}Mi"
+        limits = {"cpu": f"{spec.cpus or self._section.cpus:g}", "memory": memory}
+        container: dict[str, Any] = {
+            "name": "episode",
+            "image": spec.image,
+            "args": ["sh", "-c", HOLD],
+            # Its input is closed when the first client that attaches has ended.
+            "stdin": True,
+            "stdinOnce": True,
+            "env": [{"name": variable, "value": value} for variable, value in spec.env.items()],
+            "resources": {"limits": limits, "requests": limits},
+            "securityContext": {"allowPrivilegeEscalation": False},
+        }
+        if spec.workdir:
+            container["workingDir"] = spec.workdir
+        agents = {} if spec.network == "open" else _AGENTS
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": {LABEL: self._owner, **agents}},
+            "spec": {
+                "restartPolicy": "Never",
+                "activeDeadlineSeconds": int(spec.lifetime_s) + _START_S,
+                "automountServiceAccountToken": False,
+                "enableServiceLinks": False,
+                "hostAliases": self._aliases,
+                "containers": [container],
+            },
+        }
+
+
+class Pod(Held):
+    """A pod with one container. Its `workdir` is empty for the image's."""
+
+    def __init__(
+        self,
+        home: Path,
+        mark: str,
+        *,
+        name: str,
+        program: str,
+        remove: Sequence[str],
+        workdir: str,
+    ) -> None:
+        super().__init__(home, mark, name=name, program=program, remove=remove)
+        self._workdir = workdir
+
+    async def must(self, words: Sequence[str], stdin: str = "") -> None:
+        """Runs kubectl. Raises EnvironmentLost when it fails."""
+        running = await self.client(words, stdin=stdin.encode())
+        try:
+            status = await running.wait()
+        finally:
+            shown = await running.kill()
+        if status:
+            raise EnvironmentLost(f"kubectl {words[0]} failed: {shown}")
+
+    def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        # kubectl passes no variables on.
+        assignments = [f"{variable}={value}" for variable, value in env.items()]
+        return ["exec", "--stdin", self.name, "--", "env", *assignments, *words]
+
+
+def _target(folder: Path) -> str:
+    """Returns the folder that a folder's content, or a file, is unpacked in."""
+    return str(folder if folder.is_dir() else folder.parent)
