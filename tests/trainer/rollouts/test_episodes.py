@@ -221,11 +221,12 @@ def test_too_few_whole_episodes_are_no_group(small: Config) -> None:
     config = episodes_of(small, TwiceUnlucky)
     config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
     config.environment.min_episodes = 3
+    config.trainer.max_steps = 1
     TwiceUnlucky.begun.clear()
-    records = train(config)
-    assert records[-1]["dropped"] == {"episode": 4}, "every group failed once"
-    assert sum(record["lost_episodes"]["error"] for record in records) == 16
-    assert [record["update"]["trained_tokens"] > 0 for record in records] == [True, True]
+    (record,) = train(config)
+    assert record["dropped"] == {"episode": 2}, "every group failed once"
+    assert record["lost_episodes"] == {"error": 8}
+    assert record["update"]["trained_tokens"] > 0
 
 
 ASKS_FOR_TWO = """
@@ -254,18 +255,18 @@ def test_refused_calls_are_told_within_the_first_step(
     program.write_text(ASKS_FOR_TWO)
     config = episodes_of(small, Insists)
     config.environment.name = f"agent:{sys.executable} {program}"
-    config.trainer.eval_samples, config.trainer.max_steps = 0, 1
+    config.trainer.eval_samples, config.trainer.max_steps, config.trainer.batch_size = 0, 1, 1
     caplog.set_level("INFO", "run")
     (record,) = train(config)
-    assert (record["refused_calls"], record["reward"]) == (8, 0.0)
+    assert (record["refused_calls"], record["reward"]) == (4, 0.0)
     told = (
-        "all rewards are 0, and 8 calls of the model were refused: "
+        "all rewards are 0, and 4 calls of the model were refused: "
         "n: a call returns exactly one answer; make one call for each answer"
     )
     assert record["alarms"]["refused_calls"] == told
     assert f"alarm: {told}" in caplog.text
     (line,) = [each.message for each in caplog.records if each.message.startswith("step ")]
-    assert line.endswith("refused 8")
+    assert line.endswith("refused 4")
     assert RunReader(tmp_path / "run").problems == [f"step 1: {told}"]
 
 
