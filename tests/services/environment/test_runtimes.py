@@ -35,7 +35,14 @@ AGENT = ROOT / "examples" / "coding_agent" / "agent.py"
 NAME = f"harbor:/usr/bin/python3 -I -S {AGENT}"
 REPAIR = Repair("area", "multiplies", "+")
 RIGHT = REPAIR.command("*")
-KINDS = ("sandbox", "docker", "kubernetes", "real docker", "real kubernetes")
+SLOW = pytest.mark.slow
+KINDS = (
+    "sandbox",
+    "docker",
+    pytest.param("kubernetes", marks=SLOW),
+    pytest.param("real docker", marks=SLOW),
+    pytest.param("real kubernetes", marks=SLOW),
+)
 IMAGES = {
     "real docker": os.environ.get("DOCKER_TEST_IMAGE"),
     "real kubernetes": os.environ.get("KUBERNETES_TEST_IMAGE"),
@@ -146,13 +153,14 @@ r.urlopen(r.Request(os.environ["EPISODE_URL"] + "/reward", b"1",
 """
 
 
-@pytest.mark.parametrize("kind", ["sandbox", "docker", "real docker", "real kubernetes"])
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param("docker", marks=SLOW), *KINDS[3:]])
 async def test_an_agent_cannot_give_itself_a_reward(kind: str, section: Make, task: Path) -> None:
     async with served(NAME, saying(FORGED), runtime=section(kind)) as server:
         episode = await play(server, task)
         assert (episode.status, episode.reward, episode.detail) == ("ok", 0.0, "")
 
 
+@SLOW
 @pytest.mark.parametrize("kind", ["sandbox", "docker", "real docker"])
 async def test_a_task_may_ask_for_the_container_of_the_agent(
     kind: str, section: Make, task: Path
@@ -165,6 +173,7 @@ async def test_a_task_may_ask_for_the_container_of_the_agent(
         assert (episode.status, episode.reward) == ("ok", 0.5)
 
 
+@SLOW
 async def test_files_outside_the_working_directory_are_graded_if_the_task_names_them(
     section: Make, task: Path
 ) -> None:
@@ -183,6 +192,7 @@ async def test_files_outside_the_working_directory_are_graded_if_the_task_names_
         assert (episode.reward, episode.components) == (0.75, {"a": 0.5, "b": 0.25})
 
 
+@SLOW
 async def test_tests_without_a_reward_are_an_error_and_no_zero(section: Make, task: Path) -> None:
     wrong = {
         "echo broken >&2": "wrote no reward (status 0)",
@@ -259,6 +269,7 @@ os._exit(0)
 """
 
 
+@SLOW
 async def test_the_sandbox_limits_memory_and_processes(section: Make, task: Path) -> None:
     (task / "task.toml").write_text((task / "task.toml").read_text().replace("1024", "256"))
     settings = section("sandbox", processes=64)
@@ -268,6 +279,7 @@ async def test_the_sandbox_limits_memory_and_processes(section: Make, task: Path
         assert "\nlimited\n" in asked
 
 
+@SLOW
 @pytest.mark.parametrize("kind", ["sandbox", "docker", "kubernetes", "real docker"])
 async def test_an_agent_in_a_container_may_write_its_reward(
     kind: str, section: Make, state: Path
@@ -284,6 +296,7 @@ async def test_an_agent_in_a_container_may_write_its_reward(
         assert "/episode\n" in asked
 
 
+@SLOW
 @pytest.mark.parametrize("kind", ["sandbox", "docker", "real docker"])
 async def test_a_container_ends_with_its_episode(
     kind: str, section: Make, state: Path, task: Path
@@ -345,7 +358,7 @@ def leave_one(kind: str, image: str, owner: str) -> None:
         shown("kubectl", "run", "left", "--image", image, label, "--", "sleep", "1000")
 
 
-@pytest.mark.parametrize("kind", ["docker", "real docker", "real kubernetes"])
+@pytest.mark.parametrize("kind", ["docker", *KINDS[3:]])
 def test_containers_of_a_killed_server_end_and_the_next_server_removes_the_rest(
     kind: str, section: Make, state: Path, tmp_path: Path
 ) -> None:
@@ -364,18 +377,21 @@ def test_containers_of_a_killed_server_end_and_the_next_server_removes_the_rest(
         assert server.stdout.readline() == b"started\n"
         server.kill()
 
-    if kind == "docker":  # the client stands for the daemon and died with the server
+    owner = f"{socket.gethostname()}-7"
+    if kind == "docker":  # the client stands for the daemon, and died with the server
+        made = {"label": f"rlhf-episodes={owner}", "env": {}, "volumes": []}
+        fake_containers.make("left", image, made, state)
         load(8)
-        assert fake_containers.running(state), "it is another server's"
+        assert "left" in fake_containers.running(state), "it is another server's"
         load(7)
-        assert fake_containers.running(state) == []
+        assert "left" not in fake_containers.running(state)
         return
     listing = LISTED[settings.kind]
     if kind == "real kubernetes":
         listing = (*listing, "--field-selector", "status.phase==Running")
     while shown(*listing):
         time.sleep(0.05)
-    leave_one(settings.kind, image, f"{socket.gethostname()}-7")
+    leave_one(settings.kind, image, owner)
     while not shown(*listing):
         time.sleep(0.05)
     load(8)
