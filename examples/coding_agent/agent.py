@@ -1,7 +1,7 @@
 """A coding agent of the standard library: runs the model's calls of the tool `bash`, and shows it
 what they print, until an answer has no call or a command prints the line that submits the work.
 
-It talks like mini-swe-agent with `mini.yaml`, but starts in a tenth of a second.
+It talks like mini-swe-agent with `mini/mini.yaml`, but starts in a tenth of a second.
 """
 
 import json

@@ -32,6 +32,7 @@ def test_every_example_exists_with_settings() -> None:
         "lora",
         "code_rewards",
         "tool_calculator",
+        "coding_agent",
     }
     assert {path.parent for path in SETTINGS} == set(FOLDERS)
 

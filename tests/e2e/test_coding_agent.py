@@ -26,7 +26,7 @@ FOLDER = ROOT / "examples" / "coding_agent"
 OWN = f"harbor:/usr/bin/python3 -I {FOLDER / 'agent.py'}"
 MINI = (
     "harbor:env MSWEA_CONFIGURED=true LITELLM_LOCAL_MODEL_COST_MAP=True {mini} -m openai/policy "
-    f"-c {FOLDER / 'mini.yaml'} --exit-immediately -o /episode/trajectory.json -t {{prompt}}"
+    f"-c {FOLDER / 'mini' / 'mini.yaml'} --exit-immediately -o /episode/trajectory.json -t {{prompt}}"
 )
 
 
@@ -83,7 +83,7 @@ def train(directory: Path, name: str, tools: list[str], steps: int) -> list[floa
         assert record["dropped"] == {}
         assert record["update"]["trained_tokens"] > 0
         assert record["update"]["delta_logprob"] < 1e-6
-    return [record["rewards"]["mean"] for record in records]
+    return [record["reward"] for record in records]
 
 
 def test_the_recipe_is_trained(tmp_path: Path) -> None:

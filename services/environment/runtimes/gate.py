@@ -21,6 +21,7 @@ class Gate:
         self.host = address.hostname or ""
         self.port = address.port or (443 if address.scheme == "https" else 80)
         self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
 
     async def open_file(self, path: Path) -> None:
         """Listens at a socket file that every user may open."""
@@ -39,10 +40,14 @@ class Gate:
                 raise
 
     async def close(self) -> None:
-        """Stops listening."""
+        """Stops listening, and ends what is connected."""
         if self._server is not None:
             self._server.close()
             self._server = None
+        ending = list(self._open)
+        for writer in ending:
+            writer.close()
+        await asyncio.gather(*[each.wait_closed() for each in ending], return_exceptions=True)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -50,9 +55,14 @@ class Gate:
         except OSError:
             writer.close()
             return
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_copy(reader, back))
-            group.create_task(_copy(there, writer))
+        both = {back, writer}
+        self._open |= both
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_copy(reader, back))
+                group.create_task(_copy(there, writer))
+        finally:
+            self._open -= both
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
