@@ -2,9 +2,10 @@
 …]`.
 
 `calls`: 256 sessions of a program that calls the model over HTTP, one turn after the other, with an
-engine that takes two seconds per turn. Measures the latency that a call adds to the engine's, and
-the server's CPU time per 1,000 turns; the CPU time also for episodes whose turns the server plays
-itself and, for comparison, for no-op requests. `tools`: an engine that runs 32 sequences at a time,
+engine that takes two seconds per turn. Measures the latency that a call adds to a call of the
+engine itself, which the same programs make first, and the CPU time per 1,000 turns of each process;
+that of the server also for episodes whose turns it plays itself and, for comparison, for no-op
+requests. `tools`: an engine that runs 32 sequences at a time,
 and tools that sleep for 1 to 30 seconds. Measures the engine's throughput with enough episodes in
 flight to keep it busy, relative to episodes without tools. `verifiers`: the CPU time of an episode
 of a verifiers environment whose harness asks twice, with the interpreter of `.venv-verifiers`.
@@ -13,15 +14,16 @@ Server and engine are separate processes, except for `verifiers`; the engine com
 """
 
 import asyncio
+import itertools
 import os
 import random
 import resource
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -142,19 +144,28 @@ def serve_engine(port: int, tools: bool) -> None:
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 
+class Served(NamedTuple):
+    """The URLs of server and engine, and their processes."""
+
+    url: str
+    engine_url: str
+    server: psutil.Process
+    engine: psutil.Process
+
+
 @asynccontextmanager
-async def serving(environment: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
-    """Starts both processes and yields the URLs of server and engine, and the server's process."""
+async def serving(environment: str) -> AsyncIterator[Served]:
+    """Starts both processes."""
     port = free_port()
-    engine = free_port()
+    engine_port = free_port()
     url = f"http://127.0.0.1:{port}"
-    engine_url = f"http://127.0.0.1:{engine}"
+    engine_url = f"http://127.0.0.1:{engine_port}"
     commands = [
-        calling(serve_environment, environment, port, engine),
-        calling(serve_engine, engine, environment == "Slow"),
+        calling(serve_environment, environment, port, engine_port),
+        calling(serve_engine, engine_port, environment == "Slow"),
     ]
-    with processes(commands, [url, engine_url]) as (server, _):
-        yield url, engine_url, psutil.Process(server.pid)
+    with processes(commands, [url, engine_url]) as (server, engine):
+        yield Served(url, engine_url, psutil.Process(server.pid), psutil.Process(engine.pid))
 
 
 def cpu(process: psutil.Process) -> float:
@@ -162,54 +173,104 @@ def cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+class Spent:
+    """The CPU time of each process since this was made, in core-seconds for 1,000 turns."""
+
+    def __init__(self, served: Served) -> None:
+        self._processes = {
+            "server": served.server,
+            "engine": served.engine,
+            "programs": psutil.Process(),
+        }
+        self._before = {name: cpu(process) for name, process in self._processes.items()}
+
+    def __str__(self) -> str:
+        turns = SESSIONS * TURNS
+        parts = []
+        for name, process in self._processes.items():
+            spent = cpu(process) - self._before[name]
+            parts.append(f"{name} {1000 * spent / turns:.2f}")
+        return f"core-seconds for 1,000 turns: {', '.join(parts)}"
+
+
+async def all_programs(program: Callable[[int], Awaitable[list[float]]]) -> list[float]:
+    """Runs the programs, spread out as in training, and returns the sorted times of all calls."""
+
+    async def started(number: int) -> list[float]:
+        await asyncio.sleep(TURN_S * number / SESSIONS)
+        return await program(number)
+
+    times = await asyncio.gather(*(started(number) for number in range(SESSIONS)))
+    return sorted(itertools.chain.from_iterable(times))
+
+
+def over_the_sleep(times: list[float]) -> str:
+    """Returns how much longer than TURN_S the calls took."""
+    parts = []
+    for share in (0.05, 0.5, 0.95):
+        place = int(share * len(times))
+        parts.append(f"{1000 * (times[place] - TURN_S):.1f} ms for {share:.0%}")
+    return f"at most {', '.join(parts)}"
+
+
 async def calls() -> None:
     """Prints the cost of program calls and of turns the server plays."""
-    async with (
-        serving("Talks") as (url, _, process),
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
-    ):
+    tokenizer = trap_tokenizer()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with serving("Talks") as served, aiohttp.ClientSession(connector=connector) as http:
+        url = served.url
 
-        async def program(i: int, took: list[float]) -> None:
-            await asyncio.sleep(TURN_S * i / SESSIONS)  # spread out, as in training
-            chat: list[dict[str, Any]] = [
-                {"role": "user", "content": f"Tell me the story of number {i}. " * 8}
-            ]
-            headers = {"authorization": f"Bearer session-{i}"}
+        async def timed(place: str, key: str, body: dict[str, Any]) -> tuple[Any, float]:
+            headers = {"authorization": f"Bearer {key}"}
+            began = time.perf_counter()
+            async with http.post(place, json=body, headers=headers) as response:
+                answer = await response.json()
+            return answer, time.perf_counter() - began
+
+        async def engine_program(number: int) -> list[float]:
+            times = []
+            tokens = letters(tokenizer, f"Tell me the story of number {number}. " * 8)
             for _ in range(TURNS):
-                began = time.perf_counter()
-                place = f"{url}/sessions/session-{i}/v1/chat/completions"
-                async with http.post(
-                    place, json={"model": "m", "messages": chat}, headers=headers
-                ) as answer:
-                    content = await answer.json()
-                took.append(time.perf_counter() - began)
+                body = {"input_ids": tokens, "sampling_params": {"n": 1}}
+                answer, seconds = await timed(f"{served.engine_url}/generate", "none", body)
+                times.append(seconds)
+                tokens = tokens + answer["output_ids"]
+            return times
+
+        async def program(number: int) -> list[float]:
+            times = []
+            chat: list[dict[str, Any]] = [
+                {"role": "user", "content": f"Tell me the story of number {number}. " * 8}
+            ]
+            key = f"session-{number}"
+            place = f"{url}/sessions/{key}/v1/chat/completions"
+            for _ in range(TURNS):
+                answer, seconds = await timed(place, key, {"model": "m", "messages": chat})
+                times.append(seconds)
                 chat += [
-                    content["choices"][0]["message"],
+                    answer["choices"][0]["message"],
                     {"role": "user", "content": "And then? Tell me more about it."},
                 ]
+            return times
 
-        turns = SESSIONS * TURNS
-        took: list[float] = []
-        before = cpu(process)
-        await asyncio.gather(*(program(i, took) for i in range(SESSIONS)))
-        spent = cpu(process) - before
-        over = sorted(1000 * (each - TURN_S) for each in took)
-        shown = ", ".join(
-            f"{over[int(share * turns)]:.1f} ms for {share:.0%}" for share in (0.05, 0.5, 0.95)
-        )
-        print(
-            f"calls of programs: {turns} turns of {SESSIONS} sessions, "
-            f"over the engine at most {shown}"
-        )
-        print(f"  {1000 * spent / turns:.2f} core-seconds for 1,000 turns")
-        before = cpu(process)
+        spent = Spent(served)
+        direct = await all_programs(engine_program)
+        print(f"calls of the engine: over its {TURN_S:g} s {over_the_sleep(direct)}")
+        print(f"  {spent}")
+        spent = Spent(served)
+        times = await all_programs(program)
+        print(f"calls of the gateway: over the engine's {TURN_S:g} s {over_the_sleep(times)}")
+        middle = len(times) // 2
+        print(f"  {spent}")
+        print(f"  a call adds {1000 * (times[middle] - direct[middle]):.1f} ms in the median")
+
+        spent = Spent(served)
         async with EnvironmentClient("environment-server", url) as client:
             await asyncio.gather(
                 *(client.episodes(episodes("Talks", i, 8)) for i in range(SESSIONS // 8))
             )
-        spent = cpu(process) - before
-        print(f"turns of the server's own: {1000 * spent / turns:.2f} core-seconds for 1,000 turns")
-        before = cpu(process)
+        print(f"turns of the server's own: {spent}")
+        spent = Spent(served)
 
         async def nothing() -> None:
             for _ in range(TURNS):
@@ -217,10 +278,7 @@ async def calls() -> None:
                     await answer.read()
 
         await asyncio.gather(*(nothing() for _ in range(SESSIONS)))
-        spent = cpu(process) - before
-        print(
-            f"requests that do nothing: {1000 * spent / turns:.2f} core-seconds for 1,000 of them"
-        )
+        print(f"requests that do nothing: {spent}")
 
 
 def episodes(environment: str, number: int, n: int) -> EpisodeRequest:
@@ -237,13 +295,13 @@ async def rate(environment: str, flight: int) -> float:
     """Returns the engine turns per second with this many episodes in flight, once they have spread
     out.
     """
-    async with serving(environment) as (url, engine, _), aiohttp.ClientSession() as http:
+    async with serving(environment) as served, aiohttp.ClientSession() as http:
 
         async def turns() -> int:
-            async with http.get(f"{engine}/health") as answer:
+            async with http.get(f"{served.engine_url}/health") as answer:
                 return int((await answer.json())["turns"])
 
-        async with EnvironmentClient("environment-server", url) as client:
+        async with EnvironmentClient("environment-server", served.url) as client:
             numbers = iter(range(1 << 30))
 
             async def slot() -> None:

@@ -11,6 +11,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -30,6 +31,7 @@ _GRACE_S = 1.0
 """Time for a socket's own limits to come first: their errors say more. They cover neither sending
 nor names nor a trickle of bytes."""
 _WARN_EVERY_S = 10.0
+_url = lru_cache(256)(httpx.URL)
 
 
 class Unreachable(ServiceError):
@@ -82,10 +84,12 @@ class Client:
         self.deadline_s = deadline_s
         self._last_warning = 0.0
         own = authorization() if headers is None else headers
+        self._default_headers = {"accept-encoding": "identity", **own}
+        self._transport = transport or Network()
         self.http = httpx.AsyncClient(
             base_url=base_url,
-            transport=transport or Network(),
-            headers={"accept-encoding": "identity", **own},
+            transport=self._transport,
+            headers=self._default_headers,
             event_hooks={"request": [_with_id], "response": [_not_compressed]},
         )
 
@@ -168,8 +172,28 @@ class Client:
     async def _exchange(
         self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
     ) -> httpx.Response:
-        """Sends a request once."""
-        return await self.http.request(method, path, timeout=timeout, **arguments)
+        """Sends a request once.
+
+        It bypasses httpx's client, whose work for redirects, cookies and merged URLs took four
+        fifths of a small call. Raises RuntimeError when this client is closed.
+        """
+        if self.http.is_closed:
+            raise RuntimeError(f"the client of {self.service} is closed")
+        headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
+        request = httpx.Request(
+            method,
+            _url(self.base_url.rstrip("/") + path),
+            extensions={"timeout": timeout.as_dict()},
+            **(arguments | {"headers": headers}),
+        )
+        response = await self._transport.handle_async_request(request)
+        response.request = request
+        try:
+            await _not_compressed(response)
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
 
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for an untrusted certificate, which no retry can fix."""

@@ -31,6 +31,9 @@ class Network(httpx.AsyncBaseTransport):
         if self._session is None:
             self._session = self._open()
         limits = request.extensions["timeout"]
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw
+        ]
         timeout = aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"])
         with _httpx_errors():
             # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
@@ -39,7 +42,7 @@ class Network(httpx.AsyncBaseTransport):
                 request.method,
                 str(request.url),
                 data=request.content or None,
-                headers=request.headers,
+                headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
                 auto_decompress=False,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 
 from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
+from common.settings.lr_schedules import wrong_arguments
 from common.settings.rewards import OwnReward
 from common.settings.section import Section
 from common.settings.sections import (
@@ -117,6 +118,10 @@ def _conflicts(config: Settings) -> Iterator[str]:
             "{rollout.max_context_tokens}: lower sampling.max_new_tokens or raise "
             "rollout.max_context_tokens"
         )
+    trainer = config.trainer
+    yield from wrong_arguments(
+        trainer.lr_schedule, trainer.lr_schedule_args, learning_rate=trainer.learning_rate
+    )
     if algorithm.overlong_buffer >= sampling.max_new_tokens:
         yield (
             "{algorithm.overlong_buffer} is not below {sampling.max_new_tokens}: lower "
@@ -261,6 +266,23 @@ def _environment(config: Settings) -> Iterator[str]:
             "{algorithm.advantage} needs a critic, which values single completions, and "
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
+    kind = config.environment.name.partition(":")[0]
+    if config.environment.tool_timeout_s is not None and kind in ("agent", "verifiers"):
+        yield (
+            "{environment.tool_timeout_s} cannot end the tools of a program, which "
+            "environment.name starts: leave it out, and end them in the program"
+        )
+    if config.environment.step_rewards != "sum" and kind != "openenv":
+        yield (
+            "{environment.step_rewards} is for the steps of an OpenEnv server, and "
+            "environment.name is another: leave it out, and compute the reward in the environment"
+        )
+    min_episodes = config.environment.min_episodes
+    if min_episodes is not None and min_episodes > config.sampling.group_size:
+        yield (
+            "{environment.min_episodes} is more than {sampling.group_size}, the episodes of a "
+            "group: lower environment.min_episodes"
+        )
     if config.environment.turn_discount is not None and advantage not in TURN_ADVANTAGES:
         yield (
             "{algorithm.advantage} does not compare single turns: leave environment.turn_discount "
@@ -354,8 +376,6 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
         yield names, f"algorithm.advantage {algorithm.advantage} has no critic"
     if config.model.dtype == "float32":
         yield ("model.fp32_head",), "model.dtype is float32"
-    if config.trainer.lr_schedule == "constant":
-        yield ("trainer.min_lr_share",), "trainer.lr_schedule is constant"
     if algorithm.kl_coef == 0:
         yield ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
     if algorithm.rollout_correction == "none":

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -49,6 +49,8 @@ def _kind(annotation: Any) -> str:
     """Returns the type of a setting in a word, or its choices."""
     if get_origin(annotation) is Literal:
         return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
     parts = [part for part in get_args(annotation) if part is not type(None)]
     kind = get_origin(annotation) or annotation
     if kind in (list, dict, tuple) or not parts:

@@ -21,6 +21,7 @@ from pydantic import (
 
 from common.errors import did_you_mean
 from common.settings.chat_templates import read_chat_template, read_template_variables
+from common.settings.lr_schedules import LrSchedule
 from common.settings.prompt_templates import read_template
 from common.settings.rewards import OwnReward, Reward, RewardEntry
 from common.settings.section import InHelp, Section
@@ -494,10 +495,11 @@ class TrainerSection(Section):
     warmup_steps: InHelp[NonNegativeInt] = 10
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""
-    lr_schedule: InHelp[Literal["constant", "linear", "cosine"]] = "constant"
-    """Learning rate after the warm-up: `constant`, or falling until the last step."""
-    min_lr_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the learning rate at which it ends. 0: it falls to zero."""
+    lr_schedule: InHelp[LrSchedule] = "constant"
+    """Learning rate after the warm-up: `constant`, or falling until the last step, with the names
+    and formulas of `transformers`."""
+    lr_schedule_args: dict[str, Any] = {}
+    """Arguments of the schedule, such as `{"min_lr_rate": 0.1}` of `cosine_with_min_lr`."""
     max_grad_norm: PositiveFloat = 1.0
     """Norm to which the gradients of policy and critic are clipped."""
     micro_batch_tokens: InHelp[PositiveInt] = 16_384
@@ -592,8 +594,17 @@ class EnvironmentSection(Section):
     then credited only with the rewards that follow it, not with earlier ones. Unset: they count for
     the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode. One that takes longer has no reward, and another is played in its
-    place, once."""
+    """Seconds for one episode. One that takes longer is lost: it has no reward."""
+    tool_timeout_s: PositiveFloat | None = None
+    """Seconds for one tool call of a class, or one step of an OpenEnv server. For one that takes
+    longer, the model is told an error, and the episode goes on. Unset: as long as the episode."""
+    step_rewards: Literal["sum", "last", "max"] = "sum"
+    """What of the rewards of an OpenEnv server's steps is the episode's reward: the sum for
+    increments, the last for a score so far, the maximum for the best attempt."""
+    min_episodes: int | None = Field(None, ge=2)
+    """Fewest whole episodes with which a group is trained. A group with fewer plays other episodes
+    in place of those that were lost, once, and is dropped if that does not suffice. Unset: all of
+    `sampling.group_size`."""
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the

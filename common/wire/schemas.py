@@ -493,6 +493,8 @@ class Group(Struct, forbid_unknown_fields=True):
     tokens."""
     barred: Int32 = field(default_factory=_no_tokens)
     metadata: Annotated[dict[str, Any], Meta(max_length=MAX_NAMES)] = {}
+    lost_episodes: _Many[_Chars] = []
+    """Why each episode that the group lacks was lost; empty when it has all."""
 
     @property
     def weight_version(self) -> int:
@@ -589,6 +591,8 @@ class Episode(Struct, forbid_unknown_fields=True):
     `refused_calls`."""
     detail: _Chars = ""
     """The reason for the status."""
+    refusal: _Chars = ""
+    """Why the first call that was refused was refused; empty when none was."""
 
 
 class Episodes(Struct):
@@ -640,6 +644,9 @@ class EpisodeLimits(Wire):
     tool_calls: PositiveInt = 64
     deadline_s: PositiveFloat = 600.0
     """Seconds for the whole episode; one that takes longer has no reward."""
+    tool_timeout_s: PositiveFloat | None = None
+    """Seconds for one tool call, after which the model is told an error; None: only the
+    deadline."""
 
 
 class EpisodeRequest(Wire):

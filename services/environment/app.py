@@ -5,18 +5,20 @@ talk to a model.
 import hashlib
 import hmac
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import wraps
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from common.errors import InvalidInput, ServiceError, Unauthorized
+from common.errors import InvalidInput, NotFound, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
-from services.environment.dialects import DIALECTS, Dialect, read_call
+from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
+from services.environment.messages import History
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.http.app import BareRoute, create_app, read_json
@@ -24,6 +26,7 @@ from services.http.disconnect import ClientGone, cancel_on_disconnect
 from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
+_Route = Callable[..., Awaitable[Response]]
 SESSIONS = "/sessions/"
 EVENTS = "text/event-stream"
 _MODEL = {
@@ -105,7 +108,7 @@ def create_environment_app(
         """
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
-    _models_route(app, service)
+    _small_routes(app, service)
     for dialect in DIALECTS:
         _gateway_route(app, service, dialect)
 
@@ -129,53 +132,108 @@ def create_environment_app(
     return app
 
 
-def _models_route(app: FastAPI, service: EpisodeService) -> None:
-    """Adds the route of a session's models."""
+def _small_routes(app: FastAPI, service: EpisodeService) -> None:
+    """Adds the routes of a session that do not sample."""
+    base = f"{SESSIONS}{{session}}/v1"
 
-    @app.get(f"{SESSIONS}{{session}}/v1/models", **described(answer=OBJECT, fails=(404, 410)))
+    @app.get(f"{base}/models", **described(answer=OBJECT, fails=(404, 410)))
     async def models(session: str, request: Request) -> Response:
         """The one model of a session, for clients that ask before they call."""
         _check_key(session, request)
         service.session(session)
         return Response(orjson.dumps(MODELS), media_type=JSON)
 
+    @app.get(f"{base}/models/{{name:path}}", **described(answer=OBJECT, fails=(404, 410)))
+    async def model(session: str, name: str, request: Request) -> Response:
+        """A model by any name: calls to all of them are answered by the policy."""
+        _check_key(session, request)
+        service.session(session)
+        return Response(orjson.dumps(_MODEL | {"id": name}), media_type=JSON)
+
+    async def count_tokens(session: str, request: Request) -> Response:
+        """The number of tokens that this call would send to the engine."""
+        _check_key(session, request)
+        called = service.session(session)
+        parsed = read_call(await read_json(request), MESSAGES, History())
+        tokens = called.count_tokens(parsed.messages, parsed.tools)
+        return Response(orjson.dumps({"input_tokens": tokens}), media_type=JSON)
+
+    async def completions(session: str, request: Request) -> Response:
+        """Refuses calls of OpenAI's old API, whose texts have no turns."""
+        _check_key(session, request)
+        raise NotFound(
+            "completions of plain text are not recorded: the model is trained on conversations",
+            field="path",
+            value="v1/completions",
+            remedy="call v1/chat/completions with the text as a message of the user",
+        )
+
+    posted = (
+        (f"{base}/messages/count_tokens", count_tokens, MESSAGES.body),
+        (f"{base}/completions", completions, OBJECT),
+    )
+    for path, route, body in posted:
+        app.router.add_api_route(
+            path,
+            _with_whole_message(route),
+            methods=["POST"],
+            route_class_override=BareRoute,
+            **described(body, OBJECT, fails=(400, 404, 410)),
+        )
+
+
+def _with_whole_message(route: _Route) -> _Route:
+    """Returns a route whose errors say all in the message, the only part that client libraries
+    show.
+    """
+
+    @wraps(route)
+    async def answered(session: str, request: Request) -> Response:
+        try:
+            return await route(session=session, request=request)
+        except ServiceError as error:
+            error.message = str(error)
+            return error_response(error, request.scope)
+
+    return answered
+
 
 def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
     """Adds the route of one of the session APIs."""
 
+    @_with_whole_message
     async def call(session: str, request: Request) -> Response:
         """Answers a call of this episode's program. The session's key is its name."""
-        try:
-            return await answered(session, request)
-        except ServiceError as error:
-            # Client libraries show only the message: it says what the other fields say.
-            error.message = str(error)
-            return error_response(error, request.scope)
-
-    async def answered(session: str, request: Request) -> Response:
         _check_key(session, request)
         called = service.session(session)
         service.calls.labels(dialect.path).inc()
         try:
             body = await read_json(request)
-            parsed = read_call(body, dialect)
             key = _request_key(body, dialect)
+            parsed = read_call(body, dialect, called.history)
             # A call that its client leaves goes on, and counts as unanswered.
             answer = await cancel_on_disconnect(
                 request,
-                called.call(parsed.messages, parsed.tools, key, is_retry=_is_retry(request)),
+                called.call(
+                    parsed.messages,
+                    parsed.tools,
+                    key,
+                    is_retry=_is_retry(request),
+                    options=parsed.options,
+                ),
             )
-            if await request.is_disconnected():  # while this server was busy
-                called.lose(answer.call)
-                raise ClientGone("the client closed the connection")
         except InvalidInput as error:
             service.refuse(called, error)
             raise
         identifier = secrets.token_hex(16)
         content = dialect.write(answer, parsed, identifier)
+        written = orjson.dumps(content)
+        if await request.is_disconnected():  # while this server was busy
+            called.lose(answer.call)
+            raise ClientGone("the client closed the connection")
         if parsed.streams:
             return StreamingResponse(dialect.events(content, parsed), media_type=EVENTS)
-        return Response(orjson.dumps(content), media_type=JSON)
+        return Response(written, media_type=JSON)
 
     app.router.add_api_route(
         f"{SESSIONS}{{session}}/v1/{dialect.path}",

@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any
 
 from common.errors import InvalidInput, shorten
+from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
 from services.environment.messages import Message, encodable, parse_messages, tools_key
 from services.environment.outcome import (
+    CallTimedOut,
     EnvironmentLost,
     EpisodeFailed,
     Outcome,
@@ -59,6 +61,8 @@ class EpisodeRun:
         self._instance: Any = None
         """The object that the environment's class made, with the state of this episode."""
         self._chat: list[Message] = []
+        self._prompt_messages = 0
+        """Number of messages of the chat before the first answer."""
         self.outcome = Outcome()
 
     async def run(self) -> Outcome:
@@ -80,6 +84,17 @@ class EpisodeRun:
         await self._play()
         self._session.close()  # no more sampling once it is graded
         self.outcome.turn_rewards = await self._turn_rewards()
+        if self._environment.grade is not None:
+            sequences = self._session.sequences()
+            reward, components = await self._environment.grade(
+                self._instance,
+                self._task,
+                messages=[message.fields for message in self._chat[self._prompt_messages :]],
+                token_ids=sequences[-1].token_ids if sequences else [],
+            )
+            self.outcome.reward = reward + sum(self.outcome.turn_rewards)
+            self.outcome.components = components
+            return
         if self._environment.has_reward is False:
             return
 
@@ -98,6 +113,7 @@ class EpisodeRun:
         """Plays turns until the environment, the model or a limit ends the episode."""
         outcome = self.outcome
         self._chat = await self._begin()
+        self._prompt_messages = len(self._chat)
         while True:
             try:
                 answer = await self._session.call(self._chat, self._tools, self._call_key())
@@ -206,10 +222,11 @@ class EpisodeRun:
         started = time.monotonic()
         try:
             function = self._bound_tool(name, tool_call["function"]["arguments"])
-            text = await self._text(await self._run(function))
+            timeout_s = self._limits.tool_timeout_s
+            text = await self._text(await self._run(function, timeout_s), timeout_s)
         except (EnvironmentLost, asyncio.CancelledError):
             raise
-        except _ToolRefused as error:
+        except (_ToolRefused, CallTimedOut) as error:
             self.outcome.tool_errors += 1
             text = f"error: {error}"
         except Exception as error:  # raised by the tool: the model may correct its call
@@ -247,27 +264,33 @@ class EpisodeRun:
         except Exception as error:
             raise EpisodeFailed(f"{self._environment.name}: {name} raised {told(error)}") from error
 
-    async def _run(self, function: "partial[Any]") -> Any:
+    async def _run(self, function: "partial[Any]", timeout_s: float | None = None) -> Any:
         """Returns what the user's function returns, and awaits it if it is a coroutine.
 
-        Neither runs in the server's event loop, unless the functions are the server's own.
+        Neither runs in the server's event loop, unless the functions are the server's own, which
+        see to their time themselves. Raises CallTimedOut after `timeout_s` seconds.
         """
         is_coroutine = inspect.iscoroutinefunction(function.func)
         if self._threads is None:
             return await function() if is_coroutine else function()
         name = f"{self._environment.name}: {getattr(function.func, '__name__', 'a method')}"
         if is_coroutine:
-            return await self._threads.run_coroutine(function, name)
-        result = await self._threads.run(function, name)
+            return await self._threads.run_coroutine(function, name, timeout_s)
+        try:
+            result = await self._threads.run(function, name, timeout_s)
+        except ValueError as error:
+            if not needs_main_thread(error):
+                raise
+            result = await asyncio.wrap_future(in_main_thread(function))
         if inspect.isawaitable(result):
-            return await self._threads.run_coroutine(lambda: result, name)
+            return await self._threads.run_coroutine(lambda: result, name, timeout_s)
         return result
 
-    async def _text(self, result: Any) -> str:
+    async def _text(self, result: Any, timeout_s: float | None) -> str:
         """Returns a tool's result as the model reads it."""
         if isinstance(result, str):
             return result
-        text: str = await self._run(partial(_written, result))
+        text: str = await self._run(partial(_written, result), timeout_s)
         return text
 
 

@@ -2,7 +2,7 @@
 messages.
 
 Each reads a request as messages and tools, and writes a complete answer as one body or as events.
-Sampling parameters in a request have no effect: the run determines them.
+`call_fields` says what their other fields do.
 """
 
 import itertools
@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
+from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
     CONTENT_FORM,
     MESSAGE_FORM,
     ROLES,
+    History,
     Message,
     parse_messages,
     parse_tools,
     text_of,
 )
-from services.environment.session import CallAnswer
+from services.environment.session import CallAnswer, CallOptions
 
 Json = dict[str, Any]
 
@@ -35,6 +37,7 @@ class Call(NamedTuple):
     streams: bool
     streams_usage: bool
     """Whether a stream of chat completions ends with the usage."""
+    options: CallOptions
 
 
 class Dialect(NamedTuple):
@@ -42,97 +45,20 @@ class Dialect(NamedTuple):
 
     path: str
     body: Json
-    """JSON schema of the fields that are read; all other fields are ignored."""
-    read: Callable[[Json], Call]
+    """JSON schema of the conversation and its tools."""
+    read: Callable[[Json, History], Call]
     write: Callable[[CallAnswer, Call, str], Json]
     events: Callable[[Json, Call], Iterator[str]]
 
 
-def read_call(body: Any, dialect: Dialect) -> Call:
-    """Reads a request. Raises InvalidInput that names the field."""
+def read_call(body: Any, dialect: Dialect, history: History) -> Call:
+    """Reads a request of a session with this history. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
         remedy = f'send {{"{dialect.body["required"][0]}": …}}'
         raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
-    for refused in _REFUSED:
-        value = body.get(refused.field)
-        if value is not None and value not in refused.allowed:
-            raise InvalidInput(
-                refused.reason, field=refused.field, value=value, remedy=refused.remedy
-            )
-    _check_format(body)
-    call = dialect.read(body)
-    return call._replace(tools=[]) if _refuses_tools(body) else call
-
-
-class _Refused(NamedTuple):
-    """A field that would change what an answer means, but that cannot be honoured."""
-
-    field: str
-    allowed: tuple[Any, ...]
-    reason: str
-    remedy: str
-
-
-_OTHERWISE = "leave it out"
-_REFUSED = (
-    _Refused("n", (1,), "a call returns exactly one answer", "make one call for each answer"),
-    _Refused("logprobs", (False, 0), "the gateway returns no log-probabilities", _OTHERWISE),
-    _Refused("top_logprobs", (0,), "the gateway returns no log-probabilities", _OTHERWISE),
-    _Refused(
-        "parallel_tool_calls",
-        (True,),
-        "the model may make several tool calls in an answer",
-        "leave it out, and accept several",
-    ),
-    _Refused("functions", ([],), "functions are an old form of tools", "send them as `tools`"),
-    _Refused("background", (False,), "every call is answered at once", _OTHERWISE),
-    _Refused(
-        "conversation",
-        (),
-        "this server does not store conversations",
-        "send the whole conversation as `input`",
-    ),
-    _Refused(
-        "previous_response_id",
-        ("",),
-        "this server does not store answers",
-        "send the whole conversation as `input`",
-    ),
-    _Refused("mcp_servers", ([],), "the gateway calls no tools", "call them in the program"),
-)
-
-
-def _check_format(body: Json) -> None:
-    """Raises InvalidInput for a format of the answer other than text."""
-    text = body.get("text")
-    formats = {"response_format": body.get("response_format")}
-    if isinstance(text, dict):
-        formats["text.format"] = text.get("format")
-    for field, value in formats.items():
-        if value is not None and not (isinstance(value, dict) and value.get("type") == "text"):
-            raise InvalidInput(
-                "the model answers freely, in no given format",
-                field=field,
-                value=value,
-                remedy="describe the format in the messages, and check the answer",
-            )
-
-
-def _refuses_tools(body: Json) -> bool:
-    """Returns whether the tool choice is `none`. Raises InvalidInput for one that cannot be
-    honoured. `required` has no effect: a model that makes no call is judged by the program.
-    """
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    serial = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
-    if serial or kind not in (None, "auto", "required", "any", "none"):
-        raise InvalidInput(
-            "the model chooses its tools, and may make several calls",
-            field="tool_choice",
-            value=choice,
-            remedy="send auto, required or none",
-        )
-    return kind == "none"
+    check_fields(body, dialect.path)
+    call = dialect.read(body, history)
+    return call._replace(tools=[]) if leaves_tools_out(body) else call
 
 
 def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
@@ -143,6 +69,7 @@ def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
         model=str(body.get("model") or "policy"),
         streams=bool(body.get("stream")),
         streams_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        options=read_options(body),
     )
 
 
@@ -170,8 +97,9 @@ def _arguments(tool_call: Json) -> str:
 # OpenAI's chat completions
 
 
-def _read_chat(body: Json) -> Call:
-    return _call(body, parse_messages(body.get("messages")), parse_tools(body.get("tools")))
+def _read_chat(body: Json, history: History) -> Call:
+    messages = parse_messages(body.get("messages"), history=history)
+    return _call(body, messages, parse_tools(body.get("tools")))
 
 
 def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
@@ -239,7 +167,7 @@ def _chat_events(body: Json, call: Call) -> Iterator[str]:
 # OpenAI's responses
 
 
-def _read_responses(body: Json) -> Call:
+def _read_responses(body: Json, history: History) -> Call:
     chat: list[Json] = []
     if body.get("instructions"):
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -257,7 +185,7 @@ def _read_responses(body: Json) -> Call:
             remedy='send text or [{"role": "user", "content": text}]',
         )
     tools = [_tool_of_responses(tool) for tool in _listed(body, "tools")]
-    return _call(body, parse_messages(chat, "input"), parse_tools(tools))
+    return _call(body, parse_messages(chat, "input", history), parse_tools(tools))
 
 
 def _tool_of_responses(tool: Any) -> Any:
@@ -414,7 +342,7 @@ def _responses_events(body: Json, _: Call) -> Iterator[str]:
 # Anthropic's messages
 
 
-def _read_messages(body: Json) -> Call:
+def _read_messages(body: Json, history: History) -> Call:
     chat: list[Json] = []
     if body.get("system"):
         chat.append({"role": "system", "content": text_of(body["system"], "system")})
@@ -438,7 +366,7 @@ def _read_messages(body: Json) -> Call:
             )
         chat += _from_blocks(str(message.get("role")), blocks, where)
     tools = [_tool_of_messages(tool) for tool in _listed(body, "tools")]
-    return _call(body, parse_messages(chat), parse_tools(tools))
+    return _call(body, parse_messages(chat, history=history), parse_tools(tools))
 
 
 def _tool_of_messages(tool: Any) -> Any:
@@ -510,6 +438,8 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         stop_reason = "max_tokens"
     elif message.tool_calls:
         stop_reason = "tool_use"
+    elif answer.stop_text:
+        stop_reason = "stop_sequence"
     else:
         stop_reason = "end_turn"
     return {
@@ -519,13 +449,14 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         "model": call.model,
         "content": content,
         "stop_reason": stop_reason,
-        "stop_sequence": None,
+        "stop_sequence": answer.stop_text or None,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
 
 
 def _messages_events(body: Json, _: Call) -> Iterator[str]:
-    yield _event({"type": "message_start", "message": body | {"content": [], "stop_reason": None}})
+    unfinished: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield _event({"type": "message_start", "message": body | unfinished})
     for i, block in enumerate(body["content"]):
         if block["type"] == "tool_use":
             empty_block: Json = block | {"input": {}}
@@ -540,7 +471,7 @@ def _messages_events(body: Json, _: Call) -> Iterator[str]:
             signature = {"type": "signature_delta", "signature": block["signature"]}
             yield _event({"type": "content_block_delta", "index": i, "delta": signature})
         yield _event({"type": "content_block_stop", "index": i})
-    ending = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    ending = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     yield _event({"type": "message_delta", "delta": ending, "usage": body["usage"]})
     yield _event({"type": "message_stop"})
 
@@ -590,6 +521,13 @@ _ITEM["properties"] |= {
     "output": {"type": "string"},
 }
 _BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
+MESSAGES = Dialect(
+    path="messages",
+    body=_body("messages", _BLOCKS, ("system",)),
+    read=_read_messages,
+    write=_write_messages,
+    events=_messages_events,
+)
 DIALECTS = (
     Dialect(
         path="chat/completions",
@@ -605,11 +543,5 @@ DIALECTS = (
         write=_write_responses,
         events=_responses_events,
     ),
-    Dialect(
-        path="messages",
-        body=_body("messages", _BLOCKS, ("system",)),
-        read=_read_messages,
-        write=_write_messages,
-        events=_messages_events,
-    ),
+    MESSAGES,
 )

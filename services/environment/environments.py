@@ -17,7 +17,7 @@ All but `reset` are optional. Without `get_reward` the run's reward functions gr
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,9 @@ from common.errors import ConfigError
 from common.process.imports import import_callable
 
 FIELD = "environment.name"
+Grade = Callable[..., Awaitable[tuple[float, dict[str, float | None]]]]
+"""Returns the reward of an episode and its parts, for the environment's object, the task, the
+messages after the prompt and the tokens that follow it."""
 BUILT_IN = {"python": "services.environment.python_tool:PythonEnvironment"}
 _PARAMETERS = {"step": 1, "get_reward": 0, "get_turn_rewards": 0, "close": 0}
 """The methods that the server calls, besides `reset`, and how many arguments it passes."""
@@ -50,6 +53,8 @@ class Environment:
     """Returns a tool's function, given the object that `make` returned and the tool's name."""
     is_done: Callable[[Any], bool] = lambda _: False
     """Whether a tool has ended the episode."""
+    grade: Grade | None = None
+    """Gives the reward in place of the environment."""
 
     @classmethod
     def load(cls, name: str) -> "Environment":

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -108,8 +108,24 @@ def _plain(text: str) -> str:
     return text.replace("\r\n", "\n").strip()
 
 
-def parse_messages(content: Any, where: str = "messages") -> list[Message]:
-    """Returns the messages of a request. Raises InvalidInput that names the first wrong field."""
+@dataclass
+class History:
+    """The messages of a session's latest call, as sent and as parsed.
+
+    A call repeats most of them; only new ones are parsed, and those that were parsed before are
+    found to be the recorded ones without comparing their texts.
+    """
+
+    sent: list[bytes] = field(default_factory=list)
+    parsed: list[Message] = field(default_factory=list)
+
+
+def parse_messages(
+    content: Any, where: str = "messages", history: History | None = None
+) -> list[Message]:
+    """Returns the messages of a request, and remembers them in `history`. Raises InvalidInput that
+    names the first wrong field.
+    """
     if not isinstance(content, list) or not content:
         raise InvalidInput(
             "a conversation must be a list of messages",
@@ -117,7 +133,19 @@ def parse_messages(content: Any, where: str = "messages") -> list[Message]:
             value=content,
             remedy="send at least one message",
         )
-    return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
+    if history is None:
+        return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
+
+    sent = [orjson.dumps(each) for each in content]  # as mappings, 1 would equal true
+    pairs = zip(sent, history.sent, strict=False)
+    known = next((i for i, (new, old) in enumerate(pairs) if new != old), len(history.sent))
+    known = min(known, len(sent))
+    messages = history.parsed[:known]
+    for i in range(known, len(content)):
+        messages.append(_parse_message(content[i], f"{where}[{i}]"))
+    history.sent = sent
+    history.parsed = messages
+    return messages
 
 
 def _parse_message(content: Any, where: str) -> Message:
@@ -205,7 +233,7 @@ def text_of(content: Any, where: str) -> str:
 
 def encodable(text: str) -> str:
     """Returns a text with `?` for lone surrogates, which neither tokens nor UTF-8 can hold."""
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _parse_tool_call(content: Any, where: str) -> dict[str, Any]:

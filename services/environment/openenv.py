@@ -2,7 +2,7 @@
 
 An environment with MCP tools offers them to the model. Without MCP tools, the model's answer is the
 action if an action is a single text; otherwise the model gets a tool `step` with the fields of the
-action. The reward is the sum over all steps.
+action. The reward is the sum over all steps, or what `environment.step_rewards` says.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
 from services.environment.environments import FIELD, Environment
 from services.environment.kept_server import PORT, KeptServer
-from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
+from services.environment.outcome import CallTimedOut, EnvironmentLost, EpisodeFailed, Outcome
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -30,6 +30,12 @@ _RETRY_S = 0.1
 """Pause before the server is asked again whether it has room."""
 _RESTRICTED = {"enum", "const", "pattern", "format"}
 """What a text's schema has when not every text is allowed."""
+_JOINED: dict[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "last": lambda rewards: rewards[-1],
+    "max": max,
+}
+"""The reward of an episode from those of its steps, by `environment.step_rewards`."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
@@ -50,13 +56,15 @@ class OpenEnvRunner:
         name: name of the environment.
         target: the URL, or the command line, in which `{port}` is the port to listen on.
         slots: maximum concurrent episodes.
+        step_rewards: `environment.step_rewards`.
 
     Raises:
         ConfigError: the command does not exist here, or has no `{port}`.
     """
 
-    def __init__(self, name: str, target: str, slots: int) -> None:
+    def __init__(self, name: str, target: str, slots: int, step_rewards: str = "sum") -> None:
         self.name = name
+        self._step_rewards = step_rewards
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward: bool | None = None
@@ -107,7 +115,12 @@ class OpenEnvRunner:
         except EpisodeFailed as error:
             return Outcome("error", detail=str(error))
 
-        connection = Connection(self._connect, interface)
+        connection = Connection(
+            self._connect,
+            interface,
+            step_rewards=self._step_rewards,
+            tool_timeout_s=limits.tool_timeout_s,
+        )
         environment = Environment(
             name=self.name,
             make=lambda: connection,
@@ -196,16 +209,25 @@ class Connection:
     Args:
         connect: opens the WebSocket.
         interface: how the model acts in it.
+        step_rewards: `environment.step_rewards`.
+        tool_timeout_s: seconds that a step may take; None for no limit.
     """
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[aiohttp.ClientWebSocketResponse]],
         interface: Interface,
+        *,
+        step_rewards: str = "sum",
+        tool_timeout_s: float | None = None,
     ) -> None:
         self._connect = connect
         self._interface = interface
+        self._step_rewards = step_rewards
+        self._tool_timeout_s = tool_timeout_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._is_behind = False
+        """Whether an answer is still to come to a step that nobody waits for any more."""
         self._rewards: list[float] = []
         self.done = False
 
@@ -219,16 +241,17 @@ class Connection:
         """Sends the answer as an action; returns None when the episode is over."""
         action = {self._interface.answer_field: messages[-1]["content"]}
         try:
-            text = _text(await self._observation("step", action))
-        except InvalidAction as refusal:  # the model may do better next time
-            return f"error: {refusal}"
+            text = _text(await self._act(action))
+        except (InvalidAction, CallTimedOut) as error:  # the model may do better next time
+            return f"error: {error}"
         if self.done:
             return None
         return text or "(nothing)"
 
     async def get_reward(self) -> float | None:
-        """Returns the sum of the steps' rewards; None when no step gave one."""
-        return sum(self._rewards) if self._rewards else None
+        """Returns what the steps' rewards are worth; None when no step gave one."""
+        await self._catch_up()
+        return _JOINED[self._step_rewards](self._rewards) if self._rewards else None
 
     async def close(self) -> None:
         """Ends the episode."""
@@ -260,13 +283,35 @@ class Connection:
             action = arguments
             if self._interface.has_mcp_tools:
                 action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-            return _text(await self._observation("step", action)) or "(nothing)"
+            return _text(await self._act(action)) or "(nothing)"
 
         return call
 
+    async def _act(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Takes a step and returns its observation; an empty one if an earlier step, whose answer
+        came late, ended the episode.
+
+        Raises CallTimedOut; the server may still be at it.
+        """
+        try:
+            async with asyncio.timeout(self._tool_timeout_s):
+                await self._catch_up()
+                return {} if self.done else await self._observation("step", action)
+        except TimeoutError:
+            raise CallTimedOut(self._tool_timeout_s) from None
+
+    async def _catch_up(self) -> None:
+        """Waits for the answer to a step that took too long: its reward and its end count."""
+        if self._is_behind:
+            with contextlib.suppress(Refused):  # the model has been told an error already
+                self._observed("step", await self._exchange(None))
+
     async def _observation(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Sends a message and returns the observation in the response."""
-        answer = await self._ask({"type": kind, "data": data})
+        return self._observed(kind, await self._ask({"type": kind, "data": data}))
+
+    def _observed(self, kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """Returns the observation in an answer, and notes its reward and whether it is the last."""
         content = answer.get("data")
         observation = content.get("observation") if isinstance(content, dict) else None
         if answer.get("type") != "observation" or not isinstance(observation, dict):
@@ -296,15 +341,19 @@ class Connection:
                 await self.close()
                 await asyncio.sleep(_RETRY_S)
 
-    async def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Sends a message, if there is one, and returns the next answer."""
         try:
             self._socket = self._socket or await self._connect()
-            await self._socket.send_str(json.dumps(message))
+            self._is_behind = True  # until the answer comes, in case this is cancelled
+            if message is not None:
+                await self._socket.send_str(json.dumps(message))
             answer = await self._socket.receive()
         except (aiohttp.ClientError, OSError) as error:
             raise EnvironmentLost(
                 f"the connection to the OpenEnv server was lost: {error}"
             ) from error
+        self._is_behind = False
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
 

@@ -38,6 +38,14 @@ class EnvironmentLost(Exception):
     """
 
 
+class CallTimedOut(Exception):
+    """A tool call took longer than `environment.tool_timeout_s`: the model is told."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        assert limit_s is not None
+        super().__init__(f"it took longer than {limit_s:g} s")
+
+
 def told(error: BaseException) -> str:
     """Returns the type and the text of an exception of user code, whatever its `__str__` does."""
     try:

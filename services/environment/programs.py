@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ _END_S = 10.0
 _FOLDERS = "rlhf-episodes-"
 _LIMITED = 'ulimit -f 8388608; exec "$@"'
 """The blocks are of 512 bytes."""
+_STARTED_S = 60.0
+"""Age from which an empty folder is not that of a server which is starting."""
 SIGNALLED = 128
 """Exit statuses above this come from a signal."""
 
@@ -109,7 +112,8 @@ class Folders:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # A server that is starting may have made it and not locked it yet.
-                if any(root.iterdir()):
+                age_s = time.time() - root.stat().st_mtime
+                if any(root.iterdir()) or age_s > _STARTED_S:
                     shutil.rmtree(root, ignore_errors=True)
             finally:
                 os.close(lock)

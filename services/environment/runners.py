@@ -83,7 +83,7 @@ def load_runner(
             plays_tasks=True,
         )
     if kind == "openenv":
-        return OpenEnvRunner(name, target, slots)
+        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "verifiers":
         python, _, taskset = target.strip().rpartition(" ")
         if taskset.endswith(".toml") and not Path(taskset).is_file():

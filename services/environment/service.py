@@ -132,7 +132,7 @@ class EpisodeService:
         running_limit.set(MAX_EPISODES)
         hung = metrics.gauge(
             "environment_hung_calls",
-            "Calls of the environment that still run after the end of their episode",
+            "Calls of the environment that still run although nobody waits for them any more",
         )
         hung.set_function(lambda: self._hung_calls()["hung_calls"])
         hung_limit = metrics.gauge(
@@ -206,7 +206,11 @@ class EpisodeService:
         sampling = request.sampling
         policy = request.policy
 
-        async def sample(tokens: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
+        async def sample(
+            tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+        ) -> Completion:
+            # The engines look for the stop texts in the text that the session reads.
+            stops = {"stop": list(stop), "skip_special_tokens": False} if stop else {}
             (answer,) = await self._router.answers(
                 tokens,
                 lora_path=policy.adapter or None,
@@ -215,6 +219,7 @@ class EpisodeService:
                 temperature=sampling.temperature,
                 stop_token_ids=self._stop_token_ids,
                 sampling_seed=seed,
+                parameters=stops,
                 deadline_s=request.limits.deadline_s,
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)
@@ -234,7 +239,8 @@ class EpisodeService:
             log.warning("calls of %s are refused: %s", self.environment.name, error)
         self._refused.labels(field).inc()
         session.refused_calls += 1
-        session.first_refusal = session.first_refusal or error
+        # In words, for who reads of it in the trainer.
+        session.refusal = session.refusal or f"{error.field}: {error.message}; {error.remedy}"
 
     def close_session(self, session: Session) -> None:
         """Ends a session; later calls get SessionClosed."""
@@ -385,8 +391,8 @@ class EpisodeService:
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
-        if session.first_refusal is not None:
-            reason = f"{session.refused_calls} calls refused, the first: {session.first_refusal}"
+        if session.refusal:
+            reason = f"{session.refused_calls} calls refused, the first: {session.refusal}"
             outcome.detail = f"{outcome.detail}; {reason}" if outcome.detail else reason
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
         if outcome.status == "ok" and not sequences:
@@ -417,4 +423,5 @@ class EpisodeService:
                 "refused_calls": float(session.refused_calls),
             },
             detail=encodable(outcome.detail)[:_DETAIL_CHARS],
+            refusal=encodable(session.refusal)[:_DETAIL_CHARS],
         )

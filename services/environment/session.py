@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from common.errors import Conflict, InvalidInput, ServiceError
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
-from services.environment.messages import Message
+from services.environment.messages import History, Message
 from services.environment.template import Template
 from services.environment.tree import SessionTree, TurnNode
 
@@ -31,6 +31,7 @@ class LimitReached(ServiceError):
 
     status = 400
     code = "limit_reached"
+    limit: StopReason
 
 
 def session_closed(identifier: str) -> SessionClosed:
@@ -43,8 +44,15 @@ def session_closed(identifier: str) -> SessionClosed:
     )
 
 
-Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
-"""(tokens, max_new_tokens, seed) -> completion"""
+Sample = Callable[[Sequence[int], int, int, Sequence[str]], Awaitable[Completion]]
+"""(tokens, max_new_tokens, seed, stop texts) -> completion"""
+
+
+class CallOptions(NamedTuple):
+    """When the answer to a call ends, besides the model's own end and the run's limits."""
+
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
 
 
 class CallAnswer(NamedTuple):
@@ -58,6 +66,11 @@ class CallAnswer(NamedTuple):
     sampled_tokens: int
     problem: str
     """Why a tool call in it cannot be read; empty when all can."""
+    stop_text: str = ""
+    """The stop text that ended it; empty if none did."""
+
+
+_NO_OPTIONS = CallOptions()
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,7 @@ class Session:
     ) -> None:
         self.id = identifier
         self.tree = SessionTree()
+        self.history = History()
         self.closed = False
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""
@@ -91,7 +105,8 @@ class Session:
         one that is being sampled, or whose client has left."""
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
-        self.first_refusal: InvalidInput | None = None
+        self.refusal = ""
+        """Why the first of them was refused."""
         self.asked_at = 0.0
         """When the last call came, in seconds since 1970."""
         self.turns = 0
@@ -118,7 +133,9 @@ class Session:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
         key: str,
+        *,
         is_retry: bool | None = None,
+        options: CallOptions = _NO_OPTIONS,
     ) -> CallAnswer:
         """Answers a call; `key` is the same for the same request.
 
@@ -127,21 +144,12 @@ class Session:
         Raises SessionClosed after the end, LimitReached, InvalidInput for messages that cannot be
         answered, and the errors of the engines. A failed call may be repeated.
         """
-        if self.closed:
-            raise session_closed(self.id)
-        if messages[-1].role == "assistant":
-            raise InvalidInput(
-                "the last message is already an answer",
-                field=f"messages[{len(messages) - 1}].role",
-                value="assistant",
-                remedy="end with a message of the user or of a tool",
-            )
-
+        self._check(messages)
         self.asked_at = time.time()
         name = self._name(key, is_retry)
         task = self._calls.get(name)
         if task is None:
-            task = asyncio.create_task(self._answer(messages, tools, name))
+            task = asyncio.create_task(self._answer(messages, tools, name, options=options))
             task.add_done_callback(lambda done: self._forget_failed(name, done))
             self._calls[name] = task
 
@@ -160,6 +168,15 @@ class Session:
     def lose(self, call: str) -> None:
         """Records that the client of a call left before it got the answer."""
         self.unanswered[call] = None
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
+        """Returns the number of tokens that a call with these messages would send to the engine.
+
+        Raises SessionClosed, and the errors of `call` for these messages.
+        """
+        self._check(messages)
+        parent, _, added = self._continued(messages, tools)
+        return len(added) + (len(parent.tokens) if parent else 0)
 
     def grade(self, reward: Any) -> None:
         """Takes the program's reward and ends the session. Raises Conflict for a second, different
@@ -194,6 +211,18 @@ class Session:
                 sequence.finish_reason = "length"
         return sequences
 
+    def _check(self, messages: Sequence[Message]) -> None:
+        """Raises SessionClosed after the end, InvalidInput for messages that ask for nothing."""
+        if self.closed:
+            raise session_closed(self.id)
+        if messages[-1].role == "assistant":
+            raise InvalidInput(
+                "the last message is already an answer",
+                field=f"messages[{len(messages) - 1}].role",
+                value="assistant",
+                remedy="end with a message of the user or of a tool",
+            )
+
     def _name(self, key: str, is_retry: bool | None) -> str:
         """Returns the name of a call: of the earlier one that is sent again, or a new one."""
         names = self._names.setdefault(key, [])
@@ -221,32 +250,31 @@ class Session:
             self._calls.pop(name, None)
 
     async def _answer(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], name: str
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        name: str,
+        *,
+        options: CallOptions,
     ) -> CallAnswer:
         """Samples the answer to a call and records the turn."""
         limits = self._settings.limits
-        if self.turns >= limits.turns:
-            raise self._reached("turns", limits.turns)
-
-        parent, new_messages, added = self._continued(messages, tools)
-        prompt = parent.tokens + added if parent else added
-        tokens_left: dict[StopReason, int] = {
-            "length": self._settings.max_new_tokens,
-            "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved_tokens,
-            "context": limits.context - len(prompt),
-        }
-        tightest = min(tokens_left, key=lambda limit: tokens_left[limit])
-        max_new_tokens = tokens_left[tightest]
-        if max_new_tokens <= 0:
-            value = limits.context if tightest == "context" else limits.sampled_tokens
-            raise self._reached(tightest, value)
+        try:
+            if self.turns >= limits.turns:
+                raise _limit_reached("turns", limits.turns)
+            parent, new_messages, added = self._continued(messages, tools)
+            prompt = parent.tokens + added if parent else added
+            tightest, max_new_tokens = self._tightest_limit(len(prompt), options.max_tokens)
+        except LimitReached as error:
+            self.stop_reason = error.limit
+            raise
 
         # Calls may run at once: what this one may use is taken before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
         self.unanswered[name] = None
         try:
-            completion = await self._sample(prompt, max_new_tokens, self._seed(name))
+            completion = await self._sample(prompt, max_new_tokens, self._seed(name), options.stop)
         except BaseException as error:
             self.turns -= 1  # the call may be repeated
             if isinstance(error, ServiceError):
@@ -257,7 +285,8 @@ class Session:
 
         self.sampled_tokens += len(completion.token_ids)
         self.stop_reason = tightest if completion.finish_reason == "length" else ""
-        text = self._template.decode(completion.token_ids.tolist())
+        # All sampled tokens are recorded; the program does not see the stop text.
+        text, stop_text = _cut(self._template.decode(completion.token_ids.tolist()), options.stop)
         message, problem = self._template.parse(text, tools, id_prefix=str(len(self.tree.nodes)))
         self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
@@ -267,7 +296,25 @@ class Session:
             prompt_tokens=len(prompt),
             sampled_tokens=len(completion.token_ids),
             problem=problem,
+            stop_text=stop_text,
         )
+
+    def _tightest_limit(self, prompt_tokens: int, asked: int | None) -> tuple[StopReason, int]:
+        """Returns which limit an answer meets first, and after how many tokens. Raises LimitReached
+        when none are left.
+        """
+        limits = self._settings.limits
+        max_new_tokens = self._settings.max_new_tokens
+        tokens_left: dict[StopReason, int] = {
+            "length": min(max_new_tokens, asked) if asked else max_new_tokens,
+            "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved_tokens,
+            "context": limits.context - prompt_tokens,
+        }
+        tightest = min(tokens_left, key=lambda limit: tokens_left[limit])
+        if tokens_left[tightest] <= 0:
+            value = limits.context if tightest == "context" else limits.sampled_tokens
+            raise _limit_reached(tightest, value)
+        return tightest, tokens_left[tightest]
 
     def _continued(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -286,28 +333,40 @@ class Session:
         context = self._settings.limits.context
         parent, new_messages = self.tree.find(messages, tools)
         if sum(message.chars for message in new_messages) > MAX_CHARS_PER_TOKEN * context:
-            raise self._reached("context", context)
+            raise _limit_reached("context", context)
 
         if parent is not None:
-            ended = parent.sampled.finish_reason == "stop"
-            added = self._template.continuation(parent.answer, new_messages, tools, ended)
+            added = self._template.continuation(
+                parent.answer, new_messages, tools, sampled=parent.sampled.token_ids
+            )
             if added is not None:
                 return parent, new_messages, added
         return None, messages, self._template.prompt(messages, tools)
-
-    def _reached(self, limit: StopReason, value: int) -> LimitReached:
-        """Records that a limit was reached, and returns the error."""
-        self.stop_reason = limit
-        # The limits on tokens and tool calls follow from that on turns.
-        setting = "context" if limit == "context" else "turns"
-        return LimitReached(
-            f"the episode has reached its limit of {limit}",
-            field=limit,
-            value=value,
-            remedy=f"the episode is over; raise environment.{setting} for longer ones",
-        )
 
     def _seed(self, name: str) -> int:
         """Returns the call's own seed: its siblings have others, a repeated run the same."""
         digest = hashlib.blake2b(f"{self._settings.seed} {name}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) & 0x7FFFFFFF  # not negative as an int32
+
+
+def _limit_reached(limit: StopReason, value: int) -> LimitReached:
+    # The limits on tokens and tool calls follow from that on turns.
+    setting = "context" if limit == "context" else "turns"
+    error = LimitReached(
+        f"the episode has reached its limit of {limit}",
+        field=limit,
+        value=value,
+        remedy=f"the episode is over; raise environment.{setting} for longer ones",
+    )
+    error.limit = limit
+    return error
+
+
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Returns a text up to its first stop text, and that stop text."""
+    places = {stop: text.find(stop) for stop in stops}
+    found = [(place, stop) for stop, place in places.items() if place >= 0]
+    if not found:
+        return text, ""
+    place, stop = min(found)
+    return text[:place], stop

@@ -14,6 +14,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import ConfigError, InvalidInput, shorten
+from common.wire.schemas import Int32
 from services.environment.call_formats import FORMATS, HERMES, CallFormat
 from services.environment.messages import Message
 from services.environment.parsing import Parsed, parse_answer, read_calls
@@ -82,7 +83,12 @@ class Template:
         return self._encode(self._render(messages, tools))
 
     def continuation(
-        self, answer: Message, new: Sequence[Message], tools: Sequence[dict[str, Any]], ended: bool
+        self,
+        answer: Message,
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        sampled: Int32,
     ) -> list[int] | None:
         """Returns the tokens between an answer and the next; None if the template does not write
         one after the other.
@@ -91,8 +97,8 @@ class Template:
             answer: the last recorded answer, whose tool calls the new messages may refer to.
             new: the messages after it.
             tools: the functions offered.
-            ended: whether the answer's sampled tokens end with a stop token; else the template's
-                own is added first.
+            sampled: the answer's tokens. If they do not end with a stop token, the template's own
+                is added first.
         """
         # Where the tools do not change the text, one short tool renders faster than the real ones.
         rendered_tools = tools if self._repeats_tools or not tools else [_TOOL]
@@ -103,6 +109,7 @@ class Template:
         ids = self._encode(stop + text)  # with the stop token, so that no token merges across it
         if not ids or ids[0] != self._stop_tokens[stop]:
             return None
+        ended = len(sampled) > 0 and int(sampled[-1]) in self._stop_tokens.values()
         return ids[1:] if ended else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from services.environment.outcome import EnvironmentLost, told
+from services.environment.outcome import CallTimedOut, EnvironmentLost, told
 
 log = logging.getLogger(__name__)
 _WARN_EVERY_S = 60.0
@@ -20,6 +20,7 @@ _BEAT_S = 1.0
 """Seconds between two looks at the users' event loop."""
 BLOCKED_S = 30.0
 """Seconds in which a coroutine may block that loop."""
+_BLOCKED = "another coroutine of the environment blocked their event loop"
 
 
 @dataclass(eq=False)
@@ -74,9 +75,9 @@ class Threads:
     """Runs calls in threads, at most `limit` at once; further calls wait. Coroutines share the
     event loop of one thread, which is replaced when one of them blocks it.
 
-    A call whose caller has given up keeps its thread until it ends, but frees its slot and counts
-    as `hung`. At `limit` hung calls, no more calls are accepted. The threads end with the process,
-    whatever they do.
+    A call whose caller has given up, or whose time is over, keeps its thread until it ends, but
+    frees its slot and counts as `hung`. At `limit` hung calls, no more calls are accepted. The
+    threads end with the process, whatever they do.
 
     All counts belong to the event loop: the threads themselves only run calls.
     """
@@ -101,9 +102,13 @@ class Threads:
             "(environment.workers): restart this server"
         )
 
-    async def run(self, function: Callable[[], Any], name: str) -> Any:
-        """Returns or raises what `function` does. Raises EnvironmentLost when too many calls
-        hang.
+    async def run(
+        self, function: Callable[[], Any], name: str, timeout_s: float | None = None
+    ) -> Any:
+        """Returns or raises what `function` does.
+
+        Raises EnvironmentLost when too many calls hang, and CallTimedOut `timeout_s` seconds after
+        the beginning of the call.
         """
         async with self._slots:
             problem = self.problem
@@ -118,18 +123,24 @@ class Threads:
             self._queue.put(call)
 
             try:
-                return await call.future
-            except asyncio.CancelledError:
+                async with asyncio.timeout(timeout_s) as limit:
+                    return await call.future
+            except (asyncio.CancelledError, TimeoutError) as error:
                 if not call.is_over:
                     call.is_left = True
                     self.hung += 1
                     self._warn(name)
+                if isinstance(error, TimeoutError) and limit.expired():
+                    raise CallTimedOut(timeout_s) from None
                 raise
 
-    async def run_coroutine(self, function: Callable[[], Any], name: str) -> Any:
+    async def run_coroutine(
+        self, function: Callable[[], Any], name: str, timeout_s: float | None = None
+    ) -> Any:
         """Returns or raises what an awaitable that `function` makes does, in the users' event loop.
 
-        Raises EnvironmentLost when another coroutine has blocked that loop, or too many hang.
+        Raises EnvironmentLost when another coroutine has blocked that loop, or too many hang, and
+        CallTimedOut after `timeout_s` seconds, when the coroutine is cancelled.
         """
         problem = self.problem
         if problem is not None:
@@ -146,12 +157,20 @@ class Threads:
         call.future = asyncio.wrap_future(started)
         user_loop.calls.add(call)
         try:
-            return await call.future
+            async with asyncio.timeout(timeout_s) as limit:
+                return await call.future
+        except TimeoutError:
+            if not limit.expired():  # the user's own
+                raise
+            # The others are not to blame for one that blocks the loop.
+            beat = user_loop.beat()
+            await asyncio.wait((beat,), timeout=_BEAT_S)
+            if not beat.done() and asyncio.current_task(user_loop.loop) is not call.task:
+                raise EnvironmentLost(_BLOCKED) from None
+            raise CallTimedOut(timeout_s) from None
         except asyncio.CancelledError:
             if call.is_lost:
-                raise EnvironmentLost(
-                    "another coroutine of the environment blocked their event loop"
-                ) from None
+                raise EnvironmentLost(_BLOCKED) from None
             caller = asyncio.current_task()
             if caller is None or caller.cancelling():
                 raise
@@ -230,7 +249,7 @@ class Threads:
             return
         self._warned_at = now
         log.warning(
-            "%s is still running although its episode has ended: "
+            "%s is still running although nobody waits for it any more: "
             "%d such calls hold their threads, the limit is %d",
             name,
             self.hung,

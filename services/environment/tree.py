@@ -38,7 +38,11 @@ class TurnNode:
     @property
     def path(self) -> "list[TurnNode]":
         """The nodes from the root to this one."""
-        return [*(self.parent.path if self.parent else ()), self]
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        path.reverse()
+        return path
 
     @property
     def tokens(self) -> list[int]:
@@ -138,7 +142,7 @@ def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match
     if len(part) < len(node.messages):
         return None
     for recorded, sent in zip(node.messages, part, strict=True):
-        if not recorded.is_sent(sent):
+        if recorded is not sent and not recorded.is_sent(sent):
             return None
     return _Match(
         messages=end, same_marks=above.same_marks + _same_marks(node.answer, part[-1]), node=node

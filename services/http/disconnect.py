@@ -1,8 +1,8 @@
 """Cancels work when its client disconnects."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -27,22 +27,38 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: 
     The request's body must have been read. Raises the errors of `work`, ClientGone, or NotReady
     when the service stops.
     """
-    task: asyncio.Future[_T] = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_disconnected(request))
-    watchers: list[asyncio.Future[Any]] = [disconnected]
+    # The work runs in the caller's task, as one more task would cost as much as a small handler.
+    caller = asyncio.current_task()
+    assert caller is not None
+    earlier_cancellations = caller.cancelling()
+    reason: ServiceError | None = None
+
+    async def cancel_after(
+        event: Callable[[Request], Awaitable[None]], error: ServiceError
+    ) -> None:
+        nonlocal reason
+        await event(request)
+        if reason is None:
+            reason = error
+            caller.cancel()
+
+    gone = ClientGone("the client closed the connection")
+    watchers = [asyncio.create_task(cancel_after(_disconnected, gone))]
     if drain:
-        watchers.append(asyncio.ensure_future(_draining(request)))
+        stopping = NotReady("the service is stopping", remedy="try again")
+        watchers.append(asyncio.create_task(cancel_after(_draining, stopping)))
     try:
-        await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if disconnected.done():
-            raise ClientGone("the client closed the connection")
-        raise NotReady("the service is stopping", remedy="try again")
+        return await work
+    except asyncio.CancelledError:
+        # Somebody else may have cancelled the caller, too.
+        if reason is None or caller.cancelling() > earlier_cancellations + 1:
+            raise
+        raise reason from None
     finally:
-        for pending in (task, *watchers):
-            pending.cancel()
-        await asyncio.gather(task, *watchers, return_exceptions=True)
+        for watcher in watchers:
+            watcher.cancel()
+        if reason is not None:
+            caller.uncancel()
 
 
 async def _disconnected(request: Request) -> None:

@@ -234,7 +234,7 @@ class ProcessHost(Host):
 
 def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[str, list[Any]]]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
-    item.
+    item. A response is a text, or the messages of an episode.
     """
     names: set[str] = set()
     for item in items:
@@ -246,7 +246,11 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
     columns["prompt"] = [item.prompt for item in items]
     columns["ground_truth"] = [item.ground_truth for item in items]
 
-    completions = [[{"role": "assistant", "content": item.response}] for item in items]
+    completions: list[list[Message]] = []
+    for item in items:
+        response: Any = item.response  # that of an episode does not come over the wire
+        is_text = isinstance(response, str)
+        completions.append([{"role": "assistant", "content": response}] if is_text else response)
     return completions, columns
 
 

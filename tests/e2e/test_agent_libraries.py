@@ -51,6 +51,26 @@ async def test_every_sampled_token_is_recorded_once(kind: str) -> None:
         )
 
 
+async def test_libraries_get_what_they_ask_for_or_the_reason() -> None:
+    name = agent("fields")
+
+    def reply(text: str) -> str:
+        return "3! sure" if "Found" in text else "look Observation: 9"
+
+    async with served(name, reply) as server:
+        (episode,) = await server.client.episodes(request_for(name))
+        assert episode.status == "ok", episode.detail
+        assert episode.components["right"] == 1.0
+        assert episode.metrics["refused_calls"] == 1.0
+        (sequence,) = episode.sequences
+        tokenizer = server.engine.tokenizer
+        sampled = sequence.token_ids[sequence.mask == 1].tolist()
+        assert sampled == [
+            *letters(tokenizer, "look Observation:", end=False),
+            *letters(tokenizer, "3!", end=False),
+        ]
+
+
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages", "agents"])
 def test_a_library_is_trained(kind: str, base_model: Path, tmp_path: Path) -> None:
     assert os.environ.get("OPENAI_BASE_URL") is None

@@ -59,6 +59,18 @@ async def test_an_answer_is_an_action_of_one_text() -> None:
         assert episode.status == "ok", "the server is started again"
 
 
+async def test_a_step_that_takes_too_long_is_told_and_its_reward_counts() -> None:
+    def reply(text: str) -> str:
+        return "3" if "error: it took longer than 0.5 s" in text else "slow"
+
+    async with served(server_of("echo"), reply, step_rewards="max") as server:
+        (episode,) = await play(server, "1+2?", tool_timeout_s=0.5, turns=20)
+        assert (episode.status, episode.stop_reason) == ("ok", "done")
+        assert episode.metrics["turns"] > 2, "the server was busy with the first step"
+        assert episode.sequences[0].text.count("You said") == 0, "the last observation ended it"
+        assert episode.reward == 1.0 + 0.375
+
+
 async def test_mcp_tools_are_listed_and_called() -> None:
     replies = iter([call("add", a=1), call("add", a=1, b=1), call("add", a=1, b=2), "3"])
     async with served(server_of("tools"), lambda _: next(replies)) as server:

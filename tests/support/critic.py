@@ -59,4 +59,4 @@ def make_batch(count: int, seed: int = 0) -> Batch:
         for i, each in enumerate(targets)
     ]
     values, returns = [each.old_values for each in targets], [each.returns for each in targets]
-    return Batch([], rows, group_size=1, values=values, returns=returns)
+    return Batch([], rows, group_sizes=[1] * len(rows), values=values, returns=returns)

@@ -16,6 +16,7 @@ from common.clients.rollout import RolloutClient
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.environment.app import create_environment_app
+from services.environment.environments import Environment
 from services.environment.outcome import EnvironmentLost
 from services.environment.runners import needs_gateway
 from services.environment.service import EpisodeService
@@ -139,10 +140,16 @@ class AnsweringEngine:
             if self.waits is not None:
                 await asyncio.to_thread(self.waits)
             most = body["sampling_params"]["max_new_tokens"]
-            ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))[
-                :most
-            ]
-            finish = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+            ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))
+            finish = "stop"
+            for stop in body["sampling_params"].get("stop", []):
+                # Engines stop after the first token with which the text has the stop text.
+                place = self.tokenizer.decode(ids).find(stop)
+                if place >= 0:
+                    ids = ids[: place + len(stop)]
+            if len(ids) > most:
+                ids = ids[:most]
+                finish = "length"
             meta = {
                 "finish_reason": {"type": finish},
                 "weight_version": "3",
@@ -166,20 +173,21 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    environment: type | str,
+    environment: type | str | Environment,
     reply: Callable[[str], str],
     runtime: RuntimeSection | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """Serves an environment, given as a class or by name, with engines that answer with `reply`.
+    """Serves an environment, given as a class, by name or checked, with engines that answer with
+    `reply`.
 
     A `runtime` names the address to listen at as its gateway, if it cannot be 127.0.0.1."""
     engine = AnsweringEngine(reply)
-    name = (
-        environment
-        if isinstance(environment, str)
-        else f"python:{environment.__module__}:{environment.__name__}"
-    )
+    own = environment if isinstance(environment, Environment) else None
+    if isinstance(environment, type):
+        name = f"python:{environment.__module__}:{environment.__name__}"
+    else:
+        name = environment if isinstance(environment, str) else environment.name
     section = EnvironmentSection(name=name, **settings)
     template = Template(engine.tokenizer, [engine.tokenizer.eos_token_id])
     async with RolloutClient(
@@ -197,6 +205,7 @@ async def served(
             stop_token_ids=[engine.tokenizer.eos_token_id],
             gateway=gateway,
             runtime=runtime,
+            environment=own,
         )
         app = create_environment_app(service, max_body_bytes=32 << 20)
         transport = httpx.ASGITransport(app)

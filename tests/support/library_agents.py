@@ -93,13 +93,61 @@ def smol() -> str:
         return a + b
 
     model = OpenAIServerModel(
-        "policy", os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+        "policy",
+        os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        tool_choice="auto",
     )
     return str(ToolCallingAgent([add], model, max_steps=4, verbosity_level=0).run(TEXT))
 
 
+def refusal(call: Any) -> str:
+    """Returns the message with which a call fails."""
+    import openai
+
+    try:
+        call()
+    except (openai.UnprocessableEntityError, openai.NotFoundError) as error:
+        return str(error)
+    raise AssertionError("the call was answered")
+
+
+def fields() -> str:
+    """Asks for what the gateway honours, and for what it refuses."""
+    import anthropic
+    import openai
+
+    client = openai.OpenAI()
+    assert client.models.retrieve("gpt-5").id == "gpt-5"
+    conversation: list[Any] = [{"role": "user", "content": TEXT}]
+    stopped = client.chat.completions.create(
+        model="gpt-5", messages=conversation, stop="Observation:", max_completion_tokens=40
+    )
+    (choice,) = stopped.choices
+    assert (choice.message.content, choice.finish_reason) == ("look ", "stop")
+    said = refusal(
+        lambda: client.chat.completions.create(model="gpt-5", messages=conversation, seed=1)
+    )
+    assert "leave it out: the run seeds every episode" in said
+    said = refusal(lambda: client.completions.create(model="gpt-5", prompt=TEXT))
+    assert "call v1/chat/completions" in said
+
+    conversation += [
+        {"role": "assistant", "content": "look "},
+        {"role": "user", "content": "Found: 3"},
+    ]
+    claude = anthropic.Anthropic()
+    asked = {"model": "claude", "messages": conversation}
+    counted = claude.messages.count_tokens(**asked)
+    message = claude.messages.create(max_tokens=50, stop_sequences=["!"], **asked)
+    assert counted.input_tokens == message.usage.input_tokens
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "!")
+    return message.content[0].text
+
+
 if __name__ == "__main__":
     kinds = {
+        "fields": fields,
         "chat": chat,
         "responses": responses,
         "messages": messages,

@@ -53,6 +53,8 @@ class Echo(Environment):
             os._exit(3)
         if said == "fail":
             raise RuntimeError("out of order")
+        if said == "slow":
+            time.sleep(3)
         if said == "hang":
             time.sleep(1000)
         if said == "huge":

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections import Counter
 from typing import Any, ClassVar
 
 from examples.tool_calculator.calculator import Calculator
@@ -67,6 +68,19 @@ class Unlucky(Insists):
         """Fails the first time."""
         if ground_truth not in self.known:
             self.known.add(ground_truth)
+            raise RuntimeError("its machine is gone")
+        return super().reset(ground_truth)
+
+
+class TwiceUnlucky(Insists):
+    """Loses the third to the sixth episode of every problem."""
+
+    begun: ClassVar[Counter[str]] = Counter()
+
+    def reset(self, ground_truth: str) -> str:
+        """Fails, perhaps."""
+        self.begun[ground_truth] += 1
+        if 3 <= self.begun[ground_truth] <= 6:
             raise RuntimeError("its machine is gone")
         return super().reset(ground_truth)
 

@@ -87,7 +87,9 @@ class ScriptedEngine:
         self.version = 0
         self.seeds: list[int] = []
 
-    async def __call__(self, tokens: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
+    async def __call__(
+        self, tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+    ) -> Completion:
         self.asked.append(list(tokens))
         self.seeds.append(seed)
         answer = self._script.pop(0)

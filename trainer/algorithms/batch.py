@@ -76,8 +76,8 @@ class Batch:
     """The fresh groups first."""
     rows: list[Row]
     """Every completion, group after group."""
-    group_size: int
-    """Number of episodes in a group."""
+    group_sizes: list[int]
+    """Number of episodes of each group."""
     old_logprobs: Column | None = None
     """Log-probabilities under the policy about to be updated."""
     ref_logprobs: Column | None = None
@@ -97,23 +97,24 @@ class Batch:
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
-        """Returns the batch of `groups` for the update after `step` steps. Raises ConfigError for
-        unequal sizes.
+        """Returns the batch of `groups` for the update after `step` steps.
+
+        Raises ConfigError for unequal sizes, except of episodes, of which some may be lost.
         """
-        sizes = {len(item.group.answers) for item in groups}
-        if len(sizes) != 1:
+        sizes = [len(item.group.answers) for item in groups]
+        if len(set(sizes)) != 1 and not config.environment.name:
             raise ConfigError(
-                f"the groups of a batch must have the same size, got {sorted(sizes)}",
+                f"the groups of a batch must have the same size, got {sorted(set(sizes))}",
                 field="sampling.group_size",
                 value=config.sampling.group_size,
                 remedy="restore the value with which the replay-buffer was filled, "
                 "or empty the replay-buffer with POST /clear",
             )
 
-        group_size = sizes.pop()
         rows: list[Row] = []
         teacher_logprobs: Column = []
-        for number, item in enumerate(groups):
+        first_episode = 0
+        for item, size in zip(groups, sizes, strict=True):
             for i, completion in enumerate(item.group.completions):
                 # A completion without an episode is one of its own.
                 episode = i if completion.episode is None else completion.episode
@@ -121,14 +122,15 @@ class Batch:
                     item,
                     completion,
                     config,
-                    episode=number * group_size + episode,
+                    episode=first_episode + episode,
                     step=step,
                 )
                 rows.append(row)
                 if config.teacher.url:
                     teacher_logprobs.append(_teacher_logprobs(config, item.group, completion))
+            first_episode += size
 
-        batch = cls(groups, rows, group_size)
+        batch = cls(groups, rows, sizes)
         if config.teacher.url:
             batch.teacher_logprobs = teacher_logprobs
         return batch

@@ -2,6 +2,7 @@
 (`common.settings.algorithm`).
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -80,10 +81,18 @@ def _episode_of_row(batch: Batch) -> Tensor:
     return torch.tensor([row.episode for row in batch.rows])
 
 
+def _episodes_by_size(batch: Batch) -> list[Tensor]:
+    """Returns the indices [groups, n] of the episodes of all groups that have n, for every n."""
+    ends = itertools.accumulate(batch.group_sizes)
+    by_size: dict[int, list[range]] = {}
+    for size, end in zip(batch.group_sizes, ends, strict=True):
+        by_size.setdefault(size, []).append(range(end - size, end))
+    return [torch.tensor([list(episodes) for episodes in of_size]) for of_size in by_size.values()]
+
+
 def _sum_by_episode(batch: Batch, values: Tensor) -> Tensor:
     """Returns [episodes] sums of `values` [rows]."""
-    episodes = len(batch.groups) * batch.group_size
-    sums = torch.zeros(episodes, dtype=values.dtype)
+    sums = torch.zeros(sum(batch.group_sizes), dtype=values.dtype)
     return sums.index_add(0, _episode_of_row(batch), values)
 
 
@@ -91,7 +100,7 @@ def _turn_rewards(batch: Batch, config: Config) -> list[list[float]]:
     """Returns the rewards of every episode's answers, in order; empty lists if answers are not
     credited on their own (`environment.turn_discount` unset).
     """
-    rewards: list[list[float]] = [[] for _ in range(len(batch.groups) * batch.group_size)]
+    rewards: list[list[float]] = [[] for _ in range(sum(batch.group_sizes))]
     if config.environment.turn_discount is not None:
         for row in batch.rows:  # the sequences of an episode, in the order of their calls
             rewards[row.episode] += [reward for _, reward in row.turns]
@@ -117,19 +126,24 @@ def _group_relative(
     """Returns advantages [tokens] that compare the `rewards` [episodes] within each group."""
     algorithm = config.algorithm
     row_lengths = torch.tensor(batch.lengths)
-    grouped = rewards.view(-1, batch.group_size)
     if config.environment.turn_discount is not None:
-        return _of_turns(batch, grouped, turn_rewards, config=config)
+        return _of_turns(batch, rewards, turn_rewards, config=config)
 
+    advantages = torch.zeros_like(rewards)
     if algorithm.advantage == "reward_normalised":
         components, weights = _components(batch, config, shaping)
-        by_group = components.view(-1, *grouped.shape)
-        advantages = reward_normalised(by_group, weights, algorithm.advantage_eps)
+        (episodes,) = _episodes_by_size(batch)  # of single completions, which are never lost
+        advantages[episodes] = reward_normalised(
+            components[:, episodes], weights, algorithm.advantage_eps
+        )
     else:
-        lengths = _sum_by_episode(batch, row_lengths).view(-1, batch.group_size)
+        lengths = _sum_by_episode(batch, row_lengths)
         estimate = ADVANTAGES[algorithm.advantage]
-        advantages = estimate(grouped, lengths, algorithm.advantage_eps)
-    of_rows = advantages.flatten().float()[_episode_of_row(batch)]
+        for episodes in _episodes_by_size(batch):
+            advantages[episodes] = estimate(
+                rewards[episodes], lengths[episodes], algorithm.advantage_eps
+            )
+    of_rows = advantages[_episode_of_row(batch)]
     return of_rows.repeat_interleave(row_lengths)
 
 
@@ -137,7 +151,7 @@ def _of_turns(
     batch: Batch, rewards: Tensor, turn_rewards: list[list[float]], config: Config
 ) -> Tensor:
     """Returns advantages [tokens] when answers have rewards: `turn_rewards` by episode, not
-    included in `rewards` [groups, n].
+    included in `rewards` [episodes].
 
     An episode's reward applies to all its answers and is centred within its group. An answer is
     also credited with H_t = r_t + discount · H_(t+1), its own and later rewards, centred over the
@@ -146,16 +160,21 @@ def _of_turns(
     """
     discount = config.environment.turn_discount
     assert discount is not None
-    outcome = group_centred(rewards)
+    outcome = torch.zeros_like(rewards)
+    for episodes in _episodes_by_size(batch):
+        outcome[episodes] = group_centred(rewards[episodes])
     credits = [_discounted_sums(each, discount) for each in turn_rewards]
-    for number in range(len(batch.groups)):
-        group = credits[number * batch.group_size : (number + 1) * batch.group_size]
+    start = 0
+    for size in batch.group_sizes:
+        own = slice(start, start + size)
+        start += size
+        group = credits[own]
         _centre_by_turn(group)
         if config.algorithm.advantage == "group_normalised":
             squares = [value**2 for credit in group for value in credit]
-            variance = float(outcome[number].var(correction=1)) + sum(squares) / len(squares)
+            variance = float(outcome[own].var(correction=1)) + sum(squares) / len(squares)
             scale = math.sqrt(variance) + config.algorithm.advantage_eps
-            outcome[number] /= scale
+            outcome[own] /= scale
             for credit in group:
                 credit[:] = [value / scale for value in credit]
 
@@ -166,7 +185,7 @@ def _of_turns(
         for token_count, _ in row.turns:
             of_tokens.append(torch.full((token_count,), next(next_credit[row.episode])))
 
-    of_rows = outcome.flatten()[_episode_of_row(batch)]
+    of_rows = outcome[_episode_of_row(batch)]
     return of_rows.repeat_interleave(torch.tensor(batch.lengths)) + torch.cat(of_tokens)
 
 
@@ -199,11 +218,12 @@ def _shaping(batch: Batch, config: Config) -> list[Tensor]:
         correct = [
             [completion.correct for completion in item.group.completions] for item in batch.groups
         ]
+        group_size = batch.group_sizes[0]
         pass_rates = torch.tensor(correct, dtype=torch.float32).mean(dim=1)
         penalty = length_penalty(
             lengths,
-            pass_rates.repeat_interleave(batch.group_size),
-            group_size=batch.group_size,
+            pass_rates.repeat_interleave(group_size),
+            group_size=group_size,
             max_new_tokens=max_new_tokens,
         )
         penalties.append(algorithm.length_penalty * penalty)
@@ -218,15 +238,16 @@ def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Te
     without scores.
     """
     scores: dict[str, list[float]] = {}
-    completions = [completion for item in batch.groups for completion in item.group.completions]
-    for i, completion in enumerate(completions):
+    completions = [
+        (item.group, completion) for item in batch.groups for completion in item.group.completions
+    ]
+    for i, (group, completion) in enumerate(completions):
         own = {
             name: score
             for name, score in completion.components.items()
             if score is not None and "/" not in name
         }
         if not own:
-            group = batch.groups[i // batch.group_size].group
             raise ConfigError(
                 f"group {group.id} has no scores per reward function, which GDPO needs",
                 field="algorithm.advantage",

@@ -100,6 +100,15 @@ class Callbacks(Listener):
             )
         self.callbacks.append(callback)
 
+    def remove(self, callback: Any) -> None:
+        """Removes a callback, or those of a class; does nothing without one."""
+        kept = []
+        for each in self.callbacks:
+            is_meant = type(each) is callback if isinstance(callback, type) else each is callback
+            if not is_meant:
+                kept.append(each)
+        self.callbacks = kept
+
     def begin(self, problems: int) -> None:
         """Resets the log history and the stop flag for a new call of `train`."""
         self._num_problems = problems
@@ -176,8 +185,10 @@ class Callbacks(Listener):
                 drawn = run.total_steps * settings.batch_size
                 state.num_train_epochs = -(-drawn // self._num_problems)  # rounded up
         elif event == "log":
+            about["logs"] = _with_names_of_trl(about["logs"])
             state.log_history.append({"step": step, "epoch": state.epoch, **about["logs"]})
         elif event == "evaluate":
+            about["metrics"] = {"eval_reward": about["metrics"]["mean_reward"], **about["metrics"]}
             state.log_history.append({"step": step, "epoch": state.epoch, **about["metrics"]})
             self._note_best(about["metrics"], step)
 
@@ -229,6 +240,18 @@ class Callbacks(Listener):
                 run.save_now()
         finally:
             self._carrying_out = False
+
+
+def _with_names_of_trl(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record of a step, also with the names by which callbacks of TRL read it."""
+    update = record["update"]
+    named = {name: update[name] for name in ("loss", "grad_norm", "learning_rate", "entropy")}
+    named["kl"] = update["kl_reference"]
+    named["completions/mean_length"] = record["completion_tokens"]
+    named["completions/clipped_ratio"] = record["truncated"]
+    for name, mean_reward in record["rewards"].items():
+        named[f"rewards/{name}/mean"] = mean_reward
+    return {**record.get("logged", {}), **named, **record}
 
 
 def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: dict[str, Any]) -> Any:

@@ -1,4 +1,6 @@
-"""Reads the environments and tools that callers of the Python API give."""
+"""Reads the environments and tools that callers of the Python API give, and grades their
+episodes.
+"""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -7,10 +9,56 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import ConfigError, shorten
+from common.settings.sections import RewardSection
+from common.wire.schemas import EpisodeTask, RewardItem
 from services.environment.environments import Environment
+from services.environment.outcome import EpisodeFailed
 from services.reward.functions import RewardFunction
+from services.reward.scorer import RewardScorer
 
 _NAME = "environment.name"
+
+
+class EpisodeGrader:
+    """Grades episodes as TRL does: reward functions get all messages after the prompt, and the
+    environment as `environments`. Unlike in TRL, a call has only one episode.
+
+    Args:
+        config: settings of the functions, and their weights.
+        functions: grade the episodes.
+    """
+
+    def __init__(self, config: RewardSection, functions: Sequence[RewardFunction]) -> None:
+        self._scorer = RewardScorer(config, functions=functions)
+
+    async def __call__(
+        self, environment: Any, task: EpisodeTask, messages: list[Any], token_ids: Sequence[int]
+    ) -> tuple[float, dict[str, float | None]]:
+        """Returns the reward and the score of each function. Raises EpisodeFailed."""
+        given = {"environments": environment, "completion_ids": [int(each) for each in token_ids]}
+        content: dict[str, Any] = {
+            "prompt": task.prompt,
+            "response": messages,
+            "ground_truth": task.ground_truth,
+            "finish_reason": "stop",
+            "task": "",
+            "columns": task.columns | given,
+        }
+        item = RewardItem.model_construct(**content)  # stays in this process, with its objects
+        (result,) = await self._scorer.score([item])
+        if result.reward is None:
+            raise EpisodeFailed(f"an episode could not be graded: {result.reason or result.status}")
+        return result.reward, result.components
+
+
+def takes_environments(reward_fn: Any) -> bool:
+    """Returns whether a reward function has an argument `environments`."""
+    functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
+    for function in functions:
+        is_function = callable(function) and not inspect.isclass(function)
+        if is_function and "environments" in inspect.signature(function).parameters:
+            return True
+    return False
 
 
 class EnvironmentReward(RewardFunction):
@@ -34,17 +82,12 @@ def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) ->
 
     Raises ConfigError when they conflict with one another or with the reward functions.
     """
-    functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
-    for function in functions:
-        if inspect.isroutine(function) and "environments" in inspect.signature(function).parameters:
-            raise ConfigError(
-                "reward functions receive no environments, because these may run in another "
-                "process",
-                field="reward_fn",
-                value=function.__name__,
-                remedy="give the environment a method get_reward(), which returns the reward of "
-                "its episode",
-            )
+    if factory is None and takes_environments(reward_fn):
+        raise ConfigError(
+            "a reward function takes environments, and there are none",
+            field="environment_factory",
+            remedy="give it, or rename the argument of the function",
+        )
     if factory is None:
         return None if not tools else _of_tools(tools)
     if tools:

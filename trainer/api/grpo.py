@@ -2,22 +2,51 @@
 `OnlineRLTrainer`.
 """
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from common.errors import ConfigError
 from common.settings.algorithm import RECIPES, Recipe
+from common.settings.lr_schedules import LrSchedule
+from trainer.api.refusals import Refusals
 from trainer.api.settings import TrainerConfig
-from trainer.api.transformers_names import WithTransformersNames
-from trainer.api.trl import of_trainer
+from trainer.api.transformers_names import ArgumentsOfOneProcess, WithTransformersNames
+from trainer.api.trl import ARGUMENTS, check_trainer
 
 _log = logging.getLogger(__name__)
+_NOT_CALLED = (
+    "compute_loss",
+    "create_optimizer",
+    "create_scheduler",
+    "evaluation_loop",
+    "get_train_dataloader",
+    "log",
+    "prediction_step",
+    "training_step",
+    "_calculate_rewards",
+    "_compute_advantages",
+    "_compute_loss",
+    "_generate",
+    "_generate_and_score_completions",
+    "_generate_single_turn",
+    "_get_per_token_logps",
+    "_get_per_token_logps_and_entropies",
+    "_get_train_sampler",
+    "_load_from_checkpoint",
+    "_prepare_inputs",
+    "_save_checkpoint",
+    "_tokenize_prompts",
+)
+"""Methods of TRL's trainer that subclasses override to change how it trains."""
 
 
-class GRPOConfig(TrainerConfig):
+class GRPOConfig(ArgumentsOfOneProcess, TrainerConfig):
     """`TrainerConfig` with the arguments and defaults of TRL's GRPOConfig
     (docs/how-to/from-trl.md).
 
@@ -34,24 +63,40 @@ class GRPOConfig(TrainerConfig):
     gradient_accumulation_steps: int = Field(1, gt=0)
     max_new_tokens: int = Field(512, gt=0)
     kl_coef: float = Field(0.0, ge=0)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    lr_scheduler_type: LrSchedule = "linear"
     save_steps: float | Literal["epoch"] = 500
     save_total_limit: int = Field(1_000_000, gt=0)
     seed: int = Field(42, ge=0)
 
-    def get_process_log_level(self) -> int:
-        """Returns the level that a script gives its loggers."""
-        return logging.INFO
+    def __init__(self, output_dir: Any = None, **arguments: Any) -> None:
+        if output_dir is not None:
+            arguments["output_dir"] = output_dir
+        super().__init__(**arguments)
+        self.__post_init__()
 
-    @property
-    def device(self) -> str:
-        """The device of this process."""
-        return "cuda" if self.use_gpu else "cpu"
+    # Otherwise pydantic would call it, without its context, to validate fields.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    @property
-    def n_gpu(self) -> int:
-        """Number of GPUs that this process uses."""
-        return int(self.use_gpu)
+    def __post_init__(self) -> None:
+        """Does nothing; a subclass may do something, as in TRL."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Prepares a subclass for `@dataclass`, as scripts declare more arguments."""
+        if cls.__module__ == __name__:
+            return
+        names = [name for name in cls.__annotations__ if name in cls.model_fields]
+        defaults = {
+            name: cls.model_fields[name].get_default(call_default_factory=True) for name in names
+        }
+        cls.of_script = cls.of_script | {name for name in names if name not in ARGUMENTS}
+        cls.assumed = cls.assumed | {
+            name: default for name, default in defaults.items() if name in ARGUMENTS
+        }
+        for method in ("__init__", "__repr__", "__eq__"):
+            # `@dataclass` writes no method that the class itself has.
+            if method not in cls.__dict__:
+                setattr(cls, method, getattr(cls, method))
 
     def _defaults(self) -> dict[str, Any]:
         advantage = self.settings.get(
@@ -65,19 +110,40 @@ class GRPOConfig(TrainerConfig):
         near = {"algorithm.kl_estimator": "k2"} if self.kl_coef else {}
         return super()._defaults() | {"trainer.adam_betas": self.betas} | compared | near
 
-    @model_validator(mode="before")
     @classmethod
-    def _as_trl(cls, data: Any) -> Any:
-        """Chooses device and precision as TRL does."""
-        if not isinstance(data, dict):
-            return data
-        if not {"use_gpu", "use_cpu"} & data.keys():
+    def as_trl(cls, given: Mapping[str, Any], is_said: bool) -> Mapping[str, Any]:
+        """Chooses device, precision and warm-up as TRL does."""
+        say = _log.debug if is_said else _log.warning
+        chosen = dict(given)
+        if not {"use_gpu", "use_cpu"} & chosen.keys():
             import torch
 
-            data = data | {"use_gpu": torch.cuda.is_available()}
-        if data.get("use_gpu"):
-            data = {"bf16": True} | data
-        return data
+            chosen["use_gpu"] = torch.cuda.is_available()
+        if chosen.get("use_gpu") or chosen.get("use_cpu") is False:
+            chosen.setdefault("bf16", True)
+        elif chosen.get("bf16"):
+            say("without effect here: bf16: on a CPU the update is computed in float32")
+            chosen["bf16"] = False
+        warmup = [name for name in ("warmup_steps", "warmup_ratio") if chosen.get(name)]
+        if warmup and chosen.get("lr_scheduler_type") == "constant":
+            say(
+                "without effect here: %s: constant has no warm-up in transformers either; "
+                "constant_with_warmup has one",
+                ", ".join(warmup),
+            )
+            for name in warmup:
+                del chosen[name]
+        return chosen
+
+
+def _signature() -> inspect.Signature:
+    """Returns the arguments of GRPOConfig, which some scripts read to leave out unknown ones."""
+    names = dict.fromkeys(["output_dir", *GRPOConfig.model_fields, *ARGUMENTS])
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind, default=None) for name in names])
+
+
+GRPOConfig.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 class RLOOConfig(GRPOConfig):
@@ -116,15 +182,22 @@ class GRPOTrainer(WithTransformersNames):
         *,
         engine: str | Sequence[str] = "embedded",
     ) -> None:
-        if eval_dataset is not None:
-            _log.warning("eval_dataset is evaluated before and after training too")
-        of_trainer(
-            {
-                "reward_processing_classes": reward_processing_classes,
-                "quantization_config": quantization_config,
-                "rollout_func": rollout_func,
-            }
-        )
+        _say_differences(eval_dataset is not None)
+        self._refusals = Refusals()
+        given = {
+            "reward_processing_classes": reward_processing_classes,
+            "quantization_config": quantization_config,
+            "rollout_func": rollout_func,
+        }
+        check_trainer(given, self._refusals)
+        for method in _NOT_CALLED:
+            if hasattr(type(self), method):
+                error = ConfigError(
+                    "this trainer does not call TRL's method that your class overrides",
+                    field=method,
+                    remedy="use a callback, a reward function, an environment or a setting",
+                )
+                self._refusals.add(error)
         args = self._config() if args is None else args
         train_dataset, plain = _is_plain(train_dataset)
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}
@@ -153,6 +226,16 @@ class RLOOTrainer(GRPOTrainer):
     """The same for TRL's RLOOTrainer."""
 
     _config = RLOOConfig
+
+
+@cache
+def _say_differences(evaluates: bool) -> None:
+    """Says, once, what differs from TRL without an argument for it."""
+    _log.warning(
+        "unlike in TRL, a reward function that fails costs its group, which is tried again, but "
+        "not the run%s",
+        "; eval_dataset is evaluated before and after training too" if evaluates else "",
+    )
 
 
 def _is_plain(dataset: Any) -> tuple[Any, bool]:

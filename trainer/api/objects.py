@@ -2,6 +2,7 @@
 optimisers.
 """
 
+from copy import deepcopy
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,29 @@ class CallerModel:
         model: a transformers model; None or a name if the settings name it.
         tokenizer: a tokenizer, or its name; None for the model's own.
         directory: to which both are written.
+        peft_config: of the adapter that the model gets; None for none, or for one like its own.
 
-    Raises ConfigError for objects that are neither.
+    Raises ConfigError for objects that are neither, and for a second adapter.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, directory: Path) -> None:
-        # An adapter that the model has is merged, and a new one of the same kind is trained.
-        self.peft_config = getattr(model, "peft_config", {}).get("default")
-        self.model = model if self.peft_config is None else model.merge_and_unload()
+    def __init__(
+        self, model: Any, tokenizer: Any, directory: Path, peft_config: Any = None
+    ) -> None:
+        own = getattr(model, "peft_config", {}).get("default")
+        self.has_adapter = own is not None
+        """Whether it is a PeftModel. A new adapter of the same kind is trained, on the model with
+        the one that it has.
+        """
+        self.gets_adapter = peft_config is not None
+        self.peft_config = own if peft_config is None else peft_config
+        if self.has_adapter and self.gets_adapter:
+            raise ConfigError(
+                "the model has an adapter already",
+                field="peft_config",
+                value=type(peft_config).__name__,
+                remedy="leave it out, or give the model without its adapter",
+            )
+        self.model = model
         self._tokenizer = tokenizer
         self._directory = directory
         self._is_saved = False
@@ -50,6 +66,12 @@ class CallerModel:
                     remedy="give a transformers object, or a name",
                 )
 
+    def lora_settings(self, config: TrainerConfig) -> dict[str, Any]:
+        """Returns the settings of `lora`; empty without an adapter. Raises ConfigError."""
+        if self.peft_config is None:
+            return {}
+        return lora_settings(self.peft_config, self.model or config.model_name_or_path)
+
     def saved(self, config: TrainerConfig) -> str:
         """Returns the name or directory of the model; the first call writes the directory."""
         if not self.is_object and self._tokenizer is None:
@@ -59,6 +81,8 @@ class CallerModel:
 
         self._directory.mkdir(parents=True, exist_ok=True)
         model = self.model if self.is_object else load_model(_section(config))
+        if self.has_adapter:
+            model = deepcopy(model).merge_and_unload()
         model.save_pretrained(self._directory)
         self.tokenizer(config).save_pretrained(self._directory)
         of_object = getattr(self.model, "name_or_path", "")
@@ -78,6 +102,20 @@ class CallerModel:
         """Loads the weights in a directory into the caller's model object."""
         trained = type(self.model).from_pretrained(directory)
         self.model.load_state_dict(trained.state_dict())
+
+    def load_adapter(self, checkpoint: Path) -> None:
+        """Loads a trained adapter, and the model on which it was trained, into the caller's
+        PeftModel.
+        """
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        own = self.model.get_base_model()
+        base = type(own).from_pretrained(self._directory).state_dict()
+        for name, tensor in own.state_dict().items():
+            name = name.replace(".base_layer.", ".")
+            if name in base:
+                tensor.copy_(base[name])
+        set_peft_model_state_dict(self.model, load_peft_weights(str(checkpoint)))
 
 
 def _section(config: TrainerConfig) -> ModelSection:
@@ -187,6 +225,8 @@ def _targets(targets: Any, model: Any) -> list[str]:
 
         architecture = getattr(model, "config", None) or AutoConfig.from_pretrained(model)
         targets = KNOWN.get(architecture.model_type)
+    if targets is not None and not isinstance(targets, str):
+        targets = _last_parts(set(targets), model)
     if targets is None or isinstance(targets, str):
         raise ConfigError(
             "only their names can choose the layers, and PEFT knows none for this model",
@@ -195,3 +235,18 @@ def _targets(targets: Any, model: Any) -> list[str]:
             remedy="name the layers in a list, such as ['q_proj', 'v_proj'], or all-linear",
         )
     return sorted(targets)
+
+
+def _last_parts(names: set[str], model: Any) -> set[str] | None:
+    """Returns the last components of layers' names, as PEFT writes them out for `all-linear`; None
+    if other layers have them too.
+    """
+    parts = {name.rpartition(".")[2] for name in names}
+    if parts == names:
+        return parts
+    layers = set()
+    for name, module in getattr(model, "named_modules", list)():
+        is_adapted = hasattr(module, "base_layer") or hasattr(module, "in_features")
+        if name.rpartition(".")[2] in parts and is_adapted:
+            layers.add(name.removeprefix("base_model.model."))
+    return parts if layers == names else None

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -18,14 +18,22 @@ from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.schemas import Prompt
 from learning.device import choose_device
+from services.environment.environments import Environment
 from trainer.api.callbacks import Callbacks, TrainerState
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
 from trainer.api.engine import choose_engine
-from trainer.api.episodes import EnvironmentReward, as_environment, with_environment
+from trainer.api.episodes import (
+    EnvironmentReward,
+    EpisodeGrader,
+    as_environment,
+    takes_environments,
+    with_environment,
+)
 from trainer.api.evaluator import ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
-from trainer.api.objects import CallerModel, lora_settings, optimizer_settings
-from trainer.api.output import check_output, remove_run
+from trainer.api.objects import CallerModel, optimizer_settings
+from trainer.api.output import check_newest, check_output, remove_run
+from trainer.api.refusals import Refusals
 from trainer.api.settings import FIELDS, TrainerConfig, renamed
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
@@ -97,12 +105,14 @@ class OnlineRLTrainer:
             one or several URLs of SGLang servers that have the model and see this disk.
         environment_factory: an environment class, or a function that makes an environment: episodes
             of several turns instead of single answers (docs/how-to/agents.md). Its `get_reward`, if
-            it has one, replaces `reward_fn`.
-        tools: functions that the model may call, each with types and a docstring; `reward_fn`
-            grades its last answer.
+            it has one, replaces `reward_fn`, which otherwise gets all messages after the prompt.
+        tools: functions that the model may call, each with types and a docstring.
 
-    Raises ConfigError for conflicting settings and data, before a model is loaded.
+    Raises ConfigError for all conflicting settings and data, before a model is loaded.
     """
+
+    _refusals: Refusals | None = None
+    """What a subclass has refused already."""
 
     def __init__(
         self,
@@ -120,65 +130,74 @@ class OnlineRLTrainer:
         environment_factory: Any = None,
         tools: Sequence[Any] | None = None,
     ) -> None:
-        config = TrainerConfig() if config is None else config
-        changes = optimizer_settings(optimizers)
-        self._environment = as_environment(environment_factory, tools, reward_fn)
-        settings = with_environment(self._environment, config.settings)
-        changes["settings"] = settings | changes.get("settings", {})
-        if self._environment is not None and self._environment.has_reward:
-            reward_fn = EnvironmentReward()
-        name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output_dir = config.output_dir or Path("outputs") / name
-        self._caller_model = CallerModel(model, processing_class, self.output_dir / "initial")
-        peft_config = peft_config or self._caller_model.peft_config
-        if peft_config is not None:
-            of_model = self._caller_model.model or config.model_name_or_path
-            changes["settings"] |= lora_settings(peft_config, of_model)
-        named = config.model_name_or_path
-        if (
-            model is not None
-            and "model_name_or_path" in config.model_fields_set
-            and named != str(model)
-        ):
-            raise ConfigError(
-                "the argument model names another model",
-                field="model_name_or_path",
-                value=named,
-                remedy="leave one of them out",
+        refusals = self._refusals or Refusals()
+        self.config = TrainerConfig() if config is None else config
+        name = f"{self.config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.output_dir = self.config.output_dir or Path("outputs") / name
+        self._environment: Environment | None = None
+        changes: dict[str, Any] = {}
+        settings = self.config.settings
+        with refusals.collected():
+            changes |= optimizer_settings(optimizers)
+            settings = settings | changes.get("settings", {})
+        with refusals.collected():
+            self._environment = as_environment(environment_factory, tools, reward_fn)
+            settings = with_environment(self._environment, settings)
+        with refusals.collected():
+            self._caller_model = CallerModel(
+                model, processing_class, self.output_dir / "initial", peft_config=peft_config
             )
+            settings = settings | self._caller_model.lora_settings(self.config)
+        with refusals.collected():
+            _check_name(model, self.config)
         if isinstance(model, str | Path):
             changes["model_name_or_path"] = str(model)
-        self.config = config.changed(**changes)
+        changes["settings"] = settings
+        with refusals.collected():
+            self.config = self.config.changed(**changes)
+        with refusals.collected():
+            self._engine = choose_engine(engine, self.config)
+        self._callbacks = Callbacks((), self.config, self.output_dir / "extras.jsonl")
+        for callback in callbacks:
+            with refusals.collected():
+                self.add_callback(callback)
 
-        self._callbacks = Callbacks(callbacks, self.config, self.output_dir / "extras.jsonl")
-        self._engine = choose_engine(engine, self.config)
-        if reward_fn is None or train_dataset is None:
-            field = "reward_fn" if reward_fn is None else "train_dataset"
-            raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
-        self._rewards = as_rewards(reward_fn, self._callbacks)
-        self._weights = weights_of(self._rewards, self.config.reward_weights)
-        if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
-            raise ConfigError(
-                "the data set has no length",
-                field="max_steps",
-                value=None,
-                remedy="set max_steps, which limits how much of the data set is read",
-            )
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.reward_funcs = reward_fn
+        if self._environment is not None and self._environment.has_reward:
+            reward_fn = EnvironmentReward()
+        with refusals.collected():
+            self._rewards = as_rewards(_required(reward_fn, "reward_fn"), self._callbacks)
+            self._weights = weights_of(self._rewards, self.config.reward_weights)
+            self._tried: Sequence[Any] = self._rewards
+            """The functions that are tried at the start of a run."""
+            if takes_environments(reward_fn):
+                self._tried = [EnvironmentReward()]
 
         problems_needed = self.config.problems_per_step * (self.config.max_steps or 0)
         self._held_out_names: list[str] = []
         if isinstance(eval_dataset, Mapping):
             self._held_out_names = list(map(str, eval_dataset))
-        self._problems = Problems(
-            train=as_prompts(train_dataset, "train_dataset", problems_needed),
-            held_out=[] if eval_dataset is None else as_held_out(eval_dataset, "eval_dataset"),
-        )
+        train: list[Prompt] = []
+        held_out: list[Prompt] = []
+        with refusals.collected():
+            _check_length(_required(train_dataset, "train_dataset"), self.config)
+            train = as_prompts(train_dataset, "train_dataset", problems_needed)
+        with refusals.collected():
+            held_out = [] if eval_dataset is None else as_held_out(eval_dataset, "eval_dataset")
+        self._problems = Problems(train, held_out)
+        for error in _contradictions(self.config, self._problems):
+            refusals.add(error)
+        refusals.raise_all()
+
         self._rounds = 0
         self._began = False
         self._checkpoint: Path | None = None
+        self._settings: dict[str, Any] | None = None
+        """Content of the run's `config.json` after `train`."""
         self._loaded: tuple[Path | None, Any] | None = None
         """The model that `model` loaded, after its checkpoint."""
-        _check(self.config, self._problems)
 
     @property
     def state(self) -> TrainerState:
@@ -187,16 +206,22 @@ class OnlineRLTrainer:
 
     @property
     def model(self) -> Any:
-        """The model object, as given or loaded; it has the trained weights after `train`."""
-        if self._caller_model.is_object:
-            return self._caller_model.model
+        """The model object, as given or loaded; it has the trained weights after `train`. With a
+        LoRA adapter it is PEFT's object.
+        """
+        own = self._caller_model
+        if own.is_object and (self._checkpoint is None or not own.gets_adapter):
+            return own.model
         if self._loaded is None or self._loaded[0] != self._checkpoint:
             section = self.config.to_config(self.config.problems_per_step, 0, Path()).model
             if self._checkpoint is None:
                 model = load_model(section)
+            elif is_adapter(self._checkpoint):
+                from peft import PeftModel
+
+                model = PeftModel.from_pretrained(load_model(section), self._checkpoint)
             else:
-                with self._whole_model() as directory:
-                    model = load_model(section.model_copy(update={"name": str(directory)}))
+                model = load_model(section.model_copy(update={"name": str(self._checkpoint)}))
             self._loaded = (self._checkpoint, model)
         return self._loaded[1]
 
@@ -204,7 +229,7 @@ class OnlineRLTrainer:
         """Adds a callback. Raises ConfigError for an object without hooks."""
         self._callbacks.add(callback)
 
-    def train(self, resume_from_checkpoint: bool = False) -> TrainResult:
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
         """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
 
         A second call trains for as many steps again; after an interruption, it continues from the
@@ -212,12 +237,14 @@ class OnlineRLTrainer:
 
         Args:
             resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, if
-                there is one.
+                there is one; or the path of this checkpoint.
 
         Raises ConfigError when `output_dir` holds another run and neither this nor
         `overwrite_output_dir` is set, and ServiceError when training fails.
         """
-        resume = resume_from_checkpoint or self._began
+        resume = bool(resume_from_checkpoint) or self._began
+        if isinstance(resume_from_checkpoint, str | Path):
+            check_newest(self.output_dir, Path(resume_from_checkpoint))
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
         if checkpoint.newest(self.output_dir / "checkpoints") is None:
             self._try_rewards()
@@ -238,6 +265,10 @@ class OnlineRLTrainer:
             engine=self._engine,
         )
         settings.reward = settings.reward.for_objects(self._weights)
+        environment = self._environment
+        if environment is not None and not environment.has_reward:
+            grader = EpisodeGrader(settings.reward, self._rewards)
+            environment = replace(environment, grade=grader, has_reward=True)
         self._callbacks.begin(count)
         try:
             with self._own_names():
@@ -245,10 +276,10 @@ class OnlineRLTrainer:
                     settings,
                     console() if self.config.verbose else Console(quiet=True),
                     problems=self._problems,
-                    rewards=self._rewards,
+                    rewards=self._tried,
                     listener=self._callbacks,
                     engine=self._engine,
-                    environment=self._environment,
+                    environment=environment,
                 )
         except ConfigError:
             nothing_trained = not (self.output_dir / "metrics.jsonl").exists()
@@ -258,9 +289,8 @@ class OnlineRLTrainer:
             raise
 
         self._rounds = rounds
-        if self._caller_model.is_object:
-            with self._whole_model() as directory:
-                self._caller_model.load(directory)
+        self._settings = json.loads((self.output_dir / "config.json").read_text(encoding="utf-8"))
+        self._load_into_object()
         if self.config.push_to_hub:
             try:
                 self.push_to_hub()
@@ -268,15 +298,22 @@ class OnlineRLTrainer:
                 print(f"not pushed: {error}")
         return self._result(self._checkpoint)
 
+    def _load_into_object(self) -> None:
+        """Gives the caller's model object, if there is one, the trained weights."""
+        assert self._checkpoint is not None
+        if self._caller_model.has_adapter:
+            self._caller_model.load_adapter(self._checkpoint)
+        elif self._caller_model.is_object:
+            with self._whole_model() as directory:
+                self._caller_model.load(directory)
+
     def _try_rewards(self) -> None:
         """Calls the reward functions with made-up answers to the first problem, before the model is
         loaded. Raises ConfigError for a function that fails.
         """
         settings = self.config.to_config(len(self._problems.train), 0, Path()).reward
         with self._own_names():
-            try_functions(
-                self._rewards, self._problems.train[0], settings.for_objects(self._weights)
-            )
+            try_functions(self._tried, self._problems.train[0], settings.for_objects(self._weights))
 
     def _rounds_on_disk(self) -> int:
         """Returns how many whole calls of `train` the newest checkpoint contains."""
@@ -311,7 +348,7 @@ class OnlineRLTrainer:
         for pattern in _OLD_WEIGHTS:
             for old in target.glob(pattern):
                 old.unlink()
-        settings = json.loads((self.output_dir / "config.json").read_text(encoding="utf-8"))
+        settings = self._settings_of_run()
         with self._whole_model() as source:
             shutil.copytree(
                 source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True
@@ -322,6 +359,18 @@ class OnlineRLTrainer:
             (target / "config.json").write_text(text, encoding="utf-8")
         write_card(target, self.output_dir, problems=len(self._problems.train))
         return target
+
+    def _settings_of_run(self) -> dict[str, Any]:
+        """Returns the content of the run's `config.json`; adds what a script has overwritten with
+        the configuration of the model.
+        """
+        path = self.output_dir / "config.json"
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        assert self._settings is not None
+        whole = self._settings | found
+        if whole != found:
+            path.write_text(json.dumps(whole, indent=2), encoding="utf-8")
+        return whole
 
     def push_to_hub(
         self,
@@ -475,12 +524,47 @@ def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict
     return means
 
 
-def _check(config: TrainerConfig, problems: Problems) -> None:
-    if config.use_gpu:
-        choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
-    if config.total_steps(len(problems.train)) == 0:
-        data = f"{len(problems.train)} problems × {config.num_train_epochs} epochs"
+def _required(given: Any, field: str) -> Any:
+    """Returns what is given. Raises ConfigError for None."""
+    if given is None:
+        raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
+    return given
+
+
+def _check_name(model: Any, config: TrainerConfig) -> None:
+    """Raises ConfigError if the settings name another model than the argument."""
+    named = config.model_name_or_path
+    is_named = model is not None and "model_name_or_path" in config.model_fields_set
+    if is_named and named != str(model):
         raise ConfigError(
+            "the argument model names another model",
+            field="model_name_or_path",
+            value=named,
+            remedy="leave one of them out",
+        )
+
+
+def _check_length(dataset: Any, config: TrainerConfig) -> None:
+    """Raises ConfigError for a data set that nothing limits."""
+    if not hasattr(dataset, "__len__") and config.max_steps is None:
+        raise ConfigError(
+            "the data set has no length",
+            field="max_steps",
+            value=None,
+            remedy="set max_steps, which limits how much of the data set is read",
+        )
+
+
+def _contradictions(config: TrainerConfig, problems: Problems) -> Iterator[ConfigError]:
+    """Yields what does not fit between settings, data and machine."""
+    if config.use_gpu:
+        try:
+            choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
+        except ConfigError as error:
+            yield error
+    if problems.train and config.total_steps(len(problems.train)) == 0:
+        data = f"{len(problems.train)} problems × {config.num_train_epochs} epochs"
+        yield ConfigError(
             f"{data} are too few for one step of {config.problems_per_step} problems",
             field="gradient_accumulation_steps",
             value=config.gradient_accumulation_steps,
@@ -488,7 +572,7 @@ def _check(config: TrainerConfig, problems: Problems) -> None:
             "or set max_steps",
         )
     if config.eval_steps and not problems.held_out:
-        raise ConfigError(
+        yield ConfigError(
             "there is nothing to evaluate on",
             field="eval_steps",
             value=config.eval_steps,

@@ -1,11 +1,13 @@
 """Prepares the output directory of the Python API: an earlier run in it is refused or removed."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import ConfigError
 from common.process.run_lock import RunLock
 from common.process.storage import make_directory
+from trainer.policy.checkpoint import newest as newest_checkpoint
 
 _CONTENT = (
     "checkpoints",
@@ -40,14 +42,46 @@ def check_output(directory: Path, may_hold_run: bool) -> None:
     make_directory(directory, "output_dir")
 
 
+def check_newest(directory: Path, checkpoint: Path) -> None:
+    """Raises ConfigError unless a path is that of the newest checkpoint of the run in
+    `directory`.
+    """
+    newest = newest_checkpoint(directory / "checkpoints")
+    if newest is not None and checkpoint.resolve() == newest.resolve():
+        return
+    raise ConfigError(
+        "a run goes on from its newest checkpoint, in its own output_dir",
+        field="resume_from_checkpoint",
+        value=str(checkpoint),
+        remedy="name the output_dir of this checkpoint, and remove newer ones there"
+        if newest is None
+        else f"give True or {newest}, or remove what is newer than your checkpoint",
+    )
+
+
+def link_checkpoint(directory: Path, checkpoint: Path) -> None:
+    """Links `checkpoint-STEP`, where transformers looks for checkpoints, to a checkpoint, and
+    removes the links to those that are gone.
+    """
+    step = int(checkpoint.name.removeprefix("step_"))
+    with suppress(OSError):  # a mounted bucket has no links
+        for old in directory.glob("checkpoint-*"):
+            if old.is_symlink() and not old.exists():
+                old.unlink()
+        link = directory / f"checkpoint-{step}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.relative_to(directory))
+
+
 def remove_run(directory: Path) -> None:
     """Removes the run in `directory`, together with its curves. Raises ConfigError while it is
     running.
     """
     with RunLock(directory, "that empties it", "output_dir"):
-        for name in (*_CONTENT, "curves.png"):
+        links = [link.name for link in directory.glob("checkpoint-*") if link.is_symlink()]
+        for name in (*_CONTENT, "curves.png", *links):
             path = directory / name
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)

@@ -5,14 +5,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import ConfigError, did_you_mean
+from trainer.api.refusals import Refusals
 from trainer.api.settings import TrainerConfig
-from trainer.api.trl import ARGUMENTS
+from trainer.api.trl import ARGUMENTS, RENAMED
 
 
 @dataclass
@@ -102,45 +104,82 @@ class TrlParser:
     def __init__(self, kinds: Any = (), **_: Any) -> None:
         self._kinds: list[Any] = list(kinds) if isinstance(kinds, list | tuple) else [kinds]
 
-    def parse_args_and_config(self, args: Sequence[str] | None = None, **_: Any) -> tuple[Any, ...]:
-        """Returns an object of each class. Raises ConfigError for arguments that none of them
-        reads, or a wrong value.
+    def parse_args_and_config(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+    ) -> tuple[Any, ...]:
+        """Returns an object of each class, and last the names that none of them reads, if
+        `return_remaining_strings`. Raises ConfigError for such names otherwise, and for a wrong
+        value.
         """
         given = _given(sys.argv[1:] if args is None else args)
         made = []
         known: set[str] = set()
+        refusals = Refusals()
         for kind in self._kinds:
             names = _names(kind)
             known |= names
             own = {name: value for name, value in given.items() if name in names}
-            try:
-                made.append(TypeAdapter(kind).validate_python(own) if own else kind())
-            except ValidationError as error:
-                first = error.errors()[0]
-                raise ConfigError(
-                    first["msg"],
-                    field=f"--{first['loc'][0]}" if first["loc"] else None,
-                    value=first["input"],
-                    remedy="give a value of that type",
-                ) from None
-        for name, value in given.items():
-            if name not in known:
-                raise ConfigError(
+            for name in _lists(kind) & own.keys():
+                if not isinstance(own[name], list):
+                    own[name] = [own[name]]
+            with refusals.collected():
+                made.append(_made(kind, own, refusals))
+        unknown = [name for name in given if name not in known]
+        if fail_with_unknown_args and not return_remaining_strings:
+            for name in unknown:
+                error = ConfigError(
                     "there is no such argument",
                     field=f"--{name}",
-                    value=value,
+                    value=given[name],
                     remedy=did_you_mean(name, [], known) or "leave it out",
                 )
+                refusals.add(error)
+        refusals.raise_all()
+        if return_remaining_strings:
+            made.append([f"--{name}" for name in unknown])
         return tuple(made)
 
     parse_args_into_dataclasses = parse_args_and_config
 
 
+def _made(kind: Any, own: dict[str, Any], refusals: Refusals) -> Any:
+    """Returns an object with these arguments; None, with what is wrong in `refusals`, if they do
+    not fit a dataclass. Raises ConfigError if they do not fit a config.
+    """
+    if issubclass(kind, TrainerConfig):
+        return kind(**own)
+    try:
+        return TypeAdapter(kind).validate_python(own) if own else kind()
+    except ValidationError as error:
+        for problem in error.errors():
+            wrong = ConfigError(
+                problem["msg"],
+                field=f"--{problem['loc'][0]}" if problem["loc"] else None,
+                value=problem["input"],
+                remedy="give a value of that type",
+            )
+            refusals.add(wrong)
+        return None
+
+
 def _names(kind: Any) -> set[str]:
-    if is_dataclass(kind):
-        return {field.name for field in fields(kind)}
-    assert issubclass(kind, TrainerConfig), kind
-    return {*kind.model_fields, *ARGUMENTS}
+    if issubclass(kind, TrainerConfig):  # also as a dataclass of a script
+        return {*kind.model_fields, *ARGUMENTS, *RENAMED}
+    assert is_dataclass(kind), kind
+    return {field.name for field in fields(kind)}
+
+
+def _lists(kind: Any) -> set[str]:
+    """Returns the arguments that are lists and no single values."""
+    found = set()
+    for name, type_ in get_type_hints(kind).items():
+        types = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
+        if str not in types and any(get_origin(each) is list for each in types):
+            found.add(name)
+    return found
 
 
 def _given(words: Sequence[str]) -> dict[str, Any]:

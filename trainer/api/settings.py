@@ -26,7 +26,9 @@ from common.errors import ConfigError, ServiceError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping, names
 from common.settings.explain import explained
-from trainer.api.trl import ARGUMENTS, LOSSES, translated
+from common.settings.lr_schedules import LrSchedule
+from trainer.api.refusals import Refusals
+from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
 _Error = TypeVar("_Error", bound=ServiceError)
 _SETTINGS = {
@@ -69,7 +71,7 @@ _RECIPES = {
 }
 """The same for fields that count only if they are set: otherwise the recipe or the system's default
 applies."""
-FIELDS = _SETTINGS | _RECIPES | _DERIVED
+FIELDS = _SETTINGS | _RECIPES | _DERIVED | {"trainer.lr_schedule_args": "lr_scheduler_kwargs"}
 _OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
 OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
 """Settings of `rollout` for an SGLang that the trainer starts."""
@@ -127,6 +129,8 @@ class TrainerConfig(BaseModel):
     """AdamW's betas, unless set otherwise."""
     assumed: ClassVar[dict[str, Any]] = {}
     """TRL's arguments that are not fields, with their defaults."""
+    of_script: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a script's own subclass adds; the trainer does not read them."""
 
     trainer_type: Recipe = "grpo"
     """The recipe. ppo has a critic, opd a teacher (`settings={"teacher.url": …}`), the others
@@ -185,7 +189,7 @@ class TrainerConfig(BaseModel):
     """Share of all steps over which the learning rate rises from zero."""
     warmup_steps: int = Field(0, ge=0)
     """The same as a number of steps."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler_type: LrSchedule = "constant"
     """After the warm-up: constant, or a decay to zero at the last step."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of AdamW."""
@@ -238,6 +242,11 @@ class TrainerConfig(BaseModel):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     """The arguments by the names that they were given with."""
 
+    @classmethod
+    def as_trl(cls, given: Mapping[str, Any], is_said: bool) -> Mapping[str, Any]:
+        """Returns the arguments, as given; `is_said`: nothing is said about them again."""
+        return given
+
     def changed(self, **changes: Any) -> Self:
         """Returns these settings with changes to fields, checked again. Raises ConfigError as the
         constructor does.
@@ -253,12 +262,15 @@ class TrainerConfig(BaseModel):
             return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it
         if name in self._given:
             return self._given[name]
+        if name in READ_AS:
+            return READ_AS[name]
         return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field or one of TRL's arguments. Raises ConfigError as the constructor does."""
         if name in ARGUMENTS and name not in type(self).model_fields:
-            made = type(self)(**self._given | {name: value})
+            said = self._given.keys() - {name}
+            made = type(self).model_validate(self._given | {name: value}, context=said)
             self.__dict__.update(made.__dict__)
             self.model_fields_set.update(made.model_fields_set)
             self._given = made._given
@@ -345,7 +357,7 @@ class TrainerConfig(BaseModel):
         mapped: dict[str, Any] = {}
         for name, field in _SETTINGS.items():
             value = getattr(self, field)
-            if value is not None:
+            if value is not None and field not in self.of_script:
                 mapped[name] = value
         for name, value in self._loss().items():
             mapped[f"algorithm.{name}"] = value
@@ -406,21 +418,45 @@ class TrainerConfig(BaseModel):
         cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
         given = {}
+        refusals = Refusals()
         if isinstance(data, dict) and info.context != OWN_NAMES:
-            given = cls.assumed | data
-            data = translated(given, cls.model_fields, cls.betas)
+            given = with_present_names(cls.assumed | data)
+            own = {name: given[name] for name in given if name in cls.of_script}
+            others = {name: given[name] for name in given if name not in cls.of_script}
+            data = own | translated(
+                cls.as_trl(others, is_said=bool(info.context)),
+                cls.model_fields,
+                cls.betas,
+                refusals=refusals,
+                said=info.context or (),
+            )
         try:
             config = handler(data)
         except ValidationError as error:
-            raise _named(error) from None
+            for problem in error.errors():
+                refusals.add(_named(problem))
+            refusals.raise_all()
+            raise
         config._given = given
-        config._check()
+        config._check(refusals)
+        refusals.raise_all()
         return config
 
-    def _check(self) -> None:
+    def _check(self, refusals: Refusals) -> None:
+        """Adds contradictions between the fields, or else the first one of the settings that follow
+        from them, to `refusals`.
+        """
+        is_consistent = True
         for field, message, remedy in self._contradictions():
-            raise ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
-        self._check_settings()
+            is_consistent = False
+            error = ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
+            refusals.add(error)
+        for error in self._wrong_settings():
+            is_consistent = False
+            refusals.add(error)
+        if is_consistent:
+            with refusals.collected():
+                self._check_settings()
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Yields field, message and remedy for every contradiction between fields."""
@@ -460,7 +496,8 @@ class TrainerConfig(BaseModel):
             message = "the update on a CPU is computed in float32"
             yield "bf16", message, "set use_gpu, or leave it out"
 
-    def _check_settings(self) -> None:
+    def _wrong_settings(self) -> Iterator[ConfigError]:
+        """Yields an error for every name in `settings` that is none of them."""
         fixed = {*_SETTINGS, *_DERIVED, *self._mapped(), *_OF_THE_RUN}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
@@ -481,7 +518,9 @@ class TrainerConfig(BaseModel):
                 )
             else:
                 continue
-            raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
+            yield ConfigError(message, field="settings", value={name: value}, remedy=remedy)
+
+    def _check_settings(self) -> None:
         # `Config` checks the rest now, not when training starts. The trainer may provide the
         # environment later.
         checked = self
@@ -505,19 +544,18 @@ def _decided_elsewhere(name: str) -> bool:
     }.get(section, False)
 
 
-def _named(error: ValidationError) -> ConfigError:
-    """Returns pydantic's first problem as an error about a field of TrainerConfig."""
-    first = error.errors()[0]
-    name = str(first["loc"][0]) if first["loc"] else "TrainerConfig"
-    if first["type"] == "extra_forbidden":
+def _named(problem: Mapping[str, Any]) -> ConfigError:
+    """Returns a problem that pydantic found as an error about a field of TrainerConfig."""
+    name = str(problem["loc"][0]) if problem["loc"] else "TrainerConfig"
+    if problem["type"] == "extra_forbidden":
         fields = list(TrainerConfig.model_fields)
         similar = did_you_mean(name, [], [*fields, *ARGUMENTS])
         remedy = similar or f"the fields are {', '.join(fields)}"
         return ConfigError(
             f"TrainerConfig has no field {name}",
             field=name,
-            value=shorten(first["input"]),
+            value=shorten(problem["input"]),
             remedy=remedy,
         )
-    message, remedy = explained(first)
-    return ConfigError(message, field=name, value=shorten(first["input"]), remedy=remedy)
+    message, remedy = explained(problem)
+    return ConfigError(message, field=name, value=shorten(problem["input"]), remedy=remedy)

@@ -3,7 +3,7 @@ refused (docs/how-to/from-trl.md).
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError, shorten
 from common.settings.algorithm import RECIPES
+from trainer.api.refusals import Refusals
 from trainer.trackers.base import LIBRARIES
 
 Values = dict[str, Any]
@@ -36,8 +37,9 @@ class Argument:
     """Field of TrainerConfig, or setting `section.name`; `NO_EFFECT`; empty: refused."""
     remark: str = ""
     """What differs, why it has no effect, or why it is refused."""
-    convert: Callable[[Any], Values] | Mapping[Any, Values] | None = None
-    """Fields and settings for a value, or for each possible value. Raises `Unsupported`."""
+    convert: Callable[[Any], Values | None] | Mapping[Any, Values] | None = None
+    """Fields and settings for a value, or for each possible value; None for one without effect of
+    which the user is told. Raises `Unsupported`."""
     accepted: tuple[Any, ...] = ()
     """Values that ask for what is done here anyway, besides None, False, 0 and empty ones."""
     is_said: bool = False
@@ -84,25 +86,33 @@ def _report(value: Any) -> Values:
     return {"report_to": ",".join(name for name in names if name != "none")}
 
 
-def _optimizer(value: Any) -> Values:
+def _optimizer(value: Any) -> Values | None:
     if "adamw" not in value:
         raise Unsupported("the optimiser is AdamW")
-    if not value.startswith("adamw_torch"):
-        _log.warning("optim=%r: the optimiser is torch's AdamW, in float32", value)
-    return {}
+    return {} if value in ("adamw_torch", "adamw_torch_fused") else None
 
 
-def _no_schedule(value: Any) -> Values:
-    """Refuses arguments of a schedule, other than those that `_of_several` has taken."""
-    if value:
-        raise Unsupported("there are only min_lr_rate and min_lr, of cosine_with_min_lr")
-    return {}
+def _schedule(value: Any) -> Values:
+    if value in ("reduce_lr_on_plateau", "greedy"):
+        raise Unsupported("the learning rate is a function of the step, not of what was measured")
+    return {"lr_scheduler_type": value.removesuffix("_with_warmup")}
+
+
+def _no_multiple(value: Any) -> Values:
+    """Refuses a `generation_batch_size` that `_of_several` has not taken."""
+    raise Unsupported(
+        "give a multiple of per_device_train_batch_size, and not beside steps_per_generation"
+    )
 
 
 def _at_loading(value: Any) -> Values:
     """Returns the settings for arguments of `from_pretrained`."""
-    refused = value.keys() - {"trust_remote_code", *_LOADING}
-    if any(value[name] for name in refused):
+    refused = [
+        name
+        for name in value.keys() - {"trust_remote_code", *_LOADING}
+        if value[name] and (name, value[name]) != ("revision", "main")
+    ]
+    if refused:
         raise Unsupported(
             f"give `model` as an object that you have loaded with {', '.join(sorted(refused))}"
         )
@@ -192,14 +202,12 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "lr_scheduler_type": Argument(
         "lr_scheduler_type",
-        "constant, linear or cosine, also constant_with_warmup and cosine_with_min_lr; a warm-up "
-        "does not begin with a rate of 0",
-        lambda value: {"lr_scheduler_type": value.removesuffix("_with_warmup")},
+        "all but reduce_lr_on_plateau and greedy; a warm-up does not begin with a rate of 0, and "
+        "constant has none",
+        _schedule,
     ),
     "warmup_steps": Argument("warmup_steps", "below 1 it is warmup_ratio", _warmup),
-    "lr_scheduler_kwargs": Argument(
-        "trainer.min_lr_share", "min_lr or min_lr_rate of cosine_with_min_lr", _no_schedule
-    ),
+    "lr_scheduler_kwargs": Argument("trainer.lr_schedule_args"),
     "max_grad_norm": Argument(
         "max_grad_norm",
         "0: gradients are not clipped",
@@ -257,6 +265,11 @@ ARGUMENTS: dict[str, Argument] = {
     "steps_per_generation": Argument(
         "algorithm.mini_batches",
         "a step is then this many passes, with an update after each gradient_accumulation_steps",
+    ),
+    "generation_batch_size": Argument(
+        "algorithm.mini_batches",
+        "per_device_train_batch_size times steps_per_generation",
+        _no_multiple,
     ),
     "max_tool_calling_iterations": Argument(
         "environment.turns",
@@ -340,6 +353,14 @@ ARGUMENTS: dict[str, Argument] = {
         "accelerator_config fsdp_config",
     ),
     **_silent("a checkpoint has all that the run needs to go on", "save_only_model"),
+    **_silent("for the script, which gives it to train(), as in TRL", "resume_from_checkpoint"),
+    **_silent(
+        "only earlier versions of TRL and transformers have it",
+        "save_safetensors use_mps_device use_ipex jit_mode_eval half_precision_backend "
+        "fp16_backend fp16_opt_level dispatch_batches split_batches ray_scope tpu_num_cores "
+        "include_inputs_for_metrics dataset_num_proc vllm_device vllm_dtype vllm_max_model_len "
+        "vllm_enable_prefix_caching",
+    ),
     # ---------------------------------------------------------------- without effect, and said
     **_said(
         "completions come from the embedded engine, or from SGLang with engine='sglang'", "use_vllm"
@@ -363,6 +384,7 @@ ARGUMENTS: dict[str, Argument] = {
         "fp16 bf16_full_eval fp16_full_eval tf32",
     ),
     **_said("`seed` decides the order of the data too", "data_seed"),
+    **_said("trackers write to their own places (docs/how-to/trackers.md)", "logging_dir"),
     **_said("set evaluation.n", "num_generations_eval"),
     **_said(
         "an evaluation answers every held-out problem, before and after training too",
@@ -391,7 +413,6 @@ ARGUMENTS: dict[str, Argument] = {
         "it",
         "sync_ref_model",
     ),
-    **_refused("set gradient_accumulation_steps and num_generations", "generation_batch_size"),
     **_refused(
         "answers are not held to a pattern (docs/explanation/engines.md)",
         "vllm_structured_outputs_regex",
@@ -416,9 +437,8 @@ ARGUMENTS: dict[str, Argument] = {
     **_refused(
         "it has no meaning for answers that a reward function grades", "label_smoothing_factor"
     ),
-    **_refused("call train(resume_from_checkpoint=True)", "resume_from_checkpoint"),
 }
-"""Every argument of TRL's GRPOConfig."""
+"""Every argument of TRL's GRPOConfig, and those of its earlier versions."""
 TRAINER: dict[str, Argument] = {
     **_refused(
         "a reward model here has the tokenizer in its own directory", "reward_processing_classes"
@@ -427,6 +447,8 @@ TRAINER: dict[str, Argument] = {
     **_refused("episodes come from an environment (docs/how-to/agents.md)", "rollout_func"),
 }
 """The arguments of TRL's GRPOTrainer that are refused."""
+RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}
+"""TRL's arguments by their names in earlier versions."""
 _OTHERS = {
     "cliprange": "clip_range",
     "init_kl_coef": "kl_coef",
@@ -437,19 +459,52 @@ _OTHERS = {
 """Argument names of earlier versions and other libraries."""
 
 
-def of_trainer(given: Values) -> None:
-    """Raises ConfigError for the arguments of a trainer that are refused, all at once."""
-    _converted(given, TRAINER)
+READ_AS: Values = {
+    "adam_epsilon": 1e-8,
+    "dataloader_num_workers": 0,
+    "importance_sampling_level": "token",
+    "local_rank": -1,
+    "log_level": "passive",
+    "logging_steps": 10,
+    "logging_strategy": "steps",
+    "optim": "adamw_torch",
+    "per_device_eval_batch_size": 8,
+    "repetition_penalty": 1.0,
+    "save_strategy": "steps",
+    "scale_rewards": "group",
+}
+"""What a script reads from a config for arguments that are not given and no fields. None for the
+others, where TRL has None, False or 0 mostly."""
+
+
+def check_trainer(given: Values, refusals: Refusals) -> None:
+    """Adds the arguments of a trainer that are refused to `refusals`."""
+    _converted(given, TRAINER, refusals)
+
+
+def with_present_names(arguments: Mapping[str, Any]) -> Values:
+    """Returns arguments with TRL's present names for those that had others."""
+    given: Values = {}
+    for name, value in arguments.items():
+        name = RENAMED.get(name, name)
+        is_no = name in ("eval_strategy", "save_strategy") and value is False  # as YAML reads it
+        given[name] = "no" if is_no else value
+    return given
 
 
 def translated(
-    arguments: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas: tuple[float, float]
+    arguments: Mapping[str, Any],
+    fields: Mapping[str, FieldInfo],
+    betas: tuple[float, float],
+    *,
+    refusals: Refusals,
+    said: Collection[str] = (),
 ) -> Values:
-    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Raises
-    ConfigError if any are refused, and says once which have no effect.
+    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Adds those
+    that are refused to `refusals`, and says once which have no effect.
 
     Unknown arguments stay as they are. If only one of AdamW's betas is given, `betas` provides the
-    other.
+    other. `said` are the arguments about which nothing is said again.
     """
     given: Values = {}
     for name, value in arguments.items():
@@ -457,15 +512,16 @@ def translated(
             given[name] = value.value if isinstance(value, Enum) else value
     made = _of_several(given, fields, betas)
 
-    for (name, key), setting in _converted(given, ARGUMENTS).items():
+    for (name, key), setting in _converted(given, ARGUMENTS, refusals, said).items():
         conflicts = key != name and key in given and given[key] != setting
         if conflicts and name != "generation_kwargs":
-            raise ConfigError(
+            error = ConfigError(
                 f"{key} has another value",
                 field=name,
                 value=shorten(given[name]),
                 remedy=f"leave one of them out: {name} sets {key}",
             )
+            refusals.add(error)
         made[key] = setting
 
     settings = {key: made.pop(key) for key in list(made) if "." in key}
@@ -479,37 +535,39 @@ def translated(
     return made
 
 
-def _converted(given: Values, table: Mapping[str, Argument]) -> dict[tuple[str, str], Any]:
-    """Returns the value of each field and setting, by the argument that gives it and by its name.
-    Raises ConfigError for all refused arguments at once.
+def _converted(
+    given: Values,
+    table: Mapping[str, Argument],
+    refusals: Refusals,
+    said: Collection[str] = (),
+) -> dict[tuple[str, str], Any]:
+    """Returns the value of each field and setting, by the argument that gives it and by its name,
+    without refused ones.
     """
     found: dict[tuple[str, str], Any] = {}
-    refused: dict[str, str] = {}
     without_effect: dict[str, str] = {}
     for name, value in given.items():
         argument = table.get(name) or Argument(_OTHERS.get(name, name))
+        reason = ""
         try:
             made = _of_value(argument, value)
-        except Unsupported as error:
-            refused[name] = str(error)
-            continue
+        except Unsupported as unsupported:
+            reason = str(unsupported)
         except (TypeError, ValueError, AttributeError):
-            refused[name] = "this is no value for it"
-            continue
-        if made is None:
+            reason = "this is no value for it"
+        if reason:
+            error = ConfigError(
+                f"this trainer does not support TRL's argument {name}: {reason}",
+                field=name,
+                value=shorten(value),
+                remedy="leave it out",
+            )
+            refusals.add(error)
+        elif made is not None:
+            found |= {(name, key): setting for key, setting in made.items()}
+        elif name not in said:
             without_effect[name] = argument.remark
-            continue
-        for key, setting in made.items():
-            found[name, key] = setting
 
-    if refused:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ConfigError(
-            f"this trainer does not support TRL's argument {reasons}",
-            field=", ".join(refused),
-            value=", ".join(shorten(given[name]) for name in refused),
-            remedy="leave it out" if len(refused) == 1 else "leave them out",
-        )
     if without_effect:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in without_effect.items())
         _log.warning("without effect here: %s", reasons)
@@ -559,18 +617,15 @@ def _of_several(
     if given.get("multi_objective_aggregation") == "normalize_then_sum":
         given.pop("scale_rewards", None)
 
-    schedule = given.get("lr_scheduler_kwargs")
-    if given.get("lr_scheduler_type") == "cosine_with_min_lr" and isinstance(schedule, Mapping):
-        share = schedule.get("min_lr_rate")
-        if share is None and "min_lr" in schedule:
-            rate = given.get("learning_rate", fields["learning_rate"].default)
-            share = schedule["min_lr"] / rate
-        if share is not None and len(schedule) == 1:
-            given["lr_scheduler_type"] = "cosine"
-            del given["lr_scheduler_kwargs"]
-            made["trainer.min_lr_share"] = share
-
     passes = given.get("gradient_accumulation_steps", fields["gradient_accumulation_steps"].default)
+    per_pass = given.get(
+        "per_device_train_batch_size", fields["per_device_train_batch_size"].default
+    )
+    answers = given.get("generation_batch_size")
+    is_multiple = isinstance(answers, int) and isinstance(per_pass, int) and not answers % per_pass
+    if is_multiple and "steps_per_generation" not in given:
+        given.pop("generation_batch_size")
+        given["steps_per_generation"] = answers // per_pass
     generated = given.get("steps_per_generation")
     if isinstance(generated, int) and isinstance(passes, int):
         given.pop("steps_per_generation")

@@ -23,12 +23,12 @@ def step_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a line of `metrics.jsonl`; `{"update": {"loss": 1}}` becomes
     `update.loss`.
 
-    Adds the totals `seconds` and `dropped`, `tokens_per_s` (trained tokens over the whole step),
-    `alarms` (their number) and `alarm.NAME` (1) for each.
+    Adds the totals `seconds`, `dropped` and `lost_episodes`, `tokens_per_s` (trained tokens over
+    the whole step), `alarms` (their number) and `alarm.NAME` (1) for each.
     """
     found = numbers(line)
     found.pop("step", None)
-    for total in ("seconds", "dropped"):
+    for total in ("seconds", "dropped", "lost_episodes"):
         if isinstance(line.get(total), dict):
             parts = [value for name, value in found.items() if name.startswith(f"{total}.")]
             found[total] = sum(parts)

@@ -51,6 +51,7 @@ def group_detail(
     return {
         **{name: content[name] for name in _GROUP},
         **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
+        "lost_episodes": content.get("lost_episodes", []),
         "source": source,
         "missing": missing,
         "created_at": content["created_at"] or None,

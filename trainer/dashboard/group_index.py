@@ -54,8 +54,9 @@ _ENDINGS = (
     "error",
     "truncated",
     "aborted",
+    "lost",
 )
-"""Marks of completions that were not graded or not finished."""
+"""Marks of completions that were not graded or not finished, and of groups that lack episodes."""
 _MARKS = (
     "dropped",
     "generation",

@@ -90,6 +90,8 @@ class RunReader:
         self._data: str | None = None
         """Where the prompts come from; runs of earlier versions do not say."""
         self._columns = Columns()
+        self._refused = ""
+        """What the newest step says of calls that were refused."""
         self._evaluated: list[dict[str, Any]] = []
         """The numbers of each evaluation."""
 
@@ -107,7 +109,9 @@ class RunReader:
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each missing or damaged part, and for problems that no answer solves."""
+        """A sentence for each missing or damaged part, for problems that no answer solves, and for
+        calls that were refused in the newest step.
+        """
         self._refresh()
         _, problem = self._config()
         found = [problem] if problem else []
@@ -118,6 +122,8 @@ class RunReader:
                     found.append("metrics.jsonl has no step yet")
                 else:
                     found.append("metrics.jsonl is missing: no step was recorded")
+            if self._refused:
+                found.append(self._refused)
             evaluation = self._evaluated[-1] if self._evaluated else {}
             if evaluation.get("trained_on"):
                 found.append(
@@ -252,6 +258,9 @@ class RunReader:
                     continue
                 self._generation += 1
                 self._columns.append(step, line)
+                alarms = line.get("alarms")
+                refused = alarms.get("refused_calls") if isinstance(alarms, dict) else None
+                self._refused = f"step {step}: {refused}" if refused else ""
             for line in self._evaluations.read():
                 self._generation += 1
                 self._evaluated.append(numbers(line))

@@ -93,6 +93,20 @@ def alarms(
     return {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
 
 
+def refused_calls(calls: int, refusal: str, rewards: Collection[float]) -> dict[str, str]:
+    """Returns the alarm about calls of the model that the environment-server refused to episodes.
+
+    Args:
+        calls: refused since the last step.
+        refusal: why the newest of them was refused.
+        rewards: of all answers of the batch.
+    """
+    if not calls:
+        return {}
+    outcome = "" if any(rewards) else "all rewards are 0, and "
+    return {"refused_calls": f"{outcome}{calls} calls of the model were refused: {refusal}"}
+
+
 def _dropout(settings: Collection[str]) -> str:
     """Explains that dropout makes the updated policy differ from the one that samples."""
     names = ", ".join(settings)

@@ -255,6 +255,8 @@ def _summary(item: RecordedGroup) -> GroupSummary:
     for completion in completions:
         versions += [version for version, _, _ in completion.weight_versions]
         marks.update(_marks(completion))
+    if group.lost_episodes:
+        marks.add("lost")
 
     return GroupSummary(
         id=group.id,

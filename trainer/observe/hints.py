@@ -60,6 +60,16 @@ _DROPS = {
         "sampling.max_new_tokens"
     ),
 }
+_LOST = {
+    "timeout": (
+        "long episodes are lost more often than short ones, and the model learns from those that "
+        "end in time. Give them time (environment.deadline_s), end slow calls "
+        "(environment.tool_timeout_s), or ask for less (environment.turns, sampling.max_new_tokens)"
+    ),
+    "died": "look at the log of environment-server for what is lost",
+    "error": "the environment or the program fails: the Rollouts tab and groups/ have the reasons",
+}
+"""What to do about lost episodes, by their most frequent status."""
 _SLOW = {
     "stragglers": (
         "stragglers",
@@ -118,6 +128,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         "generation_bound": _generation_bound(steps),
         "rollout_idle": _rollout_idle(steps),
         "publish_bound": _publish_bound(steps),
+        "lost_episodes": _lost_episodes(steps),
     }
     for name, (stage, limit, text) in _SLOW.items():
         found[name] = _slow(steps, stage, limit, text)
@@ -367,6 +378,16 @@ def _publish_bound(steps: _Steps) -> str:
         remedies.append("an adapter instead of all weights (lora.rank)")
     remedy = ", or ".join(remedies) or "the network between the nodes"
     return f"new weights take {share:.0%} of the time to reach the engines. Change: {remedy}"
+
+
+def _lost_episodes(steps: _Steps) -> str:
+    lost = {status: int(steps.sum(f"lost_episodes.{status}")) for status in _LOST}
+    count = sum(lost.values())
+    share = count / (steps.groups * steps.config.sampling.group_size + count)
+    if share < MAX_DROPPED:
+        return ""
+    status = max(lost, key=lambda each: lost[each])
+    return f"{count} episodes ({share:.0%}) were lost, mostly {status}: {_LOST[status]}"
 
 
 def _slow(steps: _Steps, stage: str, limit: float, text: str) -> str:

@@ -135,6 +135,18 @@ SECTIONS = {
             "groups",
             chart="Dropped groups",
         ),
+        Metric(
+            "lost_episodes",
+            "episodes without a reward since the last step, by status",
+            "episodes",
+            chart="Lost episodes",
+        ),
+        Metric(
+            "refused_calls",
+            "calls of the model by episodes that were refused since the last step",
+            "calls",
+            chart="Refused calls",
+        ),
         Metric("rewards", "mean score of every reward function, before weights"),
         Metric("logged", "mean of every value that reward functions logged"),
         Metric("update.trained_tokens", "completion tokens of its updates", "tokens"),
@@ -219,7 +231,7 @@ SECTIONS = {
     ),
 }
 """The numbers by section of the dashboard, whose charts have this order; those of the first section
-are shown even if they never change. Of `seconds`, `dropped`, `rewards` and `logged` there are
-several, as `seconds.update`.
+are shown even if they never change. Of `seconds`, `dropped`, `lost_episodes`, `rewards` and
+`logged` there are several, as `seconds.update`.
 """
 METRICS = [metric for section in SECTIONS.values() for metric in section]

@@ -82,6 +82,9 @@ class StepRecord:
     """None when external servers generate."""
     verified: bool = True
     """Whether the rewards are verdicts on correctness: the same in all lines of a run."""
+    lost_episodes: dict[str, int] = field(default_factory=dict)
+    """Episodes without a reward since the last step, by status."""
+    refused_calls: int = 0
     rewards: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
@@ -298,6 +301,11 @@ def step_line(record: StepRecord, total: int) -> str:
         line += f"  cut {record.truncated:.0%}"
     if record.staleness:
         line += f"  stale {record.staleness:.1f}"
+    lost = sum(record.lost_episodes.values())
+    if lost:
+        line += f"  lost {lost}"
+    if record.refused_calls:
+        line += f"  refused {record.refused_calls}"
     dropped = sum(record.dropped.values())
     if dropped:
         line += f"  dropped {dropped}"

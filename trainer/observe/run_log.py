@@ -1,5 +1,6 @@
 """Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from common.wire.schemas import Completion, CriticMetrics, Group
 from trainer.algorithms.batch import Batch
 from trainer.evaluation.evaluation import Evaluation
 from trainer.evaluation.verdicts import Verdicts
-from trainer.observe.alarms import alarms
+from trainer.observe.alarms import alarms, refused_calls
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
@@ -85,6 +86,8 @@ class LeaderRunLog(RunLog):
         self._collecting_cpu = CpuClock(collecting_cpu)
         self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
         self._step = step
+        self._lost_before: Counter[str] = Counter()
+        self._refused_before = 0
         self._measured = measured
         self._gpus = gpus
         self._dropout = dropout
@@ -143,13 +146,22 @@ class LeaderRunLog(RunLog):
         solved = sum(_all_correct(group) for group in equal) if verified else None
         failed = sum(_none_correct(group) for group in equal) if verified else None
 
+        lost = Counter(drops.lost_episodes)
+        refused = drops.refused_calls
+        raised = alarms(update.metrics, _mean(ages), self._config, dropout=self._dropout)
+        raised |= refused_calls(
+            refused - self._refused_before,
+            drops.refusal,
+            rewards=[answer.reward for answer in answers],
+        )
+
         seconds = self._clock.lap()
         generating, generations = self._clock.generating()
         update_metrics = asdict(update.metrics)
         teacher_kl = batch.teacher_kl()
         if teacher_kl is not None:
             update_metrics["teacher_kl"] = teacher_kl
-        return StepRecord(
+        record = StepRecord(
             step=step,
             reward=_mean(answer.reward for answer in answers),
             accuracy=accuracy,
@@ -162,6 +174,8 @@ class LeaderRunLog(RunLog):
             truncated=_mean(answer.finish_reason == "length" for answer in answers),
             unparsable=_mean(answer.status == "unparsable" for answer in answers),
             dropped=dict(drops.counts),
+            lost_episodes=dict(lost - self._lost_before),
+            refused_calls=refused - self._refused_before,
             seconds=seconds,
             generating=generating,
             in_flight=generations * self._config.sampling.group_size,
@@ -173,8 +187,11 @@ class LeaderRunLog(RunLog):
             verified=verified,
             rewards=_rewards(answers),
             logged=self._measured(step),
-            alarms=alarms(update.metrics, _mean(ages), self._config, dropout=self._dropout),
+            alarms=raised,
         )
+        self._lost_before = lost
+        self._refused_before = refused
+        return record
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import get_scheduler
 
 from common.errors import ConfigError
 from common.settings.config import Config
@@ -47,22 +48,29 @@ from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Returns the learning rate after `step` steps: linear warm-up, then `lr_schedule`, to
-    `min_lr_share` of it after `total_steps`.
+    """Returns the learning rate after `step` steps, by the schedule of transformers.
 
-    The first of W warm-up steps has 1/W of the rate; with transformers' schedules it has 0, which
-    wastes its batch.
+    The first of W warm-up steps has 1/W of the rate; in transformers it has 0, which wastes its
+    batch.
     """
     warmup = settings.warmup_steps
-    if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
+    schedule = settings.lr_schedule
+    arguments = settings.lr_schedule_args
+    if schedule == "constant" or (total_steps is None and schedule != "inverse_sqrt"):
         return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
 
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    falling = 1 - progress
-    if settings.lr_schedule == "cosine":
-        falling = 0.5 * (1 + math.cos(math.pi * progress))
-    share = settings.min_lr_share
-    return settings.learning_rate * (share + (1 - share) * falling)
+    # The schedule is a function of the step; the optimiser only tells it the highest rate.
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+    scheduler = get_scheduler(
+        schedule,
+        optimizer,
+        num_warmup_steps=warmup,
+        # One of the two decides the end of the stable phase.
+        num_training_steps=None if "num_stable_steps" in arguments else total_steps,
+        scheduler_specific_kwargs=arguments,
+    )
+    (factor,) = scheduler.lr_lambdas
+    return settings.learning_rate * float(factor(step + 1 if step < warmup else step))
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Collector:
         """Groups to draw in total; a retry or a replacement adds one."""
         self._drawn = 0
         """Groups drawn so far."""
-        self._maker = GroupMaker(context)
+        self._maker = GroupMaker(context, self.drops)
         # Groups that are ready at the same time are stored by one call.
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
 

@@ -58,6 +58,7 @@ def episode_request(
             context=context,
             tool_calls=settings.turns * TOOL_CALLS_PER_TURN,
             deadline_s=settings.deadline_s,
+            tool_timeout_s=settings.tool_timeout_s,
         ),
     )
 

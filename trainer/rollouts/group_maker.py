@@ -8,7 +8,7 @@ import numpy as np
 from common.errors import ServiceError, ServiceLost
 from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prompt
 from trainer.rollouts.context import RolloutContext
-from trainer.rollouts.drops import GroupFailed
+from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import Drawn
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -22,11 +22,12 @@ bodies are limited."""
 class GroupMaker:
     """Makes groups, any number at once, in the event loop of the clients."""
 
-    def __init__(self, context: RolloutContext) -> None:
+    def __init__(self, context: RolloutContext, drops: Drops) -> None:
         self._config = context.config
         self._services = context.services
         self._prompter = context.prompter
         self._clock = context.clock
+        self._drops = drops
         self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
 
     def empty(self, drawn: Drawn, prompt_ids: list[int], group_id: str) -> Group:
@@ -85,10 +86,12 @@ class GroupMaker:
             raise GroupFailed("generation", str(error)) from error
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
-        """Fills a group with the episodes of its prompt.
+        """Fills a group with the whole episodes of its prompt.
 
-        A lost or failed episode has no reward: another one is played in its place, once. If that is
-        lost too, or if all are lost, the group fails.
+        A lost or failed episode has no reward. With fewer than `environment.min_episodes` whole
+        ones, others are played in place of the lost ones, once. If that does not suffice, or if all
+        are lost, the group fails. How many are whole decides, never their rewards: the choice does
+        not favour some answers over others.
         """
         request = episode_request(
             self._config,
@@ -97,21 +100,19 @@ class GroupMaker:
             n=self._config.sampling.group_size,
             position=group.position,
         )
-        episodes = await self._episodes(request)
-        whole = [episode for episode in episodes if episode.status == "ok"]
-        lost = len(episodes) - len(whole)
-        if whole and lost:
+        fewest = self._config.environment.min_episodes or request.n
+        episodes, lost = await self._episodes(request)
+        if episodes and len(episodes) < fewest:
             again = request.model_copy(deep=True)
             again.request_id = f"{group.id}-again"
-            again.n = lost
+            again.n = len(lost)
             again.task.seed = sampling_seed(request.task.seed, group.position)
-            episodes = whole + await self._episodes(again)
+            others, lost = await self._episodes(again)
+            episodes += others
+        if len(episodes) < fewest:
+            raise GroupFailed("episode", lost[0])
 
-        for episode in episodes:
-            if episode.status != "ok":
-                detail = episode.detail or episode.stop_reason
-                raise GroupFailed("episode", f"{episode.status}: {detail}")
-
+        group.lost_episodes = lost
         gives_verdicts = self._services.environment_gives_verdicts
         answers = [answer_of(episode, gives_verdicts) for episode in episodes]
         ungraded = [
@@ -125,15 +126,27 @@ class GroupMaker:
         for number, (episode, answer) in enumerate(zip(episodes, answers, strict=True)):
             group.completions += completions_of(episode, answer, number)
 
-    async def _episodes(self, request: EpisodeRequest) -> list[Episode]:
-        """Plays the episodes of a request. Raises GroupFailed or ServiceLost."""
+    async def _episodes(self, request: EpisodeRequest) -> tuple[list[Episode], list[str]]:
+        """Plays the episodes of a request; returns the whole ones, and why the others were lost.
+
+        Raises GroupFailed or ServiceLost.
+        """
         try:
             with self._clock.stage("generation"):
-                return await play(self._services, request)
+                episodes = await play(self._services, request)
         except ServiceLost:
             raise
         except ServiceError as error:
             raise GroupFailed("generation", str(error)) from error
+
+        self._drops.add_episodes(episodes)
+        whole = [episode for episode in episodes if episode.status == "ok"]
+        lost = [
+            f"{episode.status}: {episode.detail or episode.stop_reason}"
+            for episode in episodes
+            if episode.status != "ok"
+        ]
+        return whole, lost
 
     async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
         if not completions:

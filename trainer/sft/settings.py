@@ -29,7 +29,7 @@ _TRAINER = (
     "weight_decay",
     "warmup_steps",
     "lr_schedule",
-    "min_lr_share",
+    "lr_schedule_args",
     "max_grad_norm",
     "micro_batch_tokens",
     "micro_batch_size",

@@ -54,7 +54,7 @@ class DockerRuntime:
                 *("-o", "com.docker.network.bridge.enable_icc=false"),
             ]
             _docker("network", "create", *options, _NETWORK)
-        self._address = _docker(*f"network inspect {_NETWORK} -f".split(), _ADDRESS)
+        self._address = _docker("network", "inspect", f"--format={_ADDRESS}", _NETWORK)
 
     def gateway(self) -> str:
         """Returns the URL of this server, at the address of the containers' network."""

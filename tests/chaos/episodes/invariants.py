@@ -28,7 +28,7 @@ class Evidence:
     programs: list[dict[str, Any]]
     """What the programs saw: `number`, and `calls` with `text` and `error`."""
     left_in_disk: list[str] = field(default_factory=list)
-    """Files in the folder of temporary files after the end."""
+    """Files in the folders of temporary files after the end."""
 
     def episodes(self) -> dict[tuple[str, int], list[Completion]]:
         """Returns the sequences of every stored episode, by group and number."""
@@ -140,5 +140,5 @@ def _whole(run: Evidence) -> list[str]:
 
 
 def _tidy(run: Evidence) -> list[str]:
-    """Nothing is left in the folder of temporary files."""
+    """No file of an episode is left."""
     return [f"left: {run.left_in_disk}"] if run.left_in_disk else []

@@ -160,8 +160,8 @@ class Freeing(ReplayClient):
         added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
-            self.collector.forget(group.position)
-        self.collector.free(len(groups))
+            self.collector.untaken.pop(group.position, None)
+        self.collector.free_slots(len(groups))
         return added
 
 
@@ -376,7 +376,8 @@ async def chaos(kind: str, seed: int, count: int, folder: Path) -> dict[str, Any
         async with run.running():
             evidence = await collect(run, config, faults, rng)
         if disk is not None:
-            evidence.left_in_disk = sorted(path.name for path in disk.iterdir())
+            # An empty folder may be that of a server that starts: it is removed later.
+            evidence.left_in_disk = sorted(str(path) for path in disk.glob("*/*"))
     return {
         "kind": kind,
         "seed": seed,

@@ -151,8 +151,9 @@ async def test_a_refused_call_is_told_and_counted() -> None:
     async with served(NAME, lambda _: "3") as server:
         episode = await play(server, "two answers")
         assert (episode.status, episode.reward) == ("ok", 1.0)
-        assert "1 calls refused, the first: a call returns exactly one answer" in episode.detail
+        assert "1 calls refused, the first: n: a call returns exactly one answer" in episode.detail
         assert episode.metrics["refused_calls"] == 1
+        assert episode.refusal.startswith("n: a call returns exactly one answer; make one call")
         (refused,) = server.service._refused.collect()
         assert (refused.samples[0].labels["field"], refused.samples[0].value) == ("n", 1)
 
@@ -228,7 +229,10 @@ def test_folders_that_a_killed_server_left_are_removed_at_the_next_start(
     killed = "import sys, os; from services.environment.programs import Folders; "
     killed += "Folders().make(); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert len(list(tmp_path.iterdir())) == 2
+    empty = tmp_path / "rlhf-episodes-empty"
+    empty.mkdir()
+    os.utime(empty, (0, 0))
+    assert len(list(tmp_path.iterdir())) == 3
     Folders().close()
     assert list(tmp_path.iterdir()) == [kept.parent]
     lives.close()

@@ -11,6 +11,7 @@ import pytest
 
 from services.environment.session import Session
 from tests.support.environments import Calculator, Served, request_for, served
+from tests.support.paths import ROOT
 from tests.support.trap_models import letters
 
 NAME = f"python:{Calculator.__module__}:Calculator"
@@ -79,7 +80,7 @@ async def test_chat_completions_with_a_tool() -> None:
                 "content": [{"type": "text", "text": "3"}],
             },
         ]
-        body = {"model": "m", "messages": chat, "tools": tools, "temperature": 0.1, "max_tokens": 2}
+        body = {"model": "m", "messages": chat, "tools": tools, "temperature": 0.1}
         second = (await post(server, session, "chat/completions", body)).json()
         assert second["choices"][0]["message"]["content"] == "it is 3"
         sampling = server.engine.asked[1]["sampling_params"]
@@ -129,7 +130,7 @@ async def test_messages_with_a_tool() -> None:
     tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
     async with opened() as (server, session):
         chat: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
-        body = {"model": "m", "max_tokens": 5, "messages": chat, "tools": tools}
+        body = {"model": "m", "max_tokens": 500, "messages": chat, "tools": tools}
         answer = await server.http.post(
             f"/sessions/{session.id}/v1/messages", json=body, headers={"x-api-key": session.id}
         )
@@ -367,7 +368,7 @@ async def test_the_message_of_an_error_says_what_to_do() -> None:
 async def test_a_tool_choice_of_none_leaves_the_tools_out() -> None:
     tools = [{"type": "function", "function": FUNCTION}]
     async with opened() as (server, session):
-        for choice, offered in (("none", False), ("auto", True), ("required", True)):
+        for choice, offered in (("none", False), ("auto", True), ({"type": "none"}, False)):
             body = CHAT | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": True}
             assert (await post(server, session, "chat/completions", body)).status_code == 200
             prompt = server.engine.tokenizer.decode(server.engine.asked[-1]["input_ids"])
@@ -379,7 +380,154 @@ async def test_the_models_of_a_session() -> None:
         url = f"/sessions/{session.id}/v1/models"
         answer = await server.http.get(url, headers={"x-api-key": session.id})
         assert [model["id"] for model in answer.json()["data"]] == ["policy"]
+        for name in ("policy", "Qwen/Qwen3-8B"):
+            model = await server.http.get(f"{url}/{name}", headers={"x-api-key": session.id})
+            assert model.json()["id"] == name
+            assert (await server.http.get(f"{url}/{name}")).status_code == 401
         assert (await server.http.get(url)).status_code == 401
+
+
+def rows_of_fields() -> Iterator[tuple[str, Any, dict[str, str]]]:
+    """Yields the field, value and effect by API of each row of the table in docs/how-to/agents.md."""
+    text = (ROOT / "docs" / "how-to" / "agents.md").read_text(encoding="utf-8")
+    table = text.partition("## Fields of a call")[2].partition("## Calls")[0]
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            names, value, *effects = [cell.strip() for cell in line.strip("|").split("|")]
+            for name in names.split(","):
+                effect_of_api = dict(zip(WHOLE, effects, strict=True))
+                yield name.strip(" `"), json.loads(value.strip("`")), effect_of_api
+
+
+async def test_every_field_does_what_the_table_says() -> None:
+    rows = list(rows_of_fields())
+    assert len(rows) > 40
+    async with opened() as (server, _):
+        session = server.service.open_session(request_for(NAME, turns=10**6, sampled_tokens=10**9))
+        for name, value, effects in rows:
+            for path, effect in effects.items():
+                # Fewer fields: a row may say the opposite of the whole body.
+                bare = {"input": "x"} if path == "responses" else CHAT
+                answer = await post(server, session, path, bare | {name: value})
+                refused = effect in {"refused", "–"}
+                assert answer.status_code == (422 if refused else 200), (name, path, answer.text)
+                if refused:
+                    error = answer.json()["error"]
+                    assert error["remedy"] in error["message"]
+                    assert name in error["message"]
+        asked = server.engine.asked[-1]["sampling_params"]
+        assert asked["temperature"] == 1.0
+
+
+async def test_a_field_that_nobody_knows_is_refused() -> None:
+    async with opened() as (server, session):
+        answer = await post(server, session, "chat/completions", CHAT | {"guided_json": {}})
+        assert answer.status_code == 422
+        assert "guided_json" in answer.json()["error"]["message"]
+        assert (await post(server, session, "chat/completions", CHAT | {"seed": None})).is_success
+
+
+WRONG_STOPS: list[tuple[str, Any]] = [
+    ("stop", ["a"] * 5),
+    ("stop", ""),
+    ("stop", [1]),
+    ("stop", {"a": 1}),
+    ("stop", "x" * 1001),
+    ("max_tokens", 0),
+    ("max_completion_tokens", True),
+    ("max_tokens", "9"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_STOPS)
+async def test_an_end_that_cannot_be_is_refused(name: str, value: Any) -> None:
+    async with opened() as (server, session):
+        answer = await post(server, session, "chat/completions", CHAT | {name: value})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (422, name)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_a_stop_text_ends_the_answer_and_the_conversation_goes_on(path: str) -> None:
+    name = "stop" if path == "chat/completions" else "stop_sequences"
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
+
+    def reply(text: str) -> str:
+        return "so 3" if "Result" in text else "Act: add(1, 2)\nObservation: 9\nObservation: 8"
+
+    async with served(Calculator, reply) as server:
+        session = server.service.open_session(request_for(NAME))
+        body = {"messages": chat, name: ["Observation:", "Final"]}
+        first = (await post(server, session, path, body)).json()
+        if path == "messages":
+            (block,) = first["content"]
+            said = block["text"]
+            assert (first["stop_reason"], first["stop_sequence"]) == (
+                "stop_sequence",
+                "Observation:",
+            )
+        else:
+            said = first["choices"][0]["message"]["content"]
+            assert first["choices"][0]["finish_reason"] == "stop"
+        assert said == "Act: add(1, 2)\n"
+        chat += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "Result: 3"},
+        ]
+        assert (await post(server, session, path, body)).status_code == 200
+
+        session.close()
+        (sequence,) = session.sequences()
+        tokenizer = server.engine.tokenizer
+        sampled = sequence.token_ids[sequence.mask == 1].tolist()
+        whole = letters(tokenizer, "Act: add(1, 2)\nObservation:", end=False)
+        assert sampled == whole + letters(tokenizer, "so 3"), "with the stop text"
+        between = sequence.token_ids[len(whole) :][sequence.mask[len(whole) :] == 0].tolist()
+        assert between[0] == tokenizer.eos_token_id, "the template ends the answer that was stopped"
+
+
+async def test_a_program_may_ask_for_a_shorter_answer_but_not_for_a_longer_one() -> None:
+    async with opened() as (server, session):
+        for asked, sampled in ((2, 2), (10**6, 300)):
+            body = CHAT | {"max_tokens": asked}
+            answer = (await post(server, session, "chat/completions", body)).json()
+            assert server.engine.asked[-1]["sampling_params"]["max_new_tokens"] == sampled
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_the_counted_tokens_are_those_that_are_sent() -> None:
+    tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
+    async with opened() as (server, session):
+        chat: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
+        body = {"messages": chat, "tools": tools}
+        for _ in range(2):
+            counted = (await post(server, session, "messages/count_tokens", body)).json()
+            answer = (await post(server, session, "messages", body)).json()
+            sent = len(server.engine.asked[-1]["input_ids"])
+            assert counted == {"input_tokens": sent}
+            assert answer["usage"]["input_tokens"] == sent
+            chat += [
+                {"role": "assistant", "content": answer["content"]},
+                {"role": "user", "content": "again"},
+            ]
+        forged = await post(server, session, "messages/count_tokens", body, key="forged")
+        assert forged.status_code == 401
+        session.close()
+        assert len(session.sequences()) == 1, "counting records nothing"
+
+
+async def test_a_count_beyond_the_context_is_refused_and_ends_nothing() -> None:
+    async with opened() as (server, _):
+        session = server.service.open_session(request_for(NAME, context=10))
+        body = {"messages": [{"role": "user", "content": "x" * 1000}]}
+        answer = await post(server, session, "messages/count_tokens", body)
+        assert (answer.status_code, session.stop_reason) == (400, "")
+
+
+async def test_plain_completions_are_refused_with_the_remedy() -> None:
+    async with opened() as (server, session):
+        answer = await post(server, session, "completions", {"prompt": "1+2="})
+        assert answer.status_code == 404
+        assert "chat/completions" in answer.json()["error"]["message"]
 
 
 async def test_thoughts_are_signed_as_anthropics_library_expects() -> None:
@@ -428,7 +576,8 @@ WHOLE: dict[str, dict[str, Any]] = {
         ],
         "tools": [{"type": "function", "function": FUNCTION}],
         "n": 1,
-        "seed": 5,
+        "stop": ["never"],
+        "max_tokens": 5000,
     },
     "responses": {
         "instructions": "Calculate.",

@@ -4,7 +4,8 @@ reward."""
 import asyncio
 import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import WSMsgType, web
@@ -21,6 +22,13 @@ TEXT = {
     "properties": {"message": {"type": "string"}, "metadata": {"type": "object"}},
     "required": ["message"],
 }
+
+
+class Late(NamedTuple):
+    """An answer that comes once it is released."""
+
+    answer: Any
+    release: asyncio.Event
 
 
 class Server:
@@ -69,6 +77,11 @@ class Server:
             "data": {"observation": {"text": "go on"}, "reward": 0.5, "done": kind == "step"},
         }
         found = self.answers.get(kind, usual)
+        if isinstance(found, list):
+            found = found.pop(0)
+        if isinstance(found, Late):
+            await found.release.wait()
+            found = found.answer
         if found == "end":
             return False
         if found == "hang":
@@ -81,8 +94,19 @@ class Server:
         return web.json_response({"action": self.schema})
 
 
-async def play(server: Server, episodes: tuple[str, ...] = ("3",), **limits: Any) -> Episode:
+async def play(
+    server: Server,
+    episodes: tuple[str, ...] = ("3",),
+    step_rewards: str = "sum",
+    on_call: Callable[[str], None] = lambda _: None,
+    **limits: Any,
+) -> Episode:
     """Plays an episode for each of the model's answers; returns the last."""
+
+    def reply(prompt: str) -> str:
+        on_call(prompt)
+        return answers[0]
+
     answers = list(episodes)
     app = web.Application()
     app.add_routes(
@@ -98,7 +122,7 @@ async def play(server: Server, episodes: tuple[str, ...] = ("3",), **limits: Any
     await web.SockSite(runner, sock).start()
     name = f"openenv:http://127.0.0.1:{sock.getsockname()[1]}/"
     try:
-        async with served(name, lambda _: answers[0]) as here:
+        async with served(name, reply, step_rewards=step_rewards) as here:
             for number in range(len(episodes)):
                 request = request_for(name, **limits)
                 request.request_id = f"r{number}"
@@ -128,6 +152,51 @@ async def test_an_episode() -> None:
 async def test_steps_without_a_reward_leave_the_answer_to_the_reward_functions() -> None:
     episode = await play(Server(step=observed(observation={}, reward=None, done=True)))
     assert (episode.status, episode.reward, episode.answer) == ("ok", None, "3")
+
+
+@pytest.mark.parametrize(("step_rewards", "reward"), [("sum", 1.0), ("last", 0.25), ("max", 1.0)])
+async def test_the_rewards_of_steps_are_joined_as_the_setting_says(
+    step_rewards: str, reward: float
+) -> None:
+    steps = [
+        observed(observation={}, reward=-0.25, done=False),
+        observed(observation={}, reward=1.0, done=False),
+        observed(observation={}, reward=0.25, done=False),
+        observed(observation={}, reward=None, done=True),
+    ]
+    episode = await play(Server(step=steps), step_rewards=step_rewards)
+    assert (episode.status, episode.metrics["turns"], episode.reward) == ("ok", 4, reward)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_step_that_takes_too_long_is_told_to_the_model_and_its_reward_counts(
+    ends: bool,
+) -> None:
+    """Its answer comes late, before the next step's, and may be the end."""
+    release = asyncio.Event()
+    steps = [
+        Late(observed(observation={"text": "late"}, reward=0.5, done=ends), release),
+        observed(observation={"text": "and now"}, reward=0.25, done=True),
+    ]
+    told: list[str] = []
+
+    def called(prompt: str) -> None:
+        if "error: it took longer than 0.2 s" in prompt:
+            told.append(prompt)
+            release.set()
+
+    episode = await play(Server(step=steps), on_call=called, tool_timeout_s=0.2)
+    assert (episode.status, episode.stop_reason) == ("ok", "done")
+    assert (len(told), episode.metrics["turns"]) == (1, 2)
+    assert episode.reward == (0.5 if ends else 0.75)
+
+
+async def test_a_step_without_an_answer_has_no_reward() -> None:
+    server = Server(step="hang")
+    episode = await play(server, tool_timeout_s=0.05, deadline_s=1, turns=2)
+    assert [message["type"] for message in server.told] == ["reset", "step"]
+    assert (episode.status, episode.reward) == ("timeout", None)
+    assert "it took longer than 1 s" in episode.detail
 
 
 async def test_an_observation_of_ten_megabytes_is_a_limit() -> None:

@@ -11,7 +11,7 @@ import pytest
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError, InvalidInput
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence
-from services.environment.messages import parse_messages
+from services.environment.messages import History, parse_messages
 from services.environment.session import (
     CallAnswer,
     LimitReached,
@@ -19,6 +19,7 @@ from services.environment.session import (
     SessionClosed,
 )
 from services.environment.template import Template
+from services.environment.tree import SessionTree
 from tests.support.trap_models import (
     CHATML,
     STRIPS,
@@ -579,3 +580,47 @@ async def test_thoughts_tell_two_equal_answers_apart() -> None:
     await ask(session, [user("x"), back, user("y")])
     recorded = [*engine.asked[1], *letters(tokenizer, answers[1])]
     assert engine.asked[2][: len(recorded)] == recorded
+
+
+def test_a_conversation_may_have_thousands_of_turns() -> None:
+    tree = SessionTree()
+    chat = []
+    node = None
+    turns = 3000
+    for turn in range(turns):
+        new = parse_messages([user(f"{turn}"), {"role": "assistant", "content": "yes"}])
+        sampled = Completion(
+            np.array([turn], np.int32),
+            np.array([-0.1], np.float32),
+            "",
+            finish_reason="stop",
+            weight_versions=[(1, 0, 1)],
+        )
+        node = tree.add(node, new, [], added=[turn], sampled=sampled)
+        chat += new
+    question = parse_messages([user("and then?")])
+    found, left = tree.find([*chat, *question], [])
+    assert (found, left) == (node, question)
+    assert found is not None
+    assert len(found.tokens) == 2 * turns
+    (sequence,) = tree.sequences()
+    assert int(sequence.mask.sum()) == turns
+
+
+def test_only_new_messages_of_a_history_are_parsed() -> None:
+    history = History()
+    call: dict[str, Any] = {"role": "assistant", "tool_calls": [tool_call({"flag": True})]}
+    first = parse_messages([user("a"), call, user("b")], history=history)
+    second = parse_messages([user("a"), call, user("b"), user("c")], history=history)
+    assert [new is old for new, old in zip(second, first, strict=False)] == [True] * 3
+    assert second[3].content == "c"
+
+    rewritten = call | {"tool_calls": [tool_call({"flag": 1})]}
+    third = parse_messages([user("a"), rewritten, user("b")], history=history)
+    assert third[0] is first[0]
+    assert third[1].tool_calls[0]["function"]["arguments"]["flag"] is not True
+    assert parse_messages([user("a")], history=history) == [first[0]]
+
+
+def tool_call(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}

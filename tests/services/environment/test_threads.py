@@ -2,6 +2,7 @@
 them."""
 
 import asyncio
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from common.process.loop_thread import LoopThread
 from common.wire.schemas import Episode
 from services.environment import threads as threads_module
+from services.environment.outcome import EnvironmentLost
 from services.environment.threads import Threads
 from tests.support.environments import request_for, served
+
+CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 
 
 class Hangs:
@@ -29,6 +34,27 @@ class Hangs:
         self.hanging.append(threading.get_ident())
         self.release.wait(60)
         return "late"
+
+    async def waits(self) -> str:
+        """Does not return, as a coroutine."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.hanging.append(0)
+        return "late"
+
+    async def blocks(self) -> str:
+        """Does not return, and stops its event loop."""
+        self.release.wait(60)
+        return "late"
+
+    def later(self) -> Any:
+        """Makes a coroutine that does not return."""
+        return self.waits()
+
+    def own(self) -> str:
+        """Gives up by itself."""
+        raise TimeoutError("nobody answered")
 
     def leave(self) -> str:
         """Ends the process."""
@@ -115,7 +141,7 @@ async def test_hung_call_keeps_its_thread_but_frees_its_place(
         stats = (await server.http.get("/stats")).json()
         assert (stats["hung_calls"], stats["hung_calls_limit"]) == (2, 2)
         assert (
-            "Hangs: hang is still running although its episode has ended: 1 such calls"
+            "Hangs: hang is still running although nobody waits for it any more: 1 such calls"
             in caplog.text
         )
         health = await server.http.get("/health")
@@ -155,6 +181,88 @@ async def test_whatever_a_tool_does_is_told_to_the_model(tool: str, told: str, e
             assert told in episode.sequences[0].text
             assert episode.components == {"half ?": 1.0}
         assert len(server.engine.asked) == 4, "no call is repeated"
+
+
+@pytest.mark.parametrize(
+    ("tool", "told", "hung"),
+    [
+        ("hang", "error: it took longer than 0.2 s", 1),
+        ("waits", "error: it took longer than 0.2 s", 0),
+        ("later", "error: it took longer than 0.2 s", 0),
+        ("blocks", "error: it took longer than 0.2 s", 1),
+        ("own", "error: TimeoutError: nobody answered", 0),
+    ],
+)
+async def test_the_model_is_told_of_a_tool_that_takes_too_long(
+    tool: str, told: str, hung: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The episode goes on, and a call that cannot be ended counts as hung."""
+    if tool == "blocks":
+        monkeypatch.setattr(threads_module, "_BEAT_S", 0.02)
+        monkeypatch.setattr(threads_module, "BLOCKED_S", 0.02)
+
+    def reply(text: str) -> str:
+        return "done" if "<tool_response>" in text else call(tool)
+
+    async with served(Hangs, reply) as server:
+        (episode,) = await server.client.episodes(request_for(NAME, tool_timeout_s=0.2))
+        assert (episode.status, episode.reward, episode.stop_reason) == ("ok", 1.0, "done")
+        assert (episode.metrics["tool_calls"], episode.metrics["tool_errors"]) == (1, 1)
+        assert told in episode.sequences[0].text
+        while server.service.stats()["hung_calls"] < hung:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert server.service.stats()["hung_calls"] == hung
+        if tool in ("waits", "later"):
+            while not Hangs.hanging:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        Hangs.release.set()
+        while server.service.stats()["hung_calls"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_waiting_for_a_place_is_no_time_of_the_tool() -> None:
+    threads = Threads(1)
+    began = threading.Event()
+    release = threading.Event()
+
+    def long() -> None:
+        began.set()
+        release.wait(60)
+
+    first = asyncio.create_task(threads.run(long, "long"))
+    while not began.is_set():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    second = asyncio.create_task(threads.run(lambda: "short", "short", timeout_s=0.05))
+    await asyncio.sleep(0.2)
+    release.set()
+    await first
+    assert await second == "short"
+    threads.close()
+
+
+async def test_the_time_of_a_coroutine_in_a_loop_that_another_blocks_is_no_fault_of_its_own() -> (
+    None
+):
+    threads = Threads(2)
+    release = threading.Event()
+    began = threading.Event()
+
+    async def block() -> str:
+        began.set()
+        release.wait(60)
+        return "late"
+
+    async def innocent() -> str:
+        return "early"
+
+    blocking = asyncio.create_task(threads.run_coroutine(block, "block"))
+    while not began.is_set():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    with pytest.raises(EnvironmentLost, match="another coroutine"):
+        await threads.run_coroutine(innocent, "innocent", timeout_s=0.05)
+    release.set()
+    assert await blocking == "late"
+    threads.close()
 
 
 class Blocks:
@@ -240,3 +348,34 @@ async def test_threads_are_reused_and_the_number_of_concurrent_calls_is_bounded(
     assert len(seen) <= 3
     assert threads.hung == 0
     threads.close()
+
+
+class Alarmed:
+    """Limits its own time, as tools do that were written for the main thread."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+    def query(self) -> str:
+        """Answers in time."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(60)
+        try:
+            return f"in the main thread: {threading.current_thread() is threading.main_thread()}"
+        finally:
+            signal.alarm(0)
+
+
+def test_a_tool_that_sets_an_alarm_is_called_in_the_main_thread() -> None:
+    def reply(text: str) -> str:
+        return "done" if "<tool_response>" in text else CALL.replace("NAME", "query")
+
+    async def play() -> Episode:
+        async with served(Alarmed, reply) as server:
+            (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+            return episode
+
+    with LoopThread("episodes") as loop:
+        episode = loop.call(play())
+    assert "in the main thread: True" in episode.sequences[0].text
+    assert episode.metrics["tool_errors"] == 0

@@ -25,7 +25,12 @@ from trainer.api.trl import ARGUMENTS, LOSSES, Argument
 OUT = Path("out")
 SEQUENCE = {"importance_sampling_level": "sequence"}
 TEACHER = {"settings": {"teacher.url": "http://127.0.0.1:1"}}
+LOWEST = {"min_lr_rate": 0.1}
+DECAY = {"num_decay_steps": 5}
 ARGUMENT_NEEDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("lr_scheduler_type", "cosine_warmup_with_min_lr"): {"lr_scheduler_kwargs": LOWEST},
+    ("lr_scheduler_type", "cosine_with_min_lr"): {"lr_scheduler_kwargs": LOWEST},
+    ("lr_scheduler_type", "warmup_stable_decay"): {"lr_scheduler_kwargs": DECAY},
     ("loss_type", "bnpo"): {"gradient_accumulation_steps": 1},
     ("loss_type", "luspo"): SEQUENCE,
     ("loss_type", "opd"): TEACHER,
@@ -41,7 +46,15 @@ SETTING_NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("algorithm.name", "opd"): {"teacher.url": "http://127.0.0.1:1"},
     ("algorithm.old_logprobs", "engine"): {"algorithm.rollout_correction": "none"},
     ("critic.location", "server"): {"algorithm.name": "ppo"},
+    ("environment.step_rewards", "last"): {"environment.name": "openenv:http://127.0.0.1:1"},
+    ("environment.step_rewards", "max"): {"environment.name": "openenv:http://127.0.0.1:1"},
     ("lora.publish", "merged"): {"lora.rank": 8},
+    ("runtime.kind", "docker"): {"environment.name": "agent:true", "runtime.image": "image"},
+    ("runtime.kind", "kubernetes"): {"environment.name": "agent:true", "runtime.image": "image"},
+    ("runtime.kind", "sandbox"): {"environment.name": "agent:true"},
+    ("trainer.lr_schedule", "cosine_warmup_with_min_lr"): {"trainer.lr_schedule_args": LOWEST},
+    ("trainer.lr_schedule", "cosine_with_min_lr"): {"trainer.lr_schedule_args": LOWEST},
+    ("trainer.lr_schedule", "warmup_stable_decay"): {"trainer.lr_schedule_args": DECAY},
     ("replay.priority", "reward"): {"replay.reuse_ratio": 0.5},
     ("trainer.when_stale", "drop"): {"trainer.max_staleness": 1},
     ("trainer.when_stale", "train"): {"trainer.max_staleness": 1},

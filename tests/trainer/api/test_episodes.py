@@ -1,6 +1,7 @@
 """`environment_factory` and `tools` as a user of TRL passes them: classes and functions of a
 script."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,15 @@ import pytest
 from rich.console import Console
 
 from common.errors import ConfigError
+from common.settings.sections import RewardSection
+from common.wire.schemas import EpisodeRequest
 from examples.tool_calculator.base import build
+from services.environment.environments import Environment
+from tests.support.environments import Calculator, request_for, served
 from tests.support.own_environments import Insists
 from trainer import GRPOConfig, GRPOTrainer
+from trainer.api.datasets import as_rewards
+from trainer.api.episodes import EpisodeGrader
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.integration
@@ -80,7 +87,7 @@ def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> 
             """Begins."""
 
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        (by_environment, {"environment_factory": Silent}, "receive no environments.*get_reward"),
+        (by_environment, {}, "takes environments, and there are none.*environment_factory"),
         (length, {"environment_factory": Insists}, "has get_reward, which gives the whole reward"),
         (None, {"environment_factory": Silent}, "argument is required.*reward_fn"),
         (length, {"environment_factory": 7}, "cannot make environments.*environment_factory"),
@@ -95,6 +102,70 @@ def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> 
     other = config(tmp_path, settings={"environment.name": "python"})
     with pytest.raises(ConfigError, match="the arguments give another environment"):
         GRPOTrainer(str(base_model), length, other, ROWS, environment_factory=Silent)
+
+
+def used_tool(completions: list[Any], prompts: list[Any], **_: Any) -> list[float | None]:
+    """Grades the whole episode, as TRL's own examples do."""
+    assert prompts == ["1+2?"]
+    (turns,) = completions
+    assert [turn["role"] for turn in turns] == ["assistant", "tool", "assistant"]
+    assert turns[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 2}
+    return [2.0 if turns[1]["content"] == "3" else 0.0]
+
+
+async def of_environment(
+    environments: list[Any], completion_ids: list[Any], ground_truth: list[str]
+) -> list[float | None]:
+    """Reads what the episode left in the environment."""
+    if ground_truth == ["none"]:
+        return [None]
+    assert len(completion_ids[0]) > 10
+    return [float(environment.sum) for environment in environments]
+
+
+def graded(*functions: Any, **weights: float) -> Environment:
+    """Returns an environment whose episodes these functions grade."""
+
+    class Adds(Calculator):
+        get_reward = None  # type: ignore[assignment]
+
+        def reset(self, **columns: Any) -> None:  # type: ignore[override]
+            """Begins."""
+
+    rewards = as_rewards(list(functions))
+    by_name = {function.name: weights.get(function.name, 1.0) for function in rewards}
+    made = Environment.of(Adds, "python:given:Adds")
+    grader = EpisodeGrader(RewardSection().for_objects(by_name), rewards)
+    return replace(made, grade=grader, has_reward=True)
+
+
+def adds(text: str) -> str:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    return "so it is 3" if "<tool_response>" in text else call
+
+
+def with_chat(request: EpisodeRequest) -> EpisodeRequest:
+    """Returns a request about a problem that is a chat."""
+    request.task.columns = {"prompts": "1+2?"}
+    return request
+
+
+async def test_reward_functions_get_all_messages_and_the_environment_of_an_episode() -> None:
+    environment = graded(used_tool, of_environment, used_tool=0.5)
+    async with served(environment, adds) as server:
+        (episode,) = await server.client.episodes(with_chat(request_for(environment.name)))
+    assert (episode.status, episode.detail) == ("ok", "")
+    assert episode.reward == 0.5 * 2.0 + 3.0
+    assert episode.components == {"used_tool": 2.0, "of_environment": 3.0}
+
+
+async def test_an_episode_that_no_function_grades_is_an_error_and_no_zero() -> None:
+    environment = graded(of_environment)
+    async with served(environment, adds) as server:
+        request = with_chat(request_for(environment.name, truth="none"))
+        (episode,) = await server.client.episodes(request)
+    assert (episode.status, episode.reward) == ("error", None)
+    assert "an episode could not be graded" in episode.detail
 
 
 @pytest.mark.slow

@@ -169,6 +169,10 @@ def test_callbacks_follow_a_run_and_can_stop_it(base_model: Path, tmp_path: Path
         )
     ]
     assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2]
+    evaluation, first = trainer.state.log_history[:2]
+    assert first["loss"] == result.history[0]["update"]["loss"], "TRL's names are there too"
+    assert first["rewards/length/mean"] == first["reward"] == result.history[0]["reward"]
+    assert evaluation["eval_reward"] == result.evaluations[0]["mean_reward"]
     assert trainer.state.best_metric == max(line["mean_reward"] for line in result.evaluations)
     assert {path.name for path in (result.output_dir / "checkpoints").glob("step_*")} == {
         "step_000001",
@@ -263,6 +267,44 @@ def test_a_model_and_a_tokenizer_as_objects(
     ):
         assert words in card
     assert "not pushed: the hub cannot be reached" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's call
+def test_the_adapter_of_a_peft_model_is_kept_and_the_new_one_is_loaded_into_it(
+    base_model: Path, tmp_path: Path
+) -> None:
+    """Its function afterwards is that of the saved model, although the adapter that it had was not
+    zero."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model), lora)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings = config(tmp_path, learning_rate=1e-2)
+    model.peft_config["default"].init_lora_weights = True
+    trainer = GRPOTrainer(model, length, settings, ROWS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    result = trainer.train()
+    assert trainer.model is model
+    assert any(
+        not torch.equal(tensor, before[name])
+        for name, tensor in model.state_dict().items()
+        if "lora_B" in name
+    )
+    saved = AutoModelForCausalLM.from_pretrained(trainer.save_model(tmp_path / "whole"))
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens).logits, saved(tokens).logits)
+    with pytest.raises(ConfigError, match=r"has an adapter already.*field: peft_config"):
+        GRPOTrainer(model, length, settings, ROWS, peft_config=lora)
+
+    links = [path.name for path in result.output_dir.glob("checkpoint-*")]
+    assert links == ["checkpoint-1"]
+    older = result.output_dir / "checkpoint-7"
+    with pytest.raises(ConfigError, match=r"newest checkpoint.*checkpoint-7.*step_000001"):
+        trainer.train(resume_from_checkpoint=str(older))
 
 
 def test_only_grpo_trainer_continues_a_text_as_it_is(base_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`TrlParser` and the classes of a script's arguments."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,26 @@ def test_arguments_override_those_of_the_file(tmp_path: Path) -> None:
         (["--lora_r", "many"], "field: --lora_r.*value: many"),
         (["--repetition_penalty", "1.5"], "field: repetition_penalty"),
         (["7"], "this is no argument"),
+        (["--lora_r", "x", "--beta", "y", "--lora_x", "1"], "3 arguments are wrong"),
     ],
 )
 def test_arguments_that_nothing_reads_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config(words)
+
+
+def test_words_become_what_the_classes_declare() -> None:
+    """A single word of a list, a `no` that YAML reads as False, and words for other programs."""
+
+    @dataclass
+    class Own(GRPOConfig):
+        callbacks: list[str] = field(default_factory=list)
+
+        def __post_init__(self) -> None:
+            self.callbacks = [*self.callbacks, "last"]
+
+    words = ["--callbacks", "first", "--evaluation_strategy", "no", "--num_processes", "8"]
+    parser = TrlParser((Own, ModelConfig), prog="script")
+    config, _, others = parser.parse_args_and_config(words, return_remaining_strings=True)
+    assert (config.callbacks, config.eval_strategy) == (["first", "last"], "no")
+    assert others == ["--num_processes"]

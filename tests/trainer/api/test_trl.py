@@ -1,8 +1,10 @@
 """TRL's arguments: each is mapped, accepted or refused with a reason, as the table in the
 documentation says."""
 
+import inspect
 import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from common.settings.algorithm import RECIPES
 from common.settings.sections import DataSection
 from tests.support.paths import ROOT
 from tests.support.trl_tables import table
-from trainer.api.grpo import GRPOConfig, RLOOConfig
+from trainer.api.grpo import GRPOConfig, GRPOTrainer, RLOOConfig
 from trainer.api.objects import lora_settings, optimizer_settings
 from trainer.api.settings import TrainerConfig
 from trainer.api.trl import ARGUMENTS, LOSSES, NO_EFFECT, TRAINER
@@ -31,7 +33,12 @@ def mapped(**fields: Any) -> Any:
 def test_every_argument_of_trl_is_known() -> None:
     assert DEFAULTS.keys() <= ARGUMENTS.keys()
     assert ARGUMENTS.keys() - DEFAULTS.keys() <= {  # from earlier versions
-        *("max_prompt_length", "overwrite_output_dir", "warmup_ratio", "group_by_length")
+        *("max_prompt_length", "overwrite_output_dir", "warmup_ratio", "group_by_length"),
+        *("logging_dir", "save_safetensors", "use_mps_device", "use_ipex", "jit_mode_eval"),
+        *("half_precision_backend", "fp16_backend", "fp16_opt_level", "dispatch_batches"),
+        *("split_batches", "ray_scope", "tpu_num_cores", "include_inputs_for_metrics"),
+        *("dataset_num_proc", "vllm_device", "vllm_dtype", "vllm_max_model_len"),
+        "vllm_enable_prefix_caching",
     }
     assert TRAINER.keys() < set(SIGNATURE["GRPOTrainer"])
 
@@ -61,9 +68,96 @@ def test_unsupported_arguments_are_refused_all_at_once_with_their_reasons() -> N
     with pytest.raises(ConfigError) as caught:
         TrainerConfig(**dict.fromkeys(REFUSED, "something else"))
     assert (caught.value.field or "").startswith(", ".join(REFUSED[:4]))
-    assert caught.value.remedy == "leave them out"
     for name in REFUSED:
         assert f"{name}: {ARGUMENTS[name].remark}" in caught.value.message
+
+
+def test_everything_wrong_with_a_config_is_said_at_once() -> None:
+    """Arguments that are refused, unknown or out of bounds, and fields that contradict others."""
+    wrong = {"optim": "sgd", "top_p": 7, "learning_rat": 1, "eval_strategy": "best", "seed": "x"}
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**wrong)
+    assert set((caught.value.field or "").split(", ")) == wrong.keys()
+    assert "5 arguments are wrong" in caught.value.message
+    assert "did you mean learning_rate?" in caught.value.message
+
+    unfit = {
+        "num_generations": 3,
+        "loss_type": "luspo",
+        "settings": {"trainer": {}, "data.path": 1},
+    }
+    with pytest.raises(ConfigError, match="4 arguments are wrong"):
+        GRPOConfig(**unfit)
+
+
+def test_everything_wrong_with_a_trainer_is_said_at_once() -> None:
+    import torch
+
+    class Own(GRPOTrainer):
+        def compute_loss(self) -> None:
+            """Would not be called."""
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ConfigError) as caught:
+        Own(
+            "model",
+            7,
+            GRPOConfig(**{"eval_strategy": "steps", "use_cpu": True}),
+            [{"text": "no prompt"}],
+            rollout_func=print,
+            callbacks=[7],
+            optimizers=(optimizer, None),
+            tools=[7],
+        )
+    fields = ["rollout_func", "compute_loss", "optimizers", "tools", "callbacks", "reward_fn"]
+    assert (caught.value.field or "").split(", ") == [*fields, "train_dataset", "eval_steps"]
+
+
+def test_what_is_said_about_an_argument_is_not_said_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = GRPOConfig(**{"use_liger_kernel": True, "bf16": True, "use_cpu": True})
+    config.beta = 0.1
+    config.fp16 = True
+    said = [record.getMessage().split(": ")[1] for record in caplog.records]
+    assert sorted(said) == ["bf16", "fp16", "use_liger_kernel"]
+
+
+def test_a_constant_rate_has_no_warm_up_as_in_transformers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"warmup_ratio": 0.5, "use_cpu": True}
+    plain = GRPOConfig(**given, lr_scheduler_type="constant")
+    assert plain.to_config(100, 0, OUT).trainer.warmup_steps == 0
+    assert "constant has no warm-up in transformers either" in caplog.text
+    rising = GRPOConfig(**given, **{"lr_scheduler_type": "constant_with_warmup"})
+    assert rising.to_config(100, 0, OUT).trainer.warmup_steps > 0
+
+
+def test_a_script_may_add_arguments_in_a_dataclass_of_its_own() -> None:
+    @dataclass
+    class Own(GRPOConfig):
+        system_prompt: str | None = field(default=None)  # type: ignore[assignment]
+        benchmarks: list[str] = field(default_factory=list, metadata={"help": "To run."})
+        beta: float = field(default=0.3)
+
+        def __post_init__(self) -> None:
+            self.benchmarks = [*self.benchmarks, "last"]
+
+    given: dict[str, Any] = {
+        "system_prompt": "Think.",
+        "benchmarks": ["first"],
+        "use_cpu": True,
+    }
+    made = Own("out", **given)
+    assert (made.benchmarks, made.system_prompt) == (["first", "last"], "Think.")
+    settings = made.to_config(100, 0, OUT)
+    assert settings.algorithm.kl_coef == made.beta == 0.3
+    assert settings.sampling.system_prompt == "", "the script puts it into its prompts"
+    assert Own.of_script == {"system_prompt", "benchmarks"}
+    assert {"beta", "eval_strategy", "max_completion_length"} <= set(
+        inspect.signature(GRPOConfig.__init__).parameters
+    )
 
 
 def test_arguments_without_effect_are_said_once_or_not_at_all(
@@ -192,8 +286,8 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
                 "lr_scheduler_type": "cosine_with_min_lr",
                 "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
             },
-            "trainer.min_lr_share",
-            0.1,
+            "trainer.lr_schedule_args",
+            {"min_lr_rate": 0.1},
         ),
         (
             {
@@ -201,12 +295,16 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
                 "lr_scheduler_type": "cosine_with_min_lr",
                 "lr_scheduler_kwargs": {"min_lr": 2e-6},
             },
-            "trainer.min_lr_share",
-            pytest.approx(0.2),
+            "trainer.lr_schedule_args",
+            {"min_lr": 2e-6},
         ),
         ({"steps_per_generation": 8}, "algorithm.mini_batches", 2),
         ({"steps_per_generation": 8}, "trainer.batch_size", 16),
         ({"steps_per_generation": 2}, "algorithm.mini_batches", 1),
+        ({"generation_batch_size": 64}, "algorithm.mini_batches", 2),
+        ({"evaluation_strategy": "steps", "eval_steps": 3}, "trainer.eval_every", 3),
+        ({"eval_strategy": False, "eval_steps": 3}, "trainer.eval_every", 0),
+        ({"model_init_kwargs": {"revision": "main"}}, "model.trust_remote_code", False),
         ({"loss_type": "cispo", "epsilon": 0.2}, "algorithm.clip_high", 4.0),
         ({"model_init_kwargs": {"trust_remote_code": True}}, "model.trust_remote_code", True),
         ({"run_name": "first"}, "trackers.run_name", ""),
@@ -295,8 +393,8 @@ def test_all_trackers_are_those_that_are_installed() -> None:
         ({"eval_strategy": "best"}, r"there is no best here.*'steps', 'no', 'epoch'"),
         ({"shuffle_dataset": False}, r"shuffle_dataset: there is no False here"),
         (
-            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}},
-            r"lr_scheduler_kwargs: there are only min_lr_rate and min_lr",
+            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"power": 2}},
+            r"lr_scheduler_kwargs has power, which cosine does not read",
         ),
         ({"optim": "adafactor"}, r"optim: the optimiser is AdamW"),
         ({"model_init_kwargs": {"revision": "v2"}}, r"load.* with revision"),

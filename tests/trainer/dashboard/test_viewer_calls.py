@@ -273,7 +273,7 @@ def test_the_calls_are_described(run: RunReader) -> None:
 
 def test_answers_have_the_fields_that_the_page_reads(run: RunReader) -> None:
     answer = client(run).get("/dashboard/api/groups/group-1").json()
-    fields = "id prompt_id prompt ground_truth epoch position metadata step reused reason detail marks source missing created_at"
+    fields = "id prompt_id prompt ground_truth epoch position metadata step reused reason detail marks lost_episodes source missing created_at"
     assert answer.keys() == {*fields.split(), "weight", "prompt_tokens", "completions"}
     fields = "text token_ids logprobs reward finish_reason weight_versions tokens trainer_logprobs advantage advantages correct"
     more = "status components extracted_answer mask turns episode prompt_tokens special"

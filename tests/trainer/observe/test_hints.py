@@ -256,6 +256,12 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ("17% of the time", "trainer.max_staleness", "when_stale train"),
     ),
     (
+        "lost_episodes",
+        [{"lost_episodes": {"timeout": 8, "died": 2}}],
+        {},
+        ("100 episodes (11%) were lost, mostly timeout", "environment.deadline_s"),
+    ),
+    (
         "dropped_stale",
         [{"dropped": {"stale": 20}}],
         ASYNC,

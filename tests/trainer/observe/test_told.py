@@ -78,6 +78,8 @@ def test_a_step_is_one_line_that_fits() -> None:
         "tokens 4096  120 s (gen 80.1, train 40.1)  cut 25%  stale 1.5  dropped 123"
     )
     assert len(line) <= 120
+    episodes = replace(STEP, lost_episodes={"timeout": 2, "died": 1}, refused_calls=37)
+    assert step_line(episodes, 1000).endswith("train 0.30)  lost 3  refused 37")
 
 
 def run(recorder: Recorder, steps: int, truncated: float) -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import get_scheduler
 
 from common.errors import ConfigError
-from common.settings.config import Config, load
+from common.settings.config import Config, from_mapping, load
 from common.settings.sections import TrainerSection
 from common.wire.codec import encode_groups
 from common.wire.schemas import Float32, Group, Int32
@@ -362,7 +363,71 @@ def test_learning_rate_hand_computed(schedule: str, step: int, expected: float) 
         {"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule}
     )
     assert learning_rate(step, 110, settings) == pytest.approx(expected, abs=1e-6)
-    if schedule != "constant" and step >= 10:
-        ends_above_zero = settings.model_copy(update={"min_lr_share": 0.1})
-        found = learning_rate(step, 110, ends_above_zero)
-        assert found == pytest.approx(0.1 + 0.9 * expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+@pytest.mark.parametrize(
+    ("schedule", "arguments"),
+    [
+        ("linear", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_with_min_lr", {"min_lr": 2e-6}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 2e-6, "warmup_lr_rate": 0.2}),
+        ("polynomial", {"power": 2.0, "lr_end": 1e-6}),
+        ("inverse_sqrt", {"timescale": 20}),
+        ("inverse_sqrt", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 12, "decay_type": "1-sqrt"}),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 9, "num_stable_steps": 20, "min_lr_ratio": 0.2},
+        ),
+    ],
+    ids=str,
+)
+def test_every_rate_is_that_of_the_scheduler_of_transformers(
+    schedule: str, arguments: dict[str, Any], warmup: int
+) -> None:
+    """Each rate of the run, from that of an optimiser which their scheduler really moves; those of
+    the warm-up are a step ahead."""
+    steps = 40
+    config = from_mapping(
+        {
+            "trainer.learning_rate": 1e-5,
+            "trainer.warmup_steps": warmup,
+            "trainer.lr_schedule": schedule,
+            "trainer.lr_schedule_args": arguments,
+        }
+    )
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1e-5)
+    end = None if "num_stable_steps" in arguments else steps
+    scheduler = get_scheduler(schedule, optimizer, warmup, end, arguments)
+    theirs = []
+    for _ in range(steps + 1):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+    ours = [learning_rate(step, steps, config.trainer) for step in range(steps)]
+    assert ours == pytest.approx([*theirs[1 : warmup + 1], *theirs[warmup:steps]], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "message"),
+    [
+        ("linear", {"num_cycles": 2}, "num_cycles, which linear does not read.*leave it out"),
+        ("cosine", {"num_cycle": 2}, "num_cycle, which cosine.*did you mean num_cycles"),
+        ("polynomial", {"power": "two"}, "the power two.*a number"),
+        ("polynomial", {"lr_end": 1.0}, "lr_end 1, which is not below trainer.learning_rate"),
+        ("cosine_with_min_lr", {}, "needs one lowest rate.*min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0}, "needs one lowest rate"),
+        ("warmup_stable_decay", {}, "give num_decay_steps"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "step"}, "use one of linear"),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_have_are_refused(
+    schedule: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping({"trainer.lr_schedule": schedule, "trainer.lr_schedule_args": arguments})

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
@@ -71,7 +72,8 @@ def test_the_conversations_of_the_warm_start_have_the_tokens_of_the_gateway(made
             }
         ]
     )
-    between = template.continuation(answer, result, tools, ended=True)
+    sampled = np.array(tokens[len(prompt) : end], np.int32)
+    between = template.continuation(answer, result, tools, sampled=sampled)
     assert between is not None
     assert tokens[: len(prompt)] == prompt
     assert tokens[end : end + len(between)] == between

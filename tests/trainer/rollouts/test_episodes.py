@@ -1,6 +1,7 @@
 """Training on episodes in one process: embedded engine, gateway, the unsandboxed environments
 below, real updates."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from common.wire.schemas import Group, Groups, Prompt
 from learning.ranks import Ranks
 from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.groups import batch_of, make_group, prepared, whole, with_algorithm
-from tests.support.own_environments import Insists, Moody, Unlucky
+from tests.support.own_environments import Insists, Moody, TwiceUnlucky, Unlucky
 from tests.support.small_run import small_run
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex
+from trainer.dashboard.runs import RunReader
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy
@@ -162,8 +164,13 @@ def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
     assert batch.lengths == [
         int(c.mask.sum()) for g in groups for c in g.completions if c.mask is not None
     ]
+    unequal = [with_episodes([1.0, 0.0, 0.0], [1, 2, 1]), *groups]
     with pytest.raises(ConfigError, match="the same size"):
-        batch_of([groups[0], with_episodes([1.0, 0.0, 0.0], [1, 1, 1])], config)
+        batch_of(unequal, config)
+    config.environment.name = "python"
+    batch = batch_of(unequal, config)
+    assert [row.episode for row in batch.rows] == [0, 1, 1, 2, 3, 3, 4, 5, 6]
+    assert batch.parts == [slice(0, 4), slice(4, 7), slice(7, 9)]
 
 
 def test_an_environment_that_fails_drops_its_group_with_the_reason(small: Config) -> None:
@@ -174,14 +181,93 @@ def test_an_environment_that_fails_drops_its_group_with_the_reason(small: Config
     assert [record["update"]["trained_tokens"] > 0 for record in records] == [True, True]
 
 
-def test_a_lost_episode_costs_one_episode_not_its_group(small: Config) -> None:
+@pytest.mark.parametrize("min_episodes", [None, 3])
+def test_a_lost_episode_costs_one_episode_not_its_group(
+    small: Config, min_episodes: int | None, tmp_path: Path
+) -> None:
+    """Another one is played in its place, or the group is trained without it."""
     config = episodes_of(small, Unlucky)
     config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
+    config.environment.min_episodes, config.data.curriculum = min_episodes, "difficulty"
+    config.replay.reuse_ratio = 0.5
+    config.trainer.max_staleness = 0
     Unlucky.known.clear()
     records = train(config)
-    assert len(Unlucky.known) >= 4, "every group lost one"
+    assert len(Unlucky.known) == 2, "every group lost one"
     assert [record["dropped"] for record in records] == [{}, {}]
     assert [record["update"]["trained_tokens"] > 0 for record in records] == [True, True]
+    assert [record["lost_episodes"] for record in records] == [{"error": 1}, {"error": 1}]
+
+    run_dir = tmp_path / "run"
+    entries = [entry for line in read_lines(run_dir / "groups.jsonl") for entry in line["groups"]]
+    assert [entry["reused"] for entry in entries] == [False, False, True]
+    index = GroupIndex(run_dir)
+    for entry in entries:
+        row = index.find(entry["id"])
+        assert row is not None
+        shown = group_detail(run_dir, row, None, ServiceError("no texts"))
+        assert len(entry["rewards"]) == len(shown["completions"]) == (min_episodes or 4)
+        if min_episodes is None:
+            assert (entry["marks"], shown["lost_episodes"]) == ([], [])
+        else:
+            assert entry["marks"] == ["lost"]
+            (lost,) = shown["lost_episodes"]
+            assert lost.startswith("error: ")
+            assert "its machine is gone" in lost
+
+
+def test_too_few_whole_episodes_are_no_group(small: Config) -> None:
+    """Two of four are lost, and so are those that are played in their place."""
+    config = episodes_of(small, TwiceUnlucky)
+    config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
+    config.environment.min_episodes = 3
+    config.trainer.max_steps = 1
+    TwiceUnlucky.begun.clear()
+    (record,) = train(config)
+    assert record["dropped"] == {"episode": 2}, "every group failed once"
+    assert record["lost_episodes"] == {"error": 8}
+    assert record["update"]["trained_tokens"] > 0
+
+
+ASKS_FOR_TWO = """
+import json, os, sys, urllib.error, urllib.request
+
+task = json.load(sys.stdin)
+call = {"model": "policy", "messages": task["messages"], "n": 2}
+for n in (2, 1):
+    body = json.dumps(call | {"n": n}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    headers["content-type"] = "application/json"
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, body, headers))
+    except urllib.error.HTTPError as error:
+        assert error.code == 422
+with open(os.environ["EPISODE_REWARD_FILE"], "w") as file:
+    json.dump(0, file)
+"""
+
+
+def test_refused_calls_are_told_within_the_first_step(
+    small: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = tmp_path / "asks_for_two.py"
+    program.write_text(ASKS_FOR_TWO)
+    config = episodes_of(small, Insists)
+    config.environment.name = f"agent:{sys.executable} {program}"
+    config.trainer.eval_samples, config.trainer.max_steps, config.trainer.batch_size = 0, 1, 1
+    caplog.set_level("INFO", "run")
+    (record,) = train(config)
+    assert (record["refused_calls"], record["reward"]) == (4, 0.0)
+    told = (
+        "all rewards are 0, and 4 calls of the model were refused: "
+        "n: a call returns exactly one answer; make one call for each answer"
+    )
+    assert record["alarms"]["refused_calls"] == told
+    assert f"alarm: {told}" in caplog.text
+    (line,) = [each.message for each in caplog.records if each.message.startswith("step ")]
+    assert line.endswith("refused 4")
+    assert RunReader(tmp_path / "run").problems == [f"step 1: {told}"]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -207,6 +293,7 @@ def test_sequences_that_contradict_themselves_are_refused(kind: str) -> None:
 
 def test_a_group_of_episodes_survives_the_wire() -> None:
     group = with_episodes([1.0, 0.0], [2, 1])
+    group.lost_episodes = ["died: its machine is gone"]
     (back,) = codec.decode_groups(codec.encode_groups([group]))
     assert codec.encode(back) == codec.encode(group)
     assert [answer.episode for answer in back.answers] == [0, 1]
@@ -231,6 +318,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data.prompt_template": "{question} Answer:"},
         "data.prompt_template is set but not read, since it applies to single",
     ),
+    "more than a group": (
+        {"environment.min_episodes": 9},
+        "environment.min_episodes 9 is more than sampling.group_size 8",
+    ),
+    "a program's tools": (
+        {"environment.name": "agent:true", "environment.tool_timeout_s": 5},
+        "environment.tool_timeout_s 5 cannot end the tools of a program",
+    ),
+    "rewards of no steps": (
+        {"environment.step_rewards": "last"},
+        "environment.step_rewards last is for the steps of an OpenEnv server",
+    ),
+    "a group of one": ({"environment.min_episodes": 1}, "environment.min_episodes"),
     "unread": (
         {"environment.name": "", "environment.turns": 3},
         "environment.turns is set but not read",

@@ -21,6 +21,7 @@ const MARKS = {
   error: "Grader: error",
   truncated: "Cut at the length limit",
   aborted: "Aborted",
+  lost: "Lost episodes",
   reused: "Reused",
   waiting: "Waiting to be trained on",
 };

@@ -57,6 +57,7 @@ export class GroupView {
     const { group } = this;
     return [
       group.reason && el("p", { class: "viewer-bad" }, `Dropped (${group.reason}): `, visible(group.detail ?? "")),
+      group.lost_episodes.length > 0 && el("ul", { class: "viewer-missing" }, group.lost_episodes.map((each) => el("li", {}, "Lost episode: ", visible(each)))),
       group.missing.length > 0 && el("ul", { class: "viewer-missing" }, group.missing.map((each) => el("li", {}, `Not known: ${each}`))),
     ];
   }

@@ -1,0 +1,66 @@
+"""The schedules of the learning rate, by their names in `transformers`, with their arguments."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from common.errors import did_you_mean
+
+LrSchedule = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "min_lr_ratio", "num_cycles"),
+}
+"""The arguments of every schedule that are numbers."""
+_SHAPES = ("linear", "cosine", "1-sqrt")
+
+
+def wrong_arguments(
+    schedule: str, arguments: Mapping[str, Any], learning_rate: float
+) -> Iterator[str]:
+    """Yields what is wrong with the arguments of a schedule, each with its remedy."""
+    shapes = ("warmup_type", "decay_type") if schedule == "warmup_stable_decay" else ()
+    known = (*_NUMBERS[schedule], *shapes)
+    for name, value in arguments.items():
+        if name not in known:
+            remedy = did_you_mean(name, known) or "leave it out"
+            yield f"trainer.lr_schedule_args has {name}, which {schedule} does not read: {remedy}"
+        elif name in shapes:
+            if value not in _SHAPES:
+                listed = ", ".join(_SHAPES)
+                yield f"trainer.lr_schedule_args has the {name} {value}: use one of {listed}"
+        elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            yield f"trainer.lr_schedule_args has the {name} {value}: give a number of at least 0"
+
+    if "min_lr" in known and len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
+        yield (
+            f"trainer.lr_schedule {schedule} needs one lowest rate: give min_lr or min_lr_rate in "
+            "trainer.lr_schedule_args"
+        )
+    if schedule == "warmup_stable_decay" and "num_decay_steps" not in arguments:
+        yield (
+            "trainer.lr_schedule warmup_stable_decay needs the steps of its decay: give "
+            "num_decay_steps in trainer.lr_schedule_args"
+        )
+    lowest = arguments.get("lr_end", 1e-7 if schedule == "polynomial" else 0.0)
+    if isinstance(lowest, int | float) and lowest >= learning_rate:
+        yield (
+            f"trainer.lr_schedule_args has the lr_end {lowest:g}, which is not below "
+            f"trainer.learning_rate {learning_rate:g}: lower it"
+        )

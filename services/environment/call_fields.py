@@ -1,0 +1,242 @@
+"""What the fields of a call do in each API: what cannot be honoured is refused, never ignored.
+
+docs/how-to/agents.md has the table for users.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from common.errors import InvalidInput
+from services.environment.session import CallOptions
+
+Json = dict[str, Any]
+MAX_STOP_CHARS = 1000
+"""Longest stop text that the embedded engine takes."""
+
+_OPENAI = {
+    "metadata",
+    "model",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "stream",
+    "stream_options",
+    "temperature",
+    "tools",
+    "top_p",
+    "user",
+}
+_ACCEPTED = {
+    "chat/completions": {
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "prediction",
+        "reasoning_effort",
+        "stop",
+        "verbosity",
+    }
+    | _OPENAI,
+    "responses": {
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "max_tool_calls",
+        "reasoning",
+        "text",
+    }
+    | _OPENAI,
+    "messages": {
+        "cache_control",
+        "inference_geo",
+        "max_tokens",
+        "messages",
+        "metadata",
+        "model",
+        "output_config",
+        "service_tier",
+        "speed",
+        "stop_sequences",
+        "stream",
+        "system",
+        "temperature",
+        "tools",
+        "top_k",
+        "top_p",
+    },
+}
+"""By API, the fields that may have any value: they are honoured, give way to the run's settings, or
+change no answer of the provider's either."""
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_STOPS = {"stop": 4, "stop_sequences": 256}
+"""The fields with stop texts, and how many texts they may have."""
+
+
+class _Rule(NamedTuple):
+    """A field that only some values of are accepted: those that ask for nothing."""
+
+    accepts: Callable[[Any], bool]
+    reason: str
+    remedy: str
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _has_type(name: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and value.get("type") == name
+
+
+def _is_free_choice(choice: Any) -> bool:
+    """Returns whether a tool choice leaves the choice to the model, or leaves the tools out."""
+    takes_one_call = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
+    return _kind(choice) in ("auto", "none") and not takes_one_call
+
+
+def _kind(choice: Any) -> object:
+    return choice.get("type") if isinstance(choice, dict) else choice
+
+
+_OTHERWISE = "leave it out"
+_NO_LOGPROBS = "the gateway returns no log-probabilities"
+_WHOLE_INPUT = "send the whole conversation as `input`"
+_FORMAT = _Rule(
+    _has_type("text"),
+    "a grammar would make the model sample from another distribution than the one that is trained",
+    "describe the format in the messages, and check the answer",
+)
+_BIAS = "it would make the model sample from another distribution than the one that is trained"
+_RULES = {
+    "background": _Rule(_is_one_of(False), "every call is answered at once", _OTHERWISE),
+    "conversation": _Rule(_never, "this server does not store conversations", _WHOLE_INPUT),
+    "frequency_penalty": _Rule(_is_one_of(0), _BIAS, _OTHERWISE),
+    "function_call": _Rule(
+        _never, "functions are an old form of tools", "send them as `tools`, and `tool_choice`"
+    ),
+    "functions": _Rule(
+        _is_one_of([]), "functions are an old form of tools", "send them as `tools`"
+    ),
+    "include": _Rule(
+        # Thoughts are always returned as text, which can be sent back.
+        lambda value: value in ([], ["reasoning.encrypted_content"]),
+        "an answer has nothing else that could be included",
+        _OTHERWISE,
+    ),
+    "logit_bias": _Rule(_is_one_of({}), _BIAS, _OTHERWISE),
+    "logprobs": _Rule(_is_one_of(False), _NO_LOGPROBS, _OTHERWISE),
+    "mcp_servers": _Rule(_is_one_of([]), "the gateway calls no tools", "call them in the program"),
+    "modalities": _Rule(_is_one_of(["text"]), "this model writes only text", _OTHERWISE),
+    "n": _Rule(_is_one_of(1), "a call returns exactly one answer", "make one call for each answer"),
+    "output_config.format": _FORMAT,
+    "output_format": _FORMAT,
+    "parallel_tool_calls": _Rule(
+        _is_one_of(True),
+        "the model may make several tool calls in an answer",
+        "leave it out, and accept several",
+    ),
+    "presence_penalty": _Rule(_is_one_of(0), _BIAS, _OTHERWISE),
+    "previous_response_id": _Rule(
+        _is_one_of(""), "this server does not store answers", _WHOLE_INPUT
+    ),
+    "response_format": _FORMAT,
+    "seed": _Rule(
+        _never,
+        "one seed in all episodes of a group would make their answers equal",
+        "leave it out: the run seeds every episode",
+    ),
+    "store": _Rule(_is_one_of(False), "this server does not store answers", _OTHERWISE),
+    "text.format": _FORMAT,
+    "thinking": _Rule(
+        _has_type("adaptive"),
+        "the model itself decides how much it thinks",
+        'leave it out, or send {"type": "adaptive"}',
+    ),
+    "tool_choice": _Rule(
+        _is_free_choice,
+        "a forced call would be sampled from another distribution than the one that is trained, "
+        "and the model may make several calls",
+        "send auto or none, and ask again when an answer has no call",
+    ),
+    "top_logprobs": _Rule(_is_one_of(0), _NO_LOGPROBS, _OTHERWISE),
+    "truncation": _Rule(
+        _is_one_of("disabled"),
+        "the gateway drops no messages",
+        "leave it out, and shorten the conversation in the program",
+    ),
+}
+
+
+def check_fields(body: Json, path: str) -> None:
+    """Raises InvalidInput for a field, or a value of it, that cannot be honoured."""
+    accepted = _ACCEPTED[path]
+    for name, value in body.items():
+        if value is None or name in accepted:
+            continue
+        if name not in _RULES:
+            # Not as the field: names of strangers would fill the metrics.
+            raise InvalidInput(
+                "the gateway cannot honour this field of the call",
+                field="body",
+                value=name,
+                remedy=_OTHERWISE,
+            )
+        _check(name, value)
+    for parent in ("text", "output_config"):
+        if isinstance(body.get(parent), dict):
+            _check(f"{parent}.format", body[parent].get("format"))
+
+
+def _check(name: str, value: Any) -> None:
+    rule = _RULES[name]
+    if value is not None and not rule.accepts(value):
+        raise InvalidInput(rule.reason, field=name, value=value, remedy=rule.remedy)
+
+
+def leaves_tools_out(body: Json) -> bool:
+    """Returns whether the tool choice is `none`."""
+    return bool(_kind(body.get("tool_choice")) == "none")
+
+
+def read_options(body: Json) -> CallOptions:
+    """Returns what a checked call asks of its answer. Raises InvalidInput."""
+    lengths = [_length(body, name) for name in _LENGTHS]
+    given = [length for length in lengths if length is not None]
+    stops = [text for name, limit in _STOPS.items() for text in _stop_texts(body, name, limit)]
+    return CallOptions(stop=tuple(stops), max_tokens=min(given, default=None))
+
+
+def _length(body: Json, name: str) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidInput(
+            "an answer has at least one token",
+            field=name,
+            value=value,
+            remedy="send a whole number from 1, or leave it out",
+        )
+    return value
+
+
+def _stop_texts(body: Json, name: str, limit: int) -> list[str]:
+    value = body.get(name)
+    texts = [value] if isinstance(value, str) else value or []
+    are_texts = isinstance(texts, list) and all(
+        isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts
+    )
+    if not are_texts or len(texts) > limit:
+        raise InvalidInput(
+            "these are not texts that can end an answer",
+            field=name,
+            value=value,
+            remedy=f"send up to {limit} texts of 1 to {MAX_STOP_CHARS} characters",
+        )
+    return list(texts)
