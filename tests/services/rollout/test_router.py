@@ -72,24 +72,27 @@ async def reconciled(registry: RouterClient, url: str, wanted: bool) -> None:
 # ------------------------------------------------------------ in front of recording engines
 
 
-def watched(client: Client) -> tuple[list[dict[str, Any]], list[httpx.Response]]:
-    """Records every body the client sends and every answer it receives, retries included."""
-    sent: list[dict[str, Any]] = []
-    answers: list[httpx.Response] = []
+class Watching(httpx.AsyncBaseTransport):
+    """Records the body of every POST and every answer, retries included."""
 
-    async def keep_request(request: httpx.Request) -> None:
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+        self._transport = transport
+        self.sent: list[dict[str, Any]] = []
+        self.answers: list[httpx.Response] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.method == "POST":
-            sent.append(json.loads(request.content))
+            self.sent.append(json.loads(request.content))
+        answer = await self._transport.handle_async_request(request)
+        self.answers.append(answer)
+        return answer
 
-    async def keep_answer(answer: httpx.Response) -> None:
-        answers.append(answer)
 
-    hooks = client.http.event_hooks
-    client.http.event_hooks = {
-        "request": [*hooks["request"], keep_request],
-        "response": [*hooks["response"], keep_answer],
-    }
-    return sent, answers
+def watched(client: Client) -> tuple[list[dict[str, Any]], list[httpx.Response]]:
+    """Records every body that the client sends and every answer that it receives."""
+    watching = Watching(client._transport)
+    client._transport = watching
+    return watching.sent, watching.answers
 
 
 def arrived(sent: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:
