@@ -7,7 +7,6 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.process.run_lock import RunLock
 from common.process.storage import make_directory
-from trainer.policy.checkpoint import newest as newest_checkpoint
 
 _CONTENT = (
     "checkpoints",
@@ -46,6 +45,9 @@ def check_newest(directory: Path, checkpoint: Path) -> None:
     """Raises ConfigError unless a path is that of the newest checkpoint of the run in
     `directory`.
     """
+    # It imports torch, which the commands' help must not wait for.
+    from trainer.policy.checkpoint import newest as newest_checkpoint
+
     newest = newest_checkpoint(directory / "checkpoints")
     if newest is not None and checkpoint.resolve() == newest.resolve():
         return

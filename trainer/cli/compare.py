@@ -68,7 +68,9 @@ def parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     """Prints the comparison. Raises ConfigError for a directory without a run."""
     arguments = parser().parse_args(argv)
-    compare(RunList(arguments.run_dirs)(), Console(), arguments.step)
+    # `runs/sweep/*` also names the file of the sweep.
+    directories = [path for path in arguments.run_dirs if not path.is_file()]
+    compare(RunList(directories or arguments.run_dirs)(), Console(), arguments.step)
 
 
 def compare(runs: Sequence[RunReader], console: Console, step: int | None = None) -> None:

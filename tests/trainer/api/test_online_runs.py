@@ -236,7 +236,7 @@ def test_a_broken_reward_function_stops_the_run(base_model: Path, tmp_path: Path
 
     with pytest.raises(
         ConfigError,
-        match=r"a first answer: short: KeyError: 'steps_taken'\n.*test_online_runs",
+        match=r"a made-up answer: short: KeyError: 'steps_taken'\n.*test_online_runs",
     ):
         OnlineRLTrainer(fields(base_model, tmp_path), Broken(), ROWS).train()
 
