@@ -21,23 +21,26 @@ class Gate:
         self.host = address.hostname or ""
         self.port = address.port or (443 if address.scheme == "https" else 80)
         self._server: asyncio.Server | None = None
+        self._opening = asyncio.Lock()  # several episodes begin at once
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open_file(self, path: Path) -> None:
         """Listens at a socket file that every user may open."""
-        if self._server is None:
-            self._server = await asyncio.start_unix_server(self._pass_on, path)
-            await asyncio.to_thread(path.chmod, 0o666)
+        async with self._opening:
+            if self._server is None:
+                self._server = await asyncio.start_unix_server(self._pass_on, path)
+                await asyncio.to_thread(path.chmod, 0o666)
 
     async def open_address(self, address: str) -> None:
         """Listens at the gateway's port of another address, unless the gateway does so itself."""
-        if self._server is not None:
-            return
-        try:
-            self._server = await asyncio.start_server(self._pass_on, address, self.port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
+        async with self._opening:
+            if self._server is not None:
+                return
+            try:
+                self._server = await asyncio.start_server(self._pass_on, address, self.port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
 
     async def close(self) -> None:
         """Stops listening, and ends what is connected."""
