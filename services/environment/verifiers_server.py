@@ -1,9 +1,9 @@
 """Serves a verifiers environment: `python verifiers_server.py ID-or-FILE.toml PORT`, started by the
 environment-server.
 
-    environment-server ── POST /run: a task and its session ──► Episodes.run ──► verifiers
-           ▲                                                                        │ harness
-           └─ the session's calls ◄── Episodes.call ◄── POST /v1/…, X-Session-ID ◄──┘
+    environment-server ── POST /run: a task and its session ──► PlayedEpisodes.run ──► verifiers
+           ▲                                                                              │ harness
+           └─ the session's calls ◄── PlayedEpisodes.call ◄── POST /v1/…, X-Session-ID ◄──┘
 
 It runs in its own virtual environment, with verifiers and the package of the taskset, and imports
 nothing from this project.
@@ -39,7 +39,7 @@ class Lost(Exception):
     """A machine behind the episode was lost: another try may succeed."""
 
 
-class Episodes:
+class PlayedEpisodes:
     """Plays episodes of an environment, many at once.
 
     Args:
@@ -251,7 +251,7 @@ def create_app(config: Any, url: str) -> web.Application:
     """Returns the app that plays an environment."""
     from verifiers.v1.utils.loaders import load_environment
 
-    episodes = Episodes(load_environment(config), url)
+    episodes = PlayedEpisodes(load_environment(config), url)
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app.cleanup_ctx.append(episodes.serving)
     app.router.add_get("/health", episodes.health)

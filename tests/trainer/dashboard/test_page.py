@@ -25,7 +25,13 @@ SHOWN = (
         "Entropy",
         "Clip fraction",
     ),
-    *("Cut at the limit", "Groups of equal rewards", "Dropped groups"),
+    *(
+        "Cut at the limit",
+        "Groups of equal rewards",
+        "Dropped groups",
+        "Lost episodes",
+        "Refused calls",
+    ),
     *(
         "Effective sample size",
         "|Δ logprob|",
