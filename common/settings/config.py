@@ -206,7 +206,9 @@ def from_validation(error: ValidationError) -> ConfigError:
         words = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
         named = (word for word in words if "." in word and word in names())
         return ConfigError(message, field=next(named, name or "configuration"), remedy=remedy)
-    return ConfigError(message, field=name, value=shorten(first["input"]), remedy=remedy)
+    # A name that is no text, such as a lone surrogate, has no place.
+    field = name or "configuration"
+    return ConfigError(message, field=field, value=shorten(first["input"]), remedy=remedy)
 
 
 def misspelt(variable_name: str) -> str:
