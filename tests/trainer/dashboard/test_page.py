@@ -347,7 +347,7 @@ def test_every_view_is_a_link_and_back_returns(page: Page, tmp_path: Path) -> No
         page.driver.get("about:blank")
         page.driver.get(f"{url}#overview?run=nobody")
         page.until(
-            lambda: "no run nobody" in page.text(".problems"),
+            lambda: "to the run nobody" in page.text(".problems"),
             "what the link names and the page lacks",
         )
         assert page.errors() == []
