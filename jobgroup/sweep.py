@@ -80,11 +80,7 @@ class Sweep:
 
     def environment(self, point: Point, run_dir: Path) -> dict[str, str]:
         """Returns the variables that give a run its settings."""
-        found = {variable(name): _text(value) for name, value in point.settings.items()}
-        found["RUN_DIR"] = str(run_dir)
-        if self.config:
-            found["RUN_CONFIG"] = self.config
-        return found
+        return _environment(point.settings, self.config) | {"RUN_DIR": str(run_dir)}
 
 
 def parser() -> CommandParser:
@@ -237,14 +233,17 @@ def _text(value: object) -> str:
     return str(value)
 
 
+def _environment(settings: Settings, config: str) -> dict[str, str]:
+    """Returns the variables for settings over those of the file `config`."""
+    found = {variable(name): _text(value) for name, value in settings.items()}
+    return found | {"RUN_CONFIG": config} if config else found
+
+
 def _check(points: Sequence[Point], config: str) -> None:
     """Reads every point's settings as its run will. Raises ConfigError with the run's name."""
     for point in points:
-        environment = {variable(name): _text(value) for name, value in point.settings.items()}
-        if config:
-            environment["RUN_CONFIG"] = config
         try:
-            load([], environment)
+            load([], _environment(point.settings, config))
         except ConfigError as error:
             raise ConfigError(
                 f"{error.message} (run {point.name})",

@@ -201,7 +201,8 @@ def _check(name: str, value: Any) -> None:
 
 def leaves_tools_out(body: Json) -> bool:
     """Returns whether the tool choice is `none`."""
-    return bool(_kind(body.get("tool_choice")) == "none")
+    choice: object = _kind(body.get("tool_choice"))
+    return choice == "none"
 
 
 def read_options(body: Json) -> CallOptions:

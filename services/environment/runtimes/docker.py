@@ -37,10 +37,9 @@ class DockerRuntime:
         self._section = section
         self._url = urlsplit(section.gateway or gateway)
         self._gate = Gate(gateway)
-        self._owner = f"{socket.gethostname()}-{self._gate.port}"
         self._builds: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-        self._label = f"{LABEL}={self._owner}"
+        self._label = f"{LABEL}={socket.gethostname()}-{self._gate.port}"
         left = _docker("ps", "-aq", "--filter", f"label={self._label}")
         if left:
             call(["docker", "rm", "-f", *left.split()], "docker", remedy=_DAEMON)
@@ -48,11 +47,9 @@ class DockerRuntime:
             ["docker", "network", "ls", "--format", "{{.Name}}"], "docker", remedy=_DAEMON
         )
         if _NETWORK not in networks.split():
-            options = [
-                *("--internal", "--label", LABEL),
-                *("-o", f"com.docker.network.bridge.name={_NETWORK}"),
-                *("-o", "com.docker.network.bridge.enable_icc=false"),
-            ]
+            options = ["--internal", "--label", LABEL]
+            options += ["-o", f"com.docker.network.bridge.name={_NETWORK}"]
+            options += ["-o", "com.docker.network.bridge.enable_icc=false"]
             _docker("network", "create", *options, _NETWORK)
         self._address = _docker("network", "inspect", f"--format={_ADDRESS}", _NETWORK)
 
@@ -72,20 +69,11 @@ class DockerRuntime:
         )
         image = spec.image or await self._built(spec.build, container)
         memory = f"{spec.memory_mb or self._section.memory_mb}m"
-        options = [
-            *(
-                "--name",
-                name,
-                "--label",
-                f"{LABEL}={self._owner}",
-                "--network",
-                _NETWORKS[spec.network],
-            ),
-            *("--cpus", f"{spec.cpus or self._section.cpus:g}"),
-            *("--memory", memory, "--memory-swap", memory),
-            *("--pids-limit", str(self._section.processes)),
-            *("--security-opt", "no-new-privileges"),
-        ]
+        options = ["--name", name, "--label", self._label, "--network", _NETWORKS[spec.network]]
+        options += ["--cpus", f"{spec.cpus or self._section.cpus:g}"]
+        options += ["--memory", memory, "--memory-swap", memory]
+        options += ["--pids-limit", str(self._section.processes)]
+        options += ["--security-opt", "no-new-privileges"]
         if spec.workdir:
             options += ["--workdir", spec.workdir]
         if spec.network == "gateway" and not _is_address(self._gate.host):

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import subprocess
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -119,9 +120,9 @@ class Held(Container):
         """Starts a program in the container."""
         return await self.client(self._exec_words(words, env or {}), stdin=stdin, output=output)
 
+    @abstractmethod
     def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """Returns the client's arguments that run `words` in the container."""
-        raise NotImplementedError
 
     async def kill(self) -> None:
         """Removes the container. A client that fails is no matter: it ends with its holder."""

@@ -49,13 +49,13 @@ class KubernetesRuntime:
             address = socket.gethostbyname(host)
             if host != address:
                 self._aliases.append({"ip": address, "hostnames": [host]})
-        if not section.gateway and address.startswith("127."):
-            raise ConfigError(
-                f"pods cannot reach this server at {self._gateway}",
-                field="runtime.gateway",
-                value="",
-                remedy="set the URL at which pods reach it, or run it in a pod of a job group",
-            )
+            if address.startswith("127."):
+                raise ConfigError(
+                    f"pods cannot reach this server at {self._gateway}",
+                    field="runtime.gateway",
+                    value="",
+                    remedy="set the URL at which pods reach it, or run it in a pod of a job group",
+                )
         label = f"{LABEL}={self._owner}"
         words = ["kubectl", "delete", "pods", "--wait=false", "--selector", label]
         call(words, "kubernetes", remedy=_ACCESS)

@@ -39,6 +39,11 @@ _OPTIONS = (
 _FILES = ("/etc/ld.so.cache", "/etc/ssl", "/etc/alternatives", "/etc/localtime")
 _USERS = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n"
 _GROUPS = "root:x:0:\nnogroup:x:65534:\n"
+_VARIABLES = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/root",
+    "TMPDIR": "/tmp",  # noqa: S108 - in the sandbox
+}
 _WITH_FILTER = 'exec 9<"$0"; exec "$@"'
 """The file descriptor survives `exec`; a process started by Python inherits none."""
 
@@ -210,10 +215,9 @@ class Sandboxed(Container):
         command = self._runtime.command(
             words, self._spec, self.home, root=self._root, workdir=self._workdir
         )
-        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", "TMPDIR": "/tmp"}  # noqa: S108
         return await RunningProgram.start(
             command,
-            {**variables, **self._spec.env, **(env or {})},
+            {**_VARIABLES, **self._spec.env, **(env or {})},
             mark=self.mark,
             home=self.home,
             stdin=stdin,

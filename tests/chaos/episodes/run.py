@@ -32,14 +32,14 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.collector import FreeingReplay
 from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
-from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
-from common.wire.schemas import Group, Prompt
+from common.wire.schemas import Prompt
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
@@ -148,21 +148,6 @@ class Kept:
         while not self._over.wait(0.2):
             if self._process.poll() is not None:
                 self._start()
-
-
-class Freeing(ReplayClient):
-    """Frees the slot of every stored group, as a trainer does after training on it."""
-
-    collector: Collector
-    stored = 0
-
-    async def add(self, groups: list[Group]) -> int:
-        added = await super().add(groups)
-        self.stored += len(groups)
-        for group in groups:
-            self.collector.untaken.pop(group.position, None)
-        self.collector.free_slots(len(groups))
-        return added
 
 
 @dataclass
@@ -298,7 +283,7 @@ async def collect(run: Run, config: Config, faults: Sequence[str], rng: random.R
     async with AsyncExitStack() as stack:
         for app in (data, reward, replay):
             await stack.enter_async_context(app.router.lifespan_context(app))
-        store = Freeing("replay-buffer", BASE, transport=httpx.ASGITransport(replay))
+        store = FreeingReplay("replay-buffer", BASE, transport=httpx.ASGITransport(replay))
         services = Services(
             data=DataClient("data-server", BASE, transport=httpx.ASGITransport(data)),
             rollout=RolloutClient("rollout-server", f"http://127.0.0.1:{run.engine_port}"),
