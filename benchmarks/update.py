@@ -294,9 +294,7 @@ def measure(case: Case) -> Result:
     }
     config = load([*setting_words(settings), *case.settings], {})
     trainer = config.trainer
-    with Ranks.from_env(
-        600, trainer.device, trainer.shard_size, trainer.offload_optimizer
-    ) as ranks:
+    with Ranks.from_env(600, trainer) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         groups = make_groups(case, load_tokenizer(config.model))

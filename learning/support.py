@@ -99,6 +99,18 @@ class Support:
             ends=[0, *np.cumsum(sizes).tolist()],
         )
 
+    def only_for(self, chosen: Tensor) -> "Support":
+        """Returns the support of some of the tokens: `chosen` [C] bool."""
+        counts = np.diff(self.ends)[chosen.cpu().numpy()]
+        pairs = chosen[self.rows]
+        numbers = chosen.cumsum(0) - 1
+        return Support(
+            rows=numbers[self.rows[pairs]],
+            tokens=self.tokens[pairs],
+            only=self.only[chosen],
+            ends=[0, *np.cumsum(counts).tolist()],
+        )
+
     def apply(self, logits: Tensor, first: int) -> Tensor:
         """Lowers, in place, the logits [N, V] of tokens that rows `first` and up could not
         sample.

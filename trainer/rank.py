@@ -31,9 +31,7 @@ def started(
     torch.manual_seed(config.seed)
     assert settings.run_dir is not None, "`load` sets it"
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
-    ranks = Ranks.from_env(
-        patience, settings.device, settings.shard_size, settings.offload_optimizer
-    )
+    ranks = Ranks.from_env(patience, settings)
     setup_logging(
         f"{task}-rank{ranks.rank}", config.state_dir / "logs", service=task, rank=ranks.rank
     )

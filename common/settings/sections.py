@@ -515,6 +515,9 @@ class TrainerSection(Section):
     """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A
     divisor of the number
     of ranks in between: HSDP. A single process on a CPU always holds everything."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that compute each completion together, for contexts too long for one. A divisor of the
+    number of ranks and of the model's attention heads."""
     activation_checkpointing: InHelp[bool | Literal["selective"]] = False
     """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third
     more time. `selective`: keep the results of matrix products and attention too, so that little is

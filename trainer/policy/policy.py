@@ -344,7 +344,7 @@ class Policy:
             else:  # the other ranks have one more pass: join its collective calls
                 (self._score(micro).logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.model)
-        self.ranks.sum(sums.values)
+        self.ranks.sum_shares(sums.values)
 
         logs_logprobs = first and settings.keep_groups_mb > 0 and batch.old_logprobs is None
         if not logs_logprobs:

@@ -35,6 +35,7 @@ _TRAINER = (
     "micro_batch_size",
     "packing",
     "shard_size",
+    "context_parallel_size",
     "activation_checkpointing",
     "compile",
     "offload_optimizer",

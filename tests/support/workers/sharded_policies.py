@@ -121,7 +121,13 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
             config = load(case["settings"], {})
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             ranks = Ranks(
-                base.rank, base.world_size, base.local_rank, 150, "auto", config.trainer.shard_size
+                base.rank,
+                base.world_size,
+                base.local_rank,
+                150,
+                "auto",
+                config.trainer.shard_size,
+                context_size=config.trainer.context_parallel_size,
             )
             if case.get("peak"):  # bytes that loading added to the process's peak
                 with patch.object(
