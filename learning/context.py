@@ -66,7 +66,7 @@ class ContextGroup:
         by_rank = padded.unflatten(0, (self.size, -1))  # [ranks, W, ...]
         return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
 
-    def gather(self, values: Tensor, own: Tensor) -> Tensor:
+    def gather(self, values: Tensor, own: Tensor, count: int) -> Tensor:
         """Returns [C] the values of all tokens, from those of this rank's tokens.
 
         The gradient of a token goes to the rank that computed it, once: every rank computes the
@@ -74,9 +74,10 @@ class ContextGroup:
 
         Args:
             values: [number of own tokens]
-            own: [C] bool, which tokens are this rank's.
+            own: their indices among the C tokens, int64.
+            count: C.
         """
-        gathered: Tensor = _Gather.apply(values, own, self._group)
+        gathered: Tensor = _Gather.apply(values, own, count, self._group)
         return gathered
 
     def _exchange(self, by_rank: Tensor) -> Tensor:
@@ -91,9 +92,11 @@ class ContextGroup:
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
-    def forward(ctx: Any, values: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, own: Tensor, count: int, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.save_for_backward(own)
-        gathered = values.new_zeros(len(own))
+        gathered = values.new_zeros(count)
         gathered[own] = values
         dist.all_reduce(gathered, group=group)
         return gathered
@@ -101,7 +104,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not ty
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (own,) = ctx.saved_tensors
-        return gradient[own], None, None
+        return gradient[own], None, None, None
 
 
 def check_heads(model: Any, context: ContextGroup) -> None:

@@ -61,7 +61,7 @@ class Padded:
         predicts = _kept(_ranges(first, _lengths(completions)), completions, masks)
         return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts))
 
-    def own(self, context: ContextGroup | None) -> Tensor | None:
+    def own(self, context: ContextGroup | None) -> _Array | None:
         """Returns None: padded rows are never computed by several ranks together."""
         assert context is None, "`layout_for` refuses it"
         return None
@@ -95,6 +95,8 @@ class Packed:
     per completion."""
     segments: Segments
     """Which tokens attend to which."""
+    places: _Array
+    """[C] `predicts`, which stays in CPU memory."""
 
     @classmethod
     def of(
@@ -133,34 +135,37 @@ class Packed:
         segment_sizes = _alternating(sizes, computed)[there]
         prefix_starts = _alternating(prompt_starts, prompt_starts)[there]
         prefixes = _alternating(np.zeros_like(sizes), sizes)[there]
+        places = _kept(predicts, completions, masks)
         return cls(
             input_ids=torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
             position_ids=torch.from_numpy(_ranges(prefixes, segment_sizes))[None],
-            predicts=torch.from_numpy(_kept(predicts, completions, masks)),
+            predicts=torch.from_numpy(places),
             segments=Segments.of(
                 segment_starts, segment_sizes, prefix_starts=prefix_starts, prefixes=prefixes
             ),
+            places=places,
         )
 
-    def own(self, context: ContextGroup | None) -> Tensor | None:
-        """Returns [C] bool which of `predicts` are in this rank's part of the line; None when it
-        has the whole line.
+    def own(self, context: ContextGroup | None) -> _Array | None:
+        """Returns which of the C completion tokens this rank's part of the line predicts, as
+        indices; None when it has the whole line.
         """
         if context is None:
             return None
         start, end = context.bounds(self.input_ids.shape[1])
-        return (self.predicts >= start) & (self.predicts < end)
+        return np.flatnonzero((self.places >= start) & (self.places < end))
 
     def hidden(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
         """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict
         the completions; with `context` only this rank's `own` ones.
         """
-        if context is None:
-            return nn.functional.embedding(self.predicts, self._states(body))
-
-        start, _ = context.bounds(self.input_ids.shape[1])
         states = self._states(body, context)
-        return nn.functional.embedding(self.predicts[self.own(context)] - start, states)
+        own = self.own(context)
+        if context is None or own is None:
+            return nn.functional.embedding(self.predicts, states)
+        start, _ = context.bounds(self.input_ids.shape[1])
+        places = torch.from_numpy(self.places[own] - start)
+        return nn.functional.embedding(moved(places, states.device), states)
 
     def _states(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
         """Returns the final hidden states of the line [T, H], or of this rank's part of it."""

@@ -99,16 +99,20 @@ class Support:
             ends=[0, *np.cumsum(sizes).tolist()],
         )
 
-    def only_for(self, chosen: Tensor) -> "Support":
-        """Returns the support of some of the tokens: `chosen` [C] bool."""
-        counts = np.diff(self.ends)[chosen.cpu().numpy()]
-        pairs = chosen[self.rows]
-        numbers = chosen.cumsum(0) - 1
+    def only_for(self, chosen: _Array) -> "Support":
+        """Returns the support of some of the tokens, `chosen` by their indices."""
+        ends = np.array(self.ends)
+        counts = np.diff(ends)[chosen]
+        new_ends = np.cumsum(counts)
+        # The pairs of the chosen tokens, which are consecutive for each.
+        shift = ends[chosen] - (new_ends - counts)
+        pairs = np.arange(counts.sum()) + np.repeat(shift, counts)
+        device = self.tokens.device
         return Support(
-            rows=numbers[self.rows[pairs]],
-            tokens=self.tokens[pairs],
-            only=self.only[chosen],
-            ends=[0, *np.cumsum(counts).tolist()],
+            rows=torch.from_numpy(np.repeat(np.arange(len(chosen)), counts)).to(device),
+            tokens=self.tokens[torch.from_numpy(pairs).to(device)],
+            only=self.only[torch.from_numpy(chosen).to(device)],
+            ends=[0, *new_ends.tolist()],
         )
 
     def apply(self, logits: Tensor, first: int) -> Tensor:

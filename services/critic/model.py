@@ -20,7 +20,7 @@ from common.models.hub import check_model
 from common.settings.config import Config
 from learning.alone import fix_rotary_factors
 from learning.context import ContextGroup
-from learning.layout import Layout, Packing, layout_for
+from learning.layout import Layout, Packing, layout_for, moved
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 
@@ -67,10 +67,10 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
             hidden = rows.hidden(body, self._context)
         values: Tensor = head(hidden.float())[:, 0]  # bfloat16 has only two or three digits
         own = rows.own(self._context)
-        if own is None:
+        if self._context is None or own is None:
             return values
-        assert self._context is not None
-        return self._context.gather(values, own)
+        own_tokens = moved(torch.from_numpy(own), values.device)
+        return self._context.gather(values, own_tokens, len(rows.predicts))
 
 
 class _NewHead(AddedModules):

@@ -299,10 +299,10 @@ class _PlacedRows:
     positions: Tensor
     """[rows, T]"""
 
-    def own(self, context: ContextGroup | None) -> Tensor | None:
+    def own(self, context: ContextGroup | None) -> None:
         """Returns None: padded rows are never computed by several ranks together."""
         assert context is None, "`layout_for` refuses it"
-        return None
+        return
 
     def hidden(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
         """Returns [rows · (T - 1), H] final hidden states of `body`."""
@@ -376,9 +376,11 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
                 them.
         """
         hidden = rows.hidden(self.model.get_decoder(), self.context)
+        count = len(targets)
         own = rows.own(self.context)
         if own is not None:
-            targets = targets[own]
+            own_tokens = moved(torch.from_numpy(own), targets.device)
+            targets = targets[own_tokens]
             support = support.only_for(own) if support else None
         head = self.model.get_output_embeddings()
         logprobs, entropy = token_scores(
@@ -393,6 +395,6 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
         )
         if own is not None:
             assert self.context is not None
-            logprobs = self.context.gather(logprobs, own)
-            entropy = self.context.gather(entropy, own)
+            logprobs = self.context.gather(logprobs, own_tokens, count)
+            entropy = self.context.gather(entropy, own_tokens, count)
         return TokenScores(logprobs, entropy)
