@@ -328,7 +328,7 @@ async def _wait_for_end(program: RunningProgram, session: Session) -> int:
 
 def _check_answered(session: Session) -> None:
     """Raises EnvironmentLost when a call has no answer: the program may have made a 0 of it."""
-    for error in session.unanswered.values():
+    for error in session.unanswered().values():
         if error is not None:
             raise EnvironmentLost(f"the engines did not answer a call: {error}")
         raise EnvironmentLost(

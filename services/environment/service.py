@@ -385,7 +385,7 @@ class EpisodeService:
             outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
-        for failure in session.unanswered.values():
+        for failure in session.unanswered().values():
             if isinstance(failure, ServiceLost):
                 raise failure
 
