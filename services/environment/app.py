@@ -76,6 +76,10 @@ def create_environment_app(
         keyed_path=SESSIONS,
     )
 
+    # First: most requests are for these, and each route before them is tried.
+    for dialect in DIALECTS:
+        _gateway_route(app, service, dialect)
+
     @app.post(
         "/episodes",
         **described(answer=struct_schema(Episodes), writes=(JSON, codec.MSGPACK), fails=(409,)),
@@ -109,8 +113,6 @@ def create_environment_app(
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
     _small_routes(app, service)
-    for dialect in DIALECTS:
-        _gateway_route(app, service, dialect)
 
     @app.post(f"{SESSIONS}{{session}}/reward", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
     async def reward(session: str, request: Request) -> Response:

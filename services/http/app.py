@@ -220,6 +220,7 @@ class Server(uvicorn.Server):
             ws="none",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             # After that uvicorn drops requests, each with a traceback.
             timeout_graceful_shutdown=int(GRACE_S + _LAST_S),
             timeout_keep_alive=30,
