@@ -8,8 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from common.errors import Conflict, InvalidInput, ServiceError
-from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
+from common.wire.schemas import (
+    Completion,
+    EpisodeLimits,
+    EpisodeSequence,
+    FinishReason,
+    Int32,
+    StopReason,
+)
 from services.environment.messages import History, Message
 from services.environment.template import Template
 from services.environment.tree import SessionTree, TurnNode
@@ -44,7 +53,7 @@ def session_closed(identifier: str) -> SessionClosed:
     )
 
 
-Sample = Callable[[Sequence[int], int, int, Sequence[str]], Awaitable[Completion]]
+Sample = Callable[[Int32, int, int, Sequence[str]], Awaitable[Completion]]
 """(tokens, max_new_tokens, seed, stop texts) -> completion"""
 
 
@@ -291,7 +300,9 @@ class Session:
             if self.turns >= limits.turns:
                 raise _limit_reached("turns", limits.turns)
             parent, new_messages, added = self._continued(messages, tools)
-            prompt = parent.tokens + added if parent else added
+            prompt = np.array(added, np.int32)
+            if parent is not None:
+                prompt = np.concatenate([parent.tokens, prompt])
             tightest, max_new_tokens = self._tightest_limit(len(prompt), options.max_tokens)
         except LimitReached as error:
             self.stop_reason = error.limit
