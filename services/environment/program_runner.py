@@ -333,7 +333,7 @@ def _check_answered(session: Session) -> None:
             raise EnvironmentLost(f"the engines did not answer a call: {error}")
         raise EnvironmentLost(
             "a call had no answer when the program ended or stopped waiting: the engines may be "
-            "slow; give its client a longer time-out"
+            "slow; give its client a longer time-out, and let it read every answer to its end"
         )
 
 

@@ -128,12 +128,12 @@ class BoundedConnection(HttpToolsProtocol):
             # It has read the answer before.
             self._end_deliveries(taken=True)
         super().on_message_begin()
-        self.scope["extensions"] = {EXTENSION: self}
+        self.scope["extensions"] = {EXTENSION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         if not self.cycle.keep_alive:
-            self.cycle.transport = _ClosedByClient(self)
+            self.cycle.transport = _ClosedByClient(self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from fastapi import Request
 
-EXTENSION = "rlhf.connection"
-"""The key of the connection in `scope["extensions"]`; missing where client and server are one
-process."""
+EXTENSION = "rlhf"
+"""The key in `scope["extensions"]` of a mapping that has the `connection`; missing where client and
+server are one process."""
 _ESTABLISHED = 1
 _CLOSE_WAIT = 8
 """States of TCP: both sides are open, and the client has closed its side."""
@@ -61,7 +61,8 @@ class Connection(Protocol):
 
 def connection_of(request: Request) -> Connection | None:
     """Returns the connection of a request; None when client and server are one process."""
-    connection: Connection | None = request.scope.get("extensions", {}).get(EXTENSION)
+    extension = request.scope.get("extensions", {}).get(EXTENSION, {})
+    connection: Connection | None = extension.get("connection")
     return connection
 
 
