@@ -180,14 +180,22 @@ class Client:
         if self.http.is_closed:
             raise RuntimeError(f"the client of {self.service} is closed")
         headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
-        request = httpx.Request(
-            method,
-            _url(self.base_url.rstrip("/") + path),
-            extensions={"timeout": timeout.as_dict()},
-            **(arguments | {"headers": headers}),
-        )
-        response = await self._transport.handle_async_request(request)
-        response.request = request
+        url = self.base_url.rstrip("/") + path
+        limits = timeout.as_dict()
+        if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
+            content = arguments.get("content", b"")
+            response = await self._transport.exchange(
+                method, url, headers, content=content, limits=limits
+            )
+        else:
+            request = httpx.Request(
+                method,
+                _url(url),
+                extensions={"timeout": limits},
+                **(arguments | {"headers": headers}),
+            )
+            response = await self._transport.handle_async_request(request)
+            response.request = request
         try:
             await _not_compressed(response)
             await response.aread()

@@ -4,8 +4,9 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 (docs/adr/0011-connections.md).
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import aiohttp
 import httpx
@@ -28,27 +29,59 @@ class Network(httpx.AsyncBaseTransport):
         self._session: aiohttp.ClientSession | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self._session is None:
-            self._session = self._open()
-        limits = request.extensions["timeout"]
+        """Sends a request of httpx; the response is a stream."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw
         ]
-        timeout = aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"])
         with _httpx_errors():
-            # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
-            # aiohttp's wrapper of one.
-            call = self._session.request(
+            answer = await self._send(
                 request.method,
                 str(request.url),
-                data=request.content or None,
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-                auto_decompress=False,
+                headers,
+                content=request.content,
+                limits=request.extensions["timeout"],
             )
-            answer = await call.__aenter__()
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=_Body(answer))
+
+    async def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        content: bytes,
+        limits: Mapping[str, float | None],
+    ) -> httpx.Response:
+        """Sends a request and reads the whole response, unless that is compressed.
+
+        It builds no request and no stream of httpx, which cost as much as the call itself.
+        """
+        with _httpx_errors():
+            answer = await self._send(method, url, headers, content=content, limits=limits)
+            if "content-encoding" in answer.headers:
+                return httpx.Response(
+                    answer.status, headers=answer.raw_headers, stream=_Body(answer)
+                )
+            body = await answer.read()
+        return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
+
+    async def _send(
+        self, method: str, url: str, headers: Any, *, content: bytes, limits: Any
+    ) -> aiohttp.ClientResponse:
+        if self._session is None:
+            self._session = self._open()
+        # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
+        # aiohttp's wrapper of one.
+        call = self._session.request(
+            method,
+            url,
+            data=content or None,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"]),
+            allow_redirects=False,
+            auto_decompress=False,
+        )
+        return await call.__aenter__()
 
     def _open(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(

@@ -18,6 +18,7 @@ from common.wire.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+Tokens = Sequence[int] | Int32
 _PARSING_S = 0.1
 """Seconds of parsing after which other tasks of the event loop run."""
 
@@ -68,7 +69,7 @@ class RolloutClient(Client):
         self._parsing_over = False
 
     async def generate(
-        self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]
+        self, input_ids: Tokens, **options: Unpack[SamplingOptions]
     ) -> list[Completion]:
         """Returns n completions (token ids) of one prompt given as token ids.
 
@@ -85,7 +86,7 @@ class RolloutClient(Client):
 
     async def answers(
         self,
-        input_ids: Sequence[int],
+        input_ids: Tokens,
         *,
         logprobs: bool = True,
         lora_path: str | None = None,
@@ -101,7 +102,7 @@ class RolloutClient(Client):
     async def _read(
         self,
         read: Callable[[list[dict[str, Any]]], list[_T]],
-        input_ids: Sequence[int],
+        input_ids: Tokens,
         options: SamplingOptions,
         lora_path: str | None,
         *,
@@ -134,14 +135,13 @@ class RolloutClient(Client):
 
     async def _generate(
         self,
-        input_ids: Sequence[int],
+        input_ids: Tokens,
         options: SamplingOptions,
         lora_path: str | None,
         *,
         logprobs: bool,
     ) -> bytes:
         n = options["n"]
-        prompt = list(input_ids)
         asks_for_kept = logprobs and _truncates(options)
         repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
         sampling = {
@@ -156,7 +156,7 @@ class RolloutClient(Client):
         if seed is not None:
             sampling["sampling_seed"] = seed
         body: dict[str, Any] = {
-            "input_ids": [prompt] * n if repeated else prompt,
+            "input_ids": [input_ids] * n if repeated else input_ids,
             "sampling_params": sampling,
             "return_logprob": logprobs,
             "stream": False,
@@ -168,7 +168,7 @@ class RolloutClient(Client):
         response = await self.request(
             "POST",
             "/generate",
-            content=orjson.dumps(body),
+            content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
             headers={"content-type": "application/json"},
             deadline_s=options.get("deadline_s"),
         )

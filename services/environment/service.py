@@ -20,7 +20,7 @@ from common.errors import (
 )
 from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection, RuntimeSection
-from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
+from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
 from services.environment.messages import encodable
 from services.environment.outcome import Outcome
@@ -207,7 +207,7 @@ class EpisodeService:
         policy = request.policy
 
         async def sample(
-            tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+            tokens: Int32, max_new_tokens: int, seed: int, stop: Sequence[str]
         ) -> Completion:
             # The engines look for the stop texts in the text that the session reads.
             stops = {"stop": list(stop), "skip_special_tokens": False} if stop else {}
@@ -385,7 +385,7 @@ class EpisodeService:
             outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
-        for failure in session.unanswered.values():
+        for failure in session.unanswered().values():
             if isinstance(failure, ServiceLost):
                 raise failure
 

@@ -546,9 +546,9 @@ async def test_engine_failure_is_an_error_that_clients_retry() -> None:
         server.engine.failures = 1
         body = {"messages": [{"role": "user", "content": "x"}]}
         assert (await post(server, session, "chat/completions", body)).status_code == 500
-        assert session.unanswered
+        assert session.unanswered()
         assert (await post(server, session, "chat/completions", body)).status_code == 200
-        assert not session.unanswered
+        assert not session.unanswered()
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "1+2?"}]}
