@@ -39,12 +39,15 @@ class CommandParser(argparse.ArgumentParser):
             prog=program(prog),
             usage=f"{program(prog)} {usage}" if usage else None,
             description=description,
-            epilog=in_own_words(epilog),
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         # argparse takes only -1 and -0.5 for values, and -1e-4 for an unknown argument.
         self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def format_help(self) -> str:
+        return in_own_words(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""

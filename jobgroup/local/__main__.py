@@ -44,6 +44,18 @@ _PYTHON = ".venv/bin/python"
 lacks it."""
 
 
+_EPILOG = """\
+examples:
+  # the built-in task on two CPU cores, with another learning rate; the trainer's output is shown
+  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --follow ppo-trainer \\
+    --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml --env RLHF_TRAINER__LEARNING_RATE=1e-4
+
+  # three rollout nodes instead of two
+  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --num-nodes rollout-server=3 \\
+    --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml
+
+python -m trainer --help lists the settings: section.name is the variable RLHF_SECTION__NAME.
+"""
 _FILES = 8192
 _OURS = re.compile(r"-m (trainer|services)\b")
 """In the command of a task whose process reads our settings."""
@@ -239,7 +251,8 @@ def _environments(
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("jobgroup.local", "Runs a SkyPilot job-group YAML on this machine.")
+    about = "Runs a SkyPilot job-group YAML on this machine."
+    parser = CommandParser("jobgroup.local", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
     add(

@@ -136,7 +136,7 @@ def test_an_unknown_argument_is_one_of_the_class_that_was_called() -> None:
 
 def test_the_arguments_of_another_trainer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"of type TrainingArguments.*args.*give a GRPOConfig"):
-        GRPOTrainer("model", print, TrainingArguments("out"), [{"prompt": "a"}])  # type: ignore[arg-type]
+        GRPOTrainer("model", print, TrainingArguments("out"), [{"prompt": "a"}])
 
 
 def test_what_is_said_about_an_argument_is_not_said_again(

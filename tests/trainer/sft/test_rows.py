@@ -185,7 +185,7 @@ TOOLS = (
 )
 """Like Qwen2.5's template."""
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-CALLING = [
+CALLING: list[dict[str, Any]] = [
     {"role": "user", "content": "1+2?"},
     {
         "role": "assistant",
