@@ -5,13 +5,15 @@
 Every mistake is a process of its own: a command with a wrong argument, setting or file, or a short
 script with TRL's names. A mistake counts as answered when the process ends by itself with an error
 whose last line has the field and what to do about it (`told`). The table shows the seconds until
-then, before any model is loaded. For a script they include the import of the package, which loads
-torch and transformers: the table has that time by itself too.
+then, of the wall and of processors (which hardly depend on what else the machine does), before any
+model is loaded. For a script they include the import of the package, which loads torch and
+transformers: the table has that time by itself too.
 """
 
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -297,6 +299,7 @@ class Answer:
     about: str
     command: str
     seconds: float
+    cpu_seconds: float
     status: int
     message: str
     answered: bool
@@ -312,17 +315,20 @@ def main() -> None:
     answers = []
     with tempfile.TemporaryDirectory(prefix="mistakes-") as name, folder(Path(name)):
         load = os.getloadavg()[0]
-        imported = seconds_of_import()
-        print(f"load {load:.1f}; the import of GRPOTrainer alone takes {imported:.1f} s\n")
-        print("| | mistake | program | s | answer |\n|---|---|---|---|---|")
+        seconds, cpu_seconds = timed(["-c", "from rlhf_math import GRPOTrainer"])[1:]
+        print(
+            f"load {load:.1f}; the import of GRPOTrainer alone takes {seconds:.1f} s, of which "
+            f"{cpu_seconds:.1f} s of a processor\n"
+        )
+        print("| | mistake | program | s | CPU s | answer |\n|---|---|---|---:|---:|---|")
         for number in numbers:
             answer = made(number, MISTAKES[number - 1], Path(name))
             answers.append(answer)
             print(row(answer), flush=True)
 
     answered = sum(answer.answered for answer in answers)
-    slow = [answer.number for answer in answers if answer.seconds > 5]
-    print(f"\n{answered} of {len(answers)} answered; over 5 s: {slow or 'none'}")
+    slow = [answer.number for answer in answers if answer.cpu_seconds > 5]
+    print(f"\n{answered} of {len(answers)} answered; over 5 s of a processor: {slow or 'none'}")
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
     if answered < len(answers):
@@ -346,9 +352,7 @@ def made(number: int, mistake: Mistake, directory: Path) -> Answer:
         words = ["-c", SCRIPT.replace("FOLDER", str(directory)) + text]
     else:
         words = ["-m", *text.split()]
-    begin = time.perf_counter()
-    done = run(words)
-    seconds = time.perf_counter() - begin
+    done, seconds, cpu_seconds = timed(words)
 
     lines = [line for line in done.stderr.splitlines() if line.strip()] or [""]
     message = lines[-1].replace(str(directory), "FOLDER").removeprefix("common.errors.ConfigError")
@@ -358,6 +362,7 @@ def made(number: int, mistake: Mistake, directory: Path) -> Answer:
         about=mistake.about,
         command=mistake.command,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         status=done.returncode,
         message=message.removeprefix("error").removeprefix(": "),
         answered=is_told and done.returncode in (1, 2),
@@ -368,9 +373,14 @@ def is_script(mistake: Mistake) -> bool:
     return re.match(r"[a-z]+\.\w+ ", mistake.command) is None
 
 
-def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
+def timed(words: list[str]) -> tuple["subprocess.CompletedProcess[str]", float, float]:
+    """Runs Python with these arguments; returns how it ended, its seconds, and those of
+    processors.
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
+    used = cpu_seconds_of_children()
+    begin = time.perf_counter()
+    done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
         env=env,
@@ -379,12 +389,12 @@ def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
         timeout=LIMIT_S,
         check=False,
     )
+    return done, time.perf_counter() - begin, cpu_seconds_of_children() - used
 
 
-def seconds_of_import() -> float:
-    begin = time.perf_counter()
-    run(["-c", "from rlhf_math import GRPOTrainer"])
-    return time.perf_counter() - begin
+def cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def row(answer: Answer) -> str:
@@ -392,7 +402,8 @@ def row(answer: Answer) -> str:
     program = "a script" if "(" in answer.command else answer.command.split()[0]
     message = answer.message.replace("|", "\\|")
     verdict = "" if answer.answered else f"**not answered (status {answer.status})** "
-    cells = [str(answer.number), answer.about, f"`{program}`", f"{answer.seconds:.1f}"]
+    seconds = [f"{answer.seconds:.1f}", f"{answer.cpu_seconds:.1f}"]
+    cells = [str(answer.number), answer.about, f"`{program}`", *seconds]
     return f"| {' | '.join(cells)} | {verdict}{message} |"
 
 
