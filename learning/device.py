@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from common.errors import ConfigError
-from common.process.topology import assigned_gpus, hidden_gpus
+from common.process.topology import INSTALL_CUDA_BUILD, assigned_gpus, hidden_gpus
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -62,11 +62,7 @@ def _why_none() -> tuple[str, str]:
     """Returns why torch finds no GPU, and the remedy."""
     version = torch.version.cuda
     if version is None and torch.version.hip is None:
-        remedy = (
-            "install the CUDA build of the same version "
-            "(`bash jobgroup/setup.sh trainer` does so where it finds nvidia-smi)"
-        )
-        return f"torch {torch.__version__} is a CPU build", remedy
+        return f"torch {torch.__version__} is a CPU build", INSTALL_CUDA_BUILD
     if hidden_gpus():
         found = os.environ["CUDA_VISIBLE_DEVICES"]
         return (

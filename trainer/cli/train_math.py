@@ -6,9 +6,10 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.models.hub import check_model
-from common.process.cli import CommandParser, count, positive, run
+from common.process.cli import CommandParser, count, positive, program, run
 from common.process.imports import heavy_imports
 from common.process.storage import make_directory
+from common.process.topology import refuse_cpu_build
 from trainer.api.output import check_output
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import (
@@ -152,12 +153,15 @@ def _train(arguments: dict[str, Any]) -> None:
         check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)
     if save_to is not None:
         make_directory(save_to, "--save-to")
-    check_model(config.model_name_or_path, "model_name_or_path")
+    check_model(config.model_name_or_path, "model_name_or_path", needs_weights=True)
     if config.ref_model_name_or_path:
-        check_model(config.ref_model_name_or_path, "ref_model_name_or_path")
+        check_model(config.ref_model_name_or_path, "ref_model_name_or_path", needs_weights=True)
+    if config.use_gpu:
+        refuse_cpu_build("use_gpu", True, "leave it out to train on the CPU")
     train = problems(
         data, data.train_split, arguments["num_samples"], seed=config.seed, shuffle=True
     )
+    config.check_steps(len(train))
     held_out = arguments["eval_samples"]
     test = problems(data, data.eval_split, None, at_most=held_out) if held_out > 0 else None
 
@@ -177,7 +181,7 @@ def _train(arguments: dict[str, Any]) -> None:
     print(f"model:      {saved}")
     if config.verbose:
         print(
-            f"evaluate:   python -m trainer.evaluate_model --model {saved} "
+            f"evaluate:   {program('trainer.evaluate_model')} --model {saved} "
             f"--compare {config.model_name_or_path} --dataset {arguments['dataset']} "
             f"--max-new-tokens {config.max_new_tokens}"
         )
