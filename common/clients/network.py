@@ -4,7 +4,7 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 (docs/adr/0011-connections.md).
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 import aiohttp
@@ -14,6 +14,9 @@ from common.process.security import trusted
 
 _READ_BYTES = 1 << 20
 """Largest chunk read from a response: each read costs about the same whatever its size."""
+_PIECES_FROM_BYTES = 1 << 20
+"""Requests of this size are sent in pieces, so that one sees how far they are."""
+_PIECE_BYTES = 64 << 10
 
 
 class Network(httpx.AsyncBaseTransport):
@@ -34,6 +37,10 @@ class Network(httpx.AsyncBaseTransport):
         headers = [
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw
         ]
+        moved = request.extensions.get("moved", _ignore)
+        body: bytes | AsyncIterator[bytes] | None = request.content or None
+        if len(request.content) >= _PIECES_FROM_BYTES:
+            body = _pieces(request.content, moved)
         timeout = aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"])
         with _httpx_errors():
             # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
@@ -41,14 +48,18 @@ class Network(httpx.AsyncBaseTransport):
             call = self._session.request(
                 request.method,
                 str(request.url),
-                data=request.content or None,
+                data=body,
                 headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
                 auto_decompress=False,
             )
             answer = await call.__aenter__()
-        return httpx.Response(answer.status, headers=answer.raw_headers, stream=_Body(answer))
+        return httpx.Response(
+            answer.status,
+            headers=answer.raw_headers,
+            stream=_Body(answer, len(request.content), moved),
+        )
 
     def _open(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
@@ -70,16 +81,37 @@ class Network(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+    """The body of an answer; calls `moved` with the bytes of the request and of the answer so
+    far.
+    """
+
+    def __init__(
+        self, answer: aiohttp.ClientResponse, sent: int, moved: Callable[[int], None]
+    ) -> None:
         self._answer = answer
+        self._bytes = sent
+        self._moved = moved
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         with _httpx_errors():
             async for chunk in self._answer.content.iter_chunked(_READ_BYTES):
+                self._bytes += len(chunk)
+                self._moved(self._bytes)
                 yield chunk
 
     async def aclose(self) -> None:
         self._answer.release()
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+async def _pieces(content: bytes, moved: Callable[[int], None]) -> AsyncIterator[bytes]:
+    """Yields a body in pieces; the next one is asked for when the connection takes more."""
+    for begin in range(0, len(content), _PIECE_BYTES):
+        yield content[begin : begin + _PIECE_BYTES]
+        moved(begin)
 
 
 @contextmanager
