@@ -1,13 +1,13 @@
 """Fails when what a commit learns, or what it costs, leaves the band of its history.
 
-`python -m benchmarks.gate` trains with the demo's settings and two other recipes in this process
-(under a minute of one idle core) and compares every figure with the recorded runs in `benchmarks/history`. It ends with
-status 1 and names the figures that are outside. `--record` also appends them: do so for a commit
-that changes a figure on purpose, and say why in its message.
+`python -m benchmarks.gate` trains with the demo's settings and two other recipes in this process,
+which takes a core about a minute, and compares every figure with the recorded runs in
+`benchmarks/history`. It ends with status 1 and names the figures that are outside. `--record` also
+appends them: do so for a commit that changes a figure on purpose, and say why in its message.
 
 Machines differ in speed, so costs are ratios to a fixed computation that runs before every step,
-and are judged only against lines of the same kind of machine. Time in which this thread waits for a
-processor does not count, but time in which it sleeps does.
+and are judged only against runs on the same kind of machine. Time in which this thread waits for a
+processor does not count, but time in which an update sleeps does.
 """
 
 import argparse
