@@ -188,7 +188,7 @@ class Liveness:
                     self._heard[rank] = min(now, heard + pause)
             before = now
             if now - beaten >= beat_s or self._verdict_wanted:
-                self._broadcast(f"beat {progress.total()} {_place()}")
+                self._broadcast(f"beat {progress.total(with_others=True)} {_place()}")
                 beaten = now
             if self._ranks.is_rank_zero:
                 self._judge_progress(all_ranks)
@@ -264,7 +264,7 @@ class Liveness:
 
     def _judge_progress(self, all_ranks: Progress) -> None:
         """Tells the other ranks, from rank 0, when none has made progress for too long."""
-        self._doing.setdefault(0, _Doing()).heard(progress.total(), _place())
+        self._doing.setdefault(0, _Doing()).heard(progress.total(with_others=True), _place())
         all_ranks.saw(sum(doing.moves for doing in self._doing.values()))
         if not all_ranks.is_stuck:
             return

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.clients.network import Network
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
-from common.process import logs, watchdog
+from common.process import logs, progress, watchdog
 from common.process.progress import Progress
 from common.process.security import authorization
 
@@ -372,7 +372,7 @@ async def wait_healthy(
     unhealthy services, after `limit_s` seconds without, and ServiceError at once for a wrong token
     and for a service that will never be healthy.
     """
-    waits = {client: Progress(client.service, limit_s) for client in clients}
+    waits = {client: Progress(client.service, limit_s, counts=False) for client in clients}
     last_report = time.monotonic()
     while True:
         reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waits))
@@ -382,7 +382,8 @@ async def wait_healthy(
                 del waits[client]
             else:
                 unhealthy[client] = reason
-                waits[client].saw(client.progress)
+                if waits[client].saw(client.progress):
+                    progress.others_moved()
         if not waits:
             return
 

@@ -31,6 +31,7 @@ _LOOKS = 4
 _WORK_S = 1.0
 _lock = threading.Lock()
 _total = 0
+_others = 0
 
 
 class Stuck(ServiceError):
@@ -47,9 +48,22 @@ def moved() -> None:
         _total += 1
 
 
-def total() -> int:
-    """Returns a number that grows as long as this process makes progress."""
-    return _total
+def others_moved() -> None:
+    """Counts a bit of progress of the services that this process waits for.
+
+    It is apart from the process's own: a service in this very process would show it to the one
+    that waits for it, as its own.
+    """
+    global _others
+    with _lock:
+        _others += 1
+
+
+def total(*, with_others: bool = False) -> int:
+    """Returns a number that grows as long as this process makes progress, or, `with_others`, the
+    services that it waits for.
+    """
+    return _total + _others if with_others else _total
 
 
 class Progress:

@@ -36,6 +36,10 @@ _TICK_S = 0.5
 _MAX_TASK_STACKS = 40
 
 
+def _moves() -> int:
+    return progress.total(with_others=True)
+
+
 @dataclass
 class _Stage:
     """The current activity of the training loop."""
@@ -44,7 +48,7 @@ class _Stage:
     text: str = "starting"
     since: float = field(default_factory=time.monotonic)
     moved_at: float = field(default_factory=time.monotonic)
-    moves: int = field(default_factory=progress.total)
+    moves: int = field(default_factory=_moves)
     reports: int = 0
 
 
@@ -168,8 +172,8 @@ def _watch(wakeup: int) -> None:
             log.warning("where this process is (SIGUSR1):\n%s", report())
         stage = _stage
         if stage is not None:
-            if progress.total() != stage.moves:
-                stage.moves = progress.total()
+            if _moves() != stage.moves:
+                stage.moves = _moves()
                 stage.moved_at = time.monotonic()
                 stage.reports = 0
             silent_s = time.monotonic() - stage.moved_at

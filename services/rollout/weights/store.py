@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from common.errors import ServiceError
 from common.process import progress
 from common.process.storage import storing
 from common.weights import spares
-from common.weights.checksums import Hasher, checksum
+from common.weights.checksums import PIECE_BYTES, Hasher, checksum
 from common.weights.deltas import BadDelta, apply_delta
 from common.wire.schemas import (
     SentFile,
@@ -78,6 +78,13 @@ class Download:
         self.done = 0
         """Bytes of complete files."""
         self._most = 0
+        self._most_read = 0
+
+    def read(self, size: int) -> None:
+        """Records that `size` bytes of the trainer's own files were compared with the manifest."""
+        if size > self._most_read:
+            self._most_read = size
+            progress.moved()
 
     def at(self, size: int) -> None:
         """Records that `size` bytes of the current file are here."""
@@ -209,7 +216,7 @@ class WeightStore:
         """Compares a stored version with its manifest. When it differs, removes it, logs an error
         and returns False.
         """
-        problem = await asyncio.to_thread(_differs, path, manifest.files)
+        problem = await asyncio.to_thread(_differs, path, manifest.files, progress.moved)
         if problem is None:
             return True
         log.error("the weights in %s are damaged; downloading them again: %s", path, problem)
@@ -234,9 +241,10 @@ class WeightStore:
             if _same(known, manifest):
                 return path
 
+        download = download or Download(sum(file.size for file in manifest.files))
         has_deltas = any(file.delta for file in manifest.files)
         if not has_deltas:
-            shared = await shared_directory(manifest)
+            shared = await shared_directory(manifest, download.read)
             if shared is not None:
                 return shared
 
@@ -246,7 +254,6 @@ class WeightStore:
         target = self.directory / f"v{manifest.version:06d}{suffix}"
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        download = download or Download(sum(file.size for file in manifest.files))
         download.done = 0
         try:
             with storing(
@@ -368,14 +375,23 @@ def _same(known: WeightManifest, manifest: WeightManifest) -> bool:
     )
 
 
-async def shared_directory(manifest: WeightManifest) -> Path | None:
+async def shared_directory(
+    manifest: WeightManifest, read: Callable[[int], None] = lambda _: None
+) -> Path | None:
     """Returns the trainer's directory of this version when it is visible here and matches the
-    manifest.
+    manifest; calls `read` with the bytes read so far.
     """
+    count = 0
+
+    def piece() -> None:
+        nonlocal count
+        count += PIECE_BYTES
+        read(count)
+
     if not manifest.directory:
         return None
     directory = Path(manifest.directory)
-    problem = await asyncio.to_thread(_differs, directory, manifest.files)
+    problem = await asyncio.to_thread(_differs, directory, manifest.files, piece)
     if problem is None:
         return directory
     log.error(
@@ -388,8 +404,10 @@ async def shared_directory(manifest: WeightManifest) -> Path | None:
     return None
 
 
-def _differs(directory: Path, files: list[WeightFile]) -> str | None:
-    """Returns how the files differ from the manifest; None when they match."""
+def _differs(directory: Path, files: list[WeightFile], read: Callable[[], None]) -> str | None:
+    """Returns how the files differ from the manifest; None when they match. Calls `read` after
+    every MiB.
+    """
     if not directory.is_dir():
         return "there is no such directory"
     for file in files:
@@ -398,7 +416,7 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
             size = path.stat().st_size
             if size != file.size:
                 return f"{file.name} has {size} bytes, the manifest says {file.size}"
-            if checksum(path, progress.moved) != file.xxh3:
+            if checksum(path, read) != file.xxh3:
                 return f"the checksum of {file.name} does not match the manifest"
         except OSError as error:
             return str(error)
