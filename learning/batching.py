@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.process import progress
 from common.wire.schemas import Float32, Int32
 from learning.ranks import Ranks
 
@@ -200,6 +201,7 @@ def score_shared(
             scored.append((part, score(part)))
         elif ranks.sharded:  # take part in the other ranks' collective calls
             score(np.zeros(1, np.int64))
+        progress.moved()
     return by_row(scored, lengths, ranks)
 
 

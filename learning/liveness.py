@@ -1,13 +1,17 @@
 """Watches the ranks of a run: when one is lost, the others exit and name it instead of waiting for
 it in a collective.
 
-    rank k ──beat, "gone k …"──► rank 0 ──beat, "gone j …"──► every other rank
+    rank k ──beat, "gone k …"──► rank 0 ──beat, "gone j …", "stuck …"──► every other rank
 
 A thread of every rank holds one TCP connection to rank 0, which relays what it receives. A closed
 connection means a killed process and is noticed at once; silence means a node without power or
 network, or a stopped process. A rank in a long computation still sends beats, because torch
 releases the interpreter lock in kernels and collectives. A rank that ends by itself first sends the
 reason. ADR 6 explains why this is not part of rank 0's HTTP server.
+
+A beat also carries the rank's count of progress (`common.process.progress`) and what it is doing.
+A collective waits as long as it must for a slow rank that works. Only when no rank makes progress
+any more does rank 0 end all of them, and each says where it stands.
 """
 
 import asyncio
@@ -23,7 +27,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from common.errors import shorten
-from common.process import watchdog
+from common.process import progress, watchdog
+from common.process.progress import Progress
 from common.process.security import is_loopback
 from common.process.topology import LOST, TRAINER, Topology
 from learning.ranks import Ranks
@@ -54,14 +59,35 @@ class _Departure(NamedTuple):
     at: float
 
 
+class _Doing:
+    """What a rank does, and for how long it has made no progress."""
+
+    def __init__(self) -> None:
+        self.moves = -1
+        self.since = time.monotonic()
+        self.place = "starting"
+
+    def heard(self, moves: int, place: str) -> None:
+        if moves != self.moves:
+            self.moves = moves
+            self.since = time.monotonic()
+        self.place = place
+
+    def __str__(self) -> str:
+        return f"{self.place} (no progress for {time.monotonic() - self.since:.0f} s)"
+
+
 class Liveness:
     """A context manager that watches the other ranks while inside; does nothing in a single
     process.
 
-    A rank is lost after `lost_after_s` seconds of silence.
+    A rank is lost after `lost_after_s` seconds of silence. All ranks end when none has made
+    progress for `stuck_after_s` seconds.
     """
 
-    def __init__(self, ranks: Ranks, topology: Topology, lost_after_s: float) -> None:
+    def __init__(
+        self, ranks: Ranks, topology: Topology, lost_after_s: float, *, stuck_after_s: float
+    ) -> None:
         self._ranks = ranks
         self._topology = topology
         self._lost_after_s = lost_after_s
@@ -73,6 +99,9 @@ class Liveness:
         self._all_joined = threading.Event()
         self._heard: dict[int, float] = {}  # the last sign of life of each watched rank
         self._gone: dict[int, _Departure] = {}
+        self._doing: dict[int, _Doing] = {}  # what each rank last said of itself
+        self._stuck_after_s = stuck_after_s
+        self._stuck_at = ""  # where all ranks stand, once none makes progress any more
         self._verdict_wanted = False  # the main thread waits for a verdict: no grace
         self._failed_at = ""
         self._final_message: str | None = None
@@ -146,7 +175,8 @@ class Liveness:
             self._connections[0] = writer
             self._broadcast(f"hello {self._token} {self._ranks.rank}")
             self._listeners.add(asyncio.create_task(self._listen(0, reader, writer)))
-        beat_s = self._lost_after_s / _BEATS
+        beat_s = min(self._lost_after_s, self._stuck_after_s) / _BEATS
+        all_ranks = Progress("all ranks", self._stuck_after_s, counts=False)
         before = beaten = time.monotonic()
         while self._final_message is None:
             await asyncio.sleep(_TICK_S)
@@ -158,8 +188,12 @@ class Liveness:
                     self._heard[rank] = min(now, heard + pause)
             before = now
             if now - beaten >= beat_s or self._verdict_wanted:
-                self._broadcast("beat")
+                self._broadcast(f"beat {progress.total(with_others=True)} {_place()}")
                 beaten = now
+            if self._ranks.is_rank_zero:
+                self._judge_progress(all_ranks)
+            if self._stuck_at:  # first, because the others end now too
+                await self._end_stuck(self._stuck_at)
             await self._judge(now)
         self._broadcast(self._final_message)
         await self._close()
@@ -187,7 +221,9 @@ class Liveness:
     async def _listen(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Reads `beat` and `gone RANK HOW REASON` until the connection ends."""
+        """Reads `beat MOVES PLACE`, `gone RANK HOW REASON` and `stuck WHERE` until the connection
+        ends.
+        """
         with suppress(ValueError, OSError):
             while (line := await reader.readline()).endswith(b"\n"):
                 self._heard[peer] = time.monotonic()
@@ -195,6 +231,11 @@ class Liveness:
                 if word == "gone":
                     rank, how, reason = rest.split(" ", 2)
                     self._depart(int(rank), how, reason)
+                elif word == "stuck":
+                    self._stuck_at = rest
+                elif word == "beat":
+                    moves, _, place = rest.partition(" ")
+                    self._doing.setdefault(peer, _Doing()).heard(int(moves), place)
         del self._connections[peer]
         writer.close()
         self._depart(peer, "died", "")
@@ -221,6 +262,29 @@ class Liveness:
             if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
                 await self._end(rank, how, reason)
 
+    def _judge_progress(self, all_ranks: Progress) -> None:
+        """Tells the other ranks, from rank 0, when none has made progress for too long."""
+        self._doing.setdefault(0, _Doing()).heard(progress.total(with_others=True), _place())
+        all_ranks.saw(sum(doing.moves for doing in self._doing.values()))
+        if not all_ranks.is_stuck:
+            return
+        where = "; ".join(
+            f"{self._name(rank)}: {doing}" for rank, doing in sorted(self._doing.items())
+        )
+        self._stuck_at = shorten(where, _MAX_LINE_BYTES // 2)
+        self._broadcast(f"stuck {self._stuck_at}")
+
+    async def _end_stuck(self, where: str) -> None:
+        """Ends this process, because no rank makes progress and nobody knows when one would."""
+        log.error(
+            "no rank has made progress for %g s (trainer.stuck_after_s). %s. All ranks end; the "
+            "job's recovery (max_restarts_on_errors) starts them again, and the run continues from "
+            "its newest checkpoint",
+            self._stuck_after_s,
+            where,
+        )
+        await self._exit()
+
     async def _end(self, rank: int, how: str, reason: str) -> None:
         """Ends this process, because nothing else can end the collective in the main thread."""
         what = {
@@ -238,6 +302,10 @@ class Liveness:
             what,
             own_name,
         )
+        await self._exit()
+
+    async def _exit(self) -> None:
+        own_name = self._name(self._ranks.rank)
         log.error("%s was here:\n%s", own_name, self._failed_at or watchdog.stacks())
         await self._close()
         logging.shutdown()
@@ -261,3 +329,9 @@ class Liveness:
         addresses = self._topology.node_ips
         address = f" ({addresses[node]})" if node < len(addresses) else ""
         return f"rank {rank} on {TRAINER}-{node}{address}"
+
+
+def _place() -> str:
+    """Returns what the training loop of this process is doing."""
+    place = watchdog.place()
+    return "outside the training loop" if place is None else place[0]

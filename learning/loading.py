@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, GenerationConfig
 
+from common.process import progress
 from common.settings.sections import TrainerSection
 from learning.hub_names import hub_shapes, learn, stacks, to_hub
 from learning.ranks import Ranks
@@ -212,6 +213,7 @@ def _damage_as_os_error() -> Iterator[None]:
         raise OSError(f"damaged safetensors file: {error}") from None
 
 
+@progress.working()
 @_damage_as_os_error()
 def load(
     pretrained: Pretrained,
@@ -370,6 +372,7 @@ def fill(
                 own.copy_(whole[part])
             elif reader and own.numel():
                 own.copy_(reader.read(name, part))
+            progress.moved()
 
 
 def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:

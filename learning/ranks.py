@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.errors import ConfigError
 from common.settings.sections import TrainerSection
@@ -20,6 +21,8 @@ from learning.context import ContextGroup
 from learning.device import DeviceKind, choose_device
 
 _T = TypeVar("_T")
+_NO_LIMIT = timedelta(days=365)
+"""Torch has no other word for it."""
 
 
 @dataclass
@@ -35,7 +38,9 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    timeout_s: float = 7200.0
+    join_s: float = 1800.0
+    """Seconds for all ranks to join. Collectives have no limit of their own: how long one waits for
+    a rank that works depends on sizes. `learning.liveness` ends ranks that make no progress."""
     device_kind: DeviceKind = "auto"
     shard_size: int | None = None
     offload: bool = False
@@ -63,14 +68,14 @@ class Ranks:
             configure_allocators(os.environ)
 
     @classmethod
-    def from_env(cls, timeout_s: float, settings: TrainerSection | None = None) -> "Ranks":
+    def from_env(cls, join_s: float, settings: TrainerSection | None = None) -> "Ranks":
         """Reads torchrun's variables; without torchrun this is a single process."""
         settings = settings or TrainerSection()
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            timeout_s=timeout_s,
+            join_s=join_s,
             device_kind=settings.device,
             shard_size=settings.shard_size,
             offload=settings.offload_optimizer,
@@ -90,7 +95,8 @@ class Ranks:
         if self.on_gpu:
             torch.cuda.set_device(self.local_rank)
         if self.world_size > 1:
-            dist.init_process_group(self._backend, timeout=timedelta(seconds=self.timeout_s))
+            dist.init_process_group(self._backend, timeout=timedelta(seconds=self.join_s))
+            _without_limit(dist.group.WORLD)
         return self
 
     def __exit__(
@@ -129,7 +135,10 @@ class Ranks:
             copies = self.world_size // size
             shape = (size,) if copies == 1 else (copies, size)
             names = ("replicate", "shard")[-len(shape) :]
-            self._meshes[kind] = init_device_mesh(kind, shape, mesh_dim_names=names)
+            mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+            for group in mesh.get_all_groups():
+                _without_limit(group)
+            self._meshes[kind] = mesh
         return self._meshes[kind]
 
     @property
@@ -150,9 +159,9 @@ class Ranks:
             return None
         if "context" not in self._meshes:
             shape = (self.shares, self.context_size)
-            self._meshes["context"] = init_device_mesh(
-                self.device.type, shape, mesh_dim_names=("share", "context")
-            )
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("share", "context"))
+            _without_limit(mesh.get_group("context"))
+            self._meshes["context"] = mesh
         return ContextGroup(self._meshes["context"].get_group("context"))
 
     def group(self) -> Any:
@@ -161,7 +170,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return None
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return dist.new_group(backend="gloo", timeout=_NO_LIMIT)
 
     @property
     def _backend(self) -> str:
@@ -231,6 +240,13 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+
+def _without_limit(group: Any) -> None:
+    """Lets the collectives of a group wait for a slow rank; by default torch ends the process after
+    10 or 30 minutes.
+    """
+    _set_pg_timeout(_NO_LIMIT, group)
 
 
 def end() -> NoReturn:

@@ -318,9 +318,9 @@ def _wait_ready(services: Services, context: BackendContext, say: Callable[[str]
         services.teacher = teacher
         context.stack.callback(lambda: loop.call(teacher.close()))
 
-    loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, say))
+    loop.call(wait_healthy(services.all(), config.trainer.stuck_after_s, say))
     if services.teacher is not None:
-        loop.call(services.teacher.check(context.tokenizer, config.trainer.wait_timeout_s))
+        loop.call(services.teacher.check(context.tokenizer, config.trainer.stuck_after_s))
 
 
 def _gpu_counter(ranks: Ranks, backend: Backend) -> Callable[[], int | None]:

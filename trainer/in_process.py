@@ -231,6 +231,7 @@ class InProcessBackend:
             context.say(f"starting SGLang, whose log is {own.log_file}")
             await own.start(apps)
             publisher.engines = [OwnEngineClient(own)]
+            publisher.work = own.work
             new_client = partial(ServersClient, [own.url], own.check)
         else:
             urls = [self.engine] if isinstance(self.engine, str) else self.engine

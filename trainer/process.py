@@ -158,7 +158,7 @@ class JobGroupBackend:
             self._board,
             context.static_files,
             context.run_id,
-            timeout_s=config.trainer.publish_timeout_s,
+            limit_s=config.trainer.fence_after_s,
             fence=fence,
             say=context.say,
             published=context.metrics.published,
@@ -180,7 +180,7 @@ class JobGroupBackend:
             self._board,
             context.static_files,
             context.run_id,
-            timeout_s=config.trainer.publish_timeout_s,
+            limit_s=config.trainer.fence_after_s,
             rendezvous=Rendezvous(
                 self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
             ),

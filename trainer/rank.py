@@ -30,8 +30,7 @@ def started(
     settings = config.trainer
     torch.manual_seed(config.seed)
     assert settings.run_dir is not None, "`load` sets it"
-    patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
-    ranks = Ranks.from_env(patience, settings)
+    ranks = Ranks.from_env(settings.stuck_after_s, settings)
     setup_logging(
         f"{task}-rank{ranks.rank}", config.state_dir / "logs", service=task, rank=ranks.rank
     )
@@ -47,7 +46,9 @@ def started(
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
-    liveness = Liveness(ranks, topology, settings.lost_after_s)
+    liveness = Liveness(
+        ranks, topology, settings.lost_after_s, stuck_after_s=settings.stuck_after_s
+    )
     group = topology.group or "local"
     # Rank 0 takes the lock before the ranks meet.
     own_lock = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()

@@ -31,6 +31,8 @@ _FILE = {"type": "string", "format": "binary"}
 _MAX_REQUESTS = 1024
 """Maximum number of concurrent requests. A rollout node has two: one waits for a new version, one
 downloads."""
+_FILES_S = 10.0
+"""Time to wait for files that are being written, if the caller names none."""
 
 
 class _LargeFile(FileResponse):
@@ -71,13 +73,13 @@ def create_trainer_app(
         files: bool = False,
         asleep: bool = False,
     ) -> WeightManifest:
-        """The newest weight version, as soon as it differs from the caller's; with `files` always
-        as files.
+        """The newest weight version, as soon as it differs from the caller's; with `files` as
+        files, or with the progress of writing them if they are not there within `wait_s` seconds.
 
         It also differs when the caller's engine should sleep and is not `asleep`, or vice versa.
         """
         latest = await board.latest_after(after_run, after_version, wait_s, asleep)
-        return await board.with_files(latest) if files else latest
+        return await board.with_files(latest, wait_s or _FILES_S) if files else latest
 
     @app.post("/weights/{version}/verify", responses=errors(404, 409))
     async def verify(version: Annotated[int, Path(ge=0)], body: WeightChecksums) -> WeightVerdict:

@@ -1,7 +1,7 @@
 """Reports what a process is doing: its pending calls to other services, and the stacks of its
 threads and asyncio tasks.
 
-Reports go to the log when a long deadline passes, when the training loop stalls, and on SIGUSR1.
+Reports go to the log when a long wait is given up, when the training loop stalls, and on SIGUSR1.
 SIGQUIT writes only the thread stacks, directly to standard error, even when the interpreter cannot
 run.
 """
@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakSet
 
+from common.process import progress
+
 log = logging.getLogger(__name__)
 STALL_S = 600.0
 """Seconds without progress in the training loop after which every rank writes a report."""
@@ -34,6 +36,10 @@ _TICK_S = 0.5
 _MAX_TASK_STACKS = 40
 
 
+def _moves() -> int:
+    return progress.total(with_others=True)
+
+
 @dataclass
 class _Stage:
     """The current activity of the training loop."""
@@ -41,6 +47,8 @@ class _Stage:
     limit_s: float
     text: str = "starting"
     since: float = field(default_factory=time.monotonic)
+    moved_at: float = field(default_factory=time.monotonic)
+    moves: int = field(default_factory=_moves)
     reports: int = 0
 
 
@@ -80,8 +88,8 @@ def deadline_passed(reason: str) -> None:
 
 @contextmanager
 def stalls(limit_s: float = STALL_S) -> Iterator[None]:
-    """Inside this context, reports when `at` is not called for `limit_s` seconds, and again after
-    every doubling.
+    """Inside this context, reports when this process makes no progress for `limit_s` seconds
+    (`common.process.progress`), and again after every doubling.
     """
     global _stage
     _stage = _Stage(limit_s)
@@ -94,6 +102,7 @@ def stalls(limit_s: float = STALL_S) -> Iterator[None]:
 def at(text: str) -> None:
     """Records progress: the training loop now begins `text`."""
     global _stage
+    progress.moved()
     if _stage is not None:
         _stage = _Stage(_stage.limit_s, text)
 
@@ -163,7 +172,11 @@ def _watch(wakeup: int) -> None:
             log.warning("where this process is (SIGUSR1):\n%s", report())
         stage = _stage
         if stage is not None:
-            silent_s = time.monotonic() - stage.since
+            if _moves() != stage.moves:
+                stage.moves = _moves()
+                stage.moved_at = time.monotonic()
+                stage.reports = 0
+            silent_s = time.monotonic() - stage.moved_at
             if silent_s >= stage.limit_s * 2**stage.reports:
                 stage.reports += 1
                 log.error(

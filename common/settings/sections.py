@@ -347,6 +347,10 @@ class RolloutSection(Section):
     hang_timeout_s: PositiveFloat = 30.0
     """Seconds without an answer after which a healthy engine or router is killed and started
     again."""
+    stuck_after_s: PositiveFloat = 600.0
+    """Seconds without progress after which an engine that starts or loads weights is killed and
+    started again. Progress is what its processes read, write, take as memory, or say for the first
+    time: a large model may take as long as it needs."""
 
     def nccl_env(self) -> dict[str, str]:
         """Returns NCCL's variables, which must be equal in SGLang's and the trainer's environment
@@ -553,20 +557,21 @@ class TrainerSection(Section):
     run_dir: InHelp[Path | None] = None
     """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
     name>`."""
-    wait_timeout_s: PositiveFloat = 1800.0
-    """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends
-    with the reason."""
+    stuck_after_s: PositiveFloat = 1800.0
+    """Seconds without progress after which the run ends with the reason: of the other tasks before
+    they are healthy, of a batch (graded groups), or of all ranks."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
     """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads
     them from `run_dir` on a volume that all nodes mount at the same path. `distributed`: NCCL or
     gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
     files."""
     service_timeout_s: PositiveFloat = 600.0
-    """Seconds for one call to a service, retries included. Should exceed the time of a restart of
-    its pod."""
-    publish_timeout_s: PositiveFloat = 600.0
-    """Seconds for every rollout node to confirm a weight version. A node that does not is fenced
-    from traffic."""
+    """Seconds for one call to a service, retries included; they begin again whenever more of a
+    large body has arrived or was sent. Should exceed the time of a restart of its pod."""
+    fence_after_s: PositiveFloat = 900.0
+    """Seconds without progress (bytes fetched, an engine that loads) after which a rollout node
+    that does not serve the newest weights is fenced from traffic. Should exceed
+    `rollout.stuck_after_s`."""
     lost_after_s: PositiveFloat = 45.0
     """Seconds of silence after which a trainer process counts as lost; the others then exit and
     name it."""

@@ -1,5 +1,7 @@
 """`python -m services.critic`: the critic-server task."""
 
+import signal
+
 from common.models.hub import check_model
 from common.process.logs import setup_logging
 from common.process.topology import CRITIC, Topology
@@ -15,7 +17,16 @@ def run(config: Config) -> None:
 
     host, port = Topology.from_env().bind(CRITIC, config.critic.port)
     setup_logging(CRITIC, config.state_dir / "logs", service=CRITIC)
-    serve(create_critic_app(config), host, port, f"model={model} state_dir={config.state_dir}")
+    errors: list[Exception] = []
+
+    def failed(error: Exception) -> None:
+        errors.append(error)
+        signal.raise_signal(signal.SIGTERM)
+
+    app = create_critic_app(config, failed)
+    serve(app, host, port, f"model={model} state_dir={config.state_dir}")
+    if errors:
+        raise errors[0]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common import VERSION
 from common.errors import ConfigError, NotReady, ServiceLost
-from common.process import watchdog
+from common.process import progress, watchdog
 from common.process.metrics import Metrics
 from common.process.security import check_certificate, is_loopback, tls, token
 from common.wire import codec
@@ -47,6 +47,7 @@ _HEALTH = {
         "service": {"type": "string"},
         "reason": {"type": "string"},
         "lost": {"type": "boolean"},
+        "progress": {"type": "integer"},
     },
     "required": ["status"],
 }
@@ -123,7 +124,8 @@ def create_app(
         """200 with `"status": "healthy"` when the service can serve, else 503; callers with the
         token get the reason.
 
-        `"lost"` says that the service will never serve, so that nobody waits for it.
+        `"lost"` says that the service will never serve, so that nobody waits for it; a growing
+        `"progress"` that it is getting there, so that whoever waits goes on.
         """
         reason = problem()
         content: dict[str, object] = {"status": "unhealthy" if reason else "healthy"}
@@ -132,6 +134,7 @@ def create_app(
             if reason:
                 content["reason"] = str(reason)
                 content["lost"] = isinstance(reason, ServiceLost)
+                content["progress"] = progress.total()
         return JSONResponse(content, 503 if reason else 200)
 
     @app.get("/metrics", **described(answer={"type": "string"}, writes=("text/plain",)))

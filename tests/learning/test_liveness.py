@@ -223,5 +223,23 @@ def test_a_rank_that_computes_for_long_or_has_ended_is_not_lost(nodes: Nodes) ->
 
 def test_a_single_process_is_not_watched() -> None:
     before = set(threading.enumerate())
-    with Liveness(Ranks(), Topology(), lost_after_s=0.01):
+    with Liveness(Ranks(), Topology(), lost_after_s=0.01, stuck_after_s=1.0):
         assert set(threading.enumerate()) <= before
+
+
+def test_a_rank_that_loads_for_long_is_waited_for(nodes: Nodes) -> None:
+    nodes.start("load", limit_s=3)
+    assert [nodes.status(node) for node in range(2)] == [0, 0], nodes.text(0)
+
+
+def test_a_rank_that_stops_loading_ends_all_and_is_named(nodes: Nodes) -> None:
+    """Its beats go on: it is not lost, but nothing moves any more."""
+    nodes.start("stuck", limit_s=3)
+    assert [nodes.status(node) for node in range(2)] == [LOST, LOST]
+    for rank in range(2):
+        text = nodes.text(rank)
+        assert "no rank has made progress for 3 s (trainer.stuck_after_s)" in text
+        assert "rank 0 on ppo-trainer-0 (127.0.0.1): waiting for the other ranks (no" in text
+        assert "rank 1 on ppo-trainer-1 (127.0.0.2): loading the model (no progress for" in text
+        assert "is lost:" not in text
+    assert "in _load" in nodes.text(1).partition(" was here:")[2]

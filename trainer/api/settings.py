@@ -71,7 +71,14 @@ _RECIPES = {
 applies."""
 FIELDS = _SETTINGS | _RECIPES | _DERIVED | {"trainer.lr_schedule_args": "lr_scheduler_kwargs"}
 _OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
-OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
+OWN_SGLANG = (
+    "engine_python",
+    "engine_args",
+    "tensor_parallel_size",
+    "colocate",
+    "hang_timeout_s",
+    "stuck_after_s",
+)
 """Settings of `rollout` for an SGLang that the trainer starts."""
 OWN_NAMES = "own names"
 """The context of a validation in which no name is TRL's."""

@@ -97,6 +97,8 @@ class Collector:
         self._held: set[str] = set()
         """Ids of the groups that the trainer took and did not acknowledge yet."""
         self._stored = asyncio.Event()
+        self.stored_groups = 0
+        """Groups that were graded and stored since the start: a number that grows."""
         """Set when another group is stored."""
         self._slots = asyncio.Semaphore(0)
         self._wanted = 0
@@ -199,6 +201,7 @@ class Collector:
                 self._collect_more(1)
             else:
                 untaken.is_stored = True
+                self.stored_groups += 1
                 self._stored.set()
                 self.drops.in_a_row = 0
 

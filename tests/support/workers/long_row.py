@@ -63,7 +63,7 @@ def scored(scorer: Scorer, ranks: Ranks) -> dict[str, torch.Tensor]:
 def main(directory: Path, model: str, context: int) -> None:
     torch.set_num_threads(1)
     settings = TrainerSection(shard_size=1, context_parallel_size=context)
-    with Ranks.from_env(timeout_s=400, settings=settings) as ranks:
+    with Ranks.from_env(join_s=400, settings=settings) as ranks:
         scorer = loaded(model, ranks)
         widths: list[int] = []
         layer = scorer.model.get_decoder().layers[0]

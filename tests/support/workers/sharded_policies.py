@@ -115,7 +115,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
     # The tests cover dynamo and autograd on sharded layers; the C++ compiler would only add
     # minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")
-    with Ranks.from_env(timeout_s=400) as base:
+    with Ranks.from_env(join_s=400) as base:
         for name, case in cases.items():
             os.chdir(directory)
             config = load(case["settings"], {})
