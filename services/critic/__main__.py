@@ -10,12 +10,15 @@ def run(config: Config) -> None:
     """Serves until SIGTERM."""
     model = config.critic.model or config.model.name
     check_model(model, "critic.model" if config.critic.model else "model.name")
-    from services.critic.app import create_critic_app  # slow to import, like torch
+    # Slow to import, like torch.
+    from learning.device import reproducible_numbers
+    from services.critic.app import create_critic_app
     from services.http.app import serve
 
     host, port = Topology.from_env().bind(CRITIC, config.critic.port)
     setup_logging(CRITIC, config.state_dir / "logs", service=CRITIC)
-    serve(create_critic_app(config), host, port, f"model={model} state_dir={config.state_dir}")
+    with reproducible_numbers(config.reproducible):
+        serve(create_critic_app(config), host, port, f"model={model} state_dir={config.state_dir}")
 
 
 if __name__ == "__main__":
