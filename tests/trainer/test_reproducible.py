@@ -1,6 +1,7 @@
 """`reproducible`: the same weights after every step, whatever delays and failures a run meets."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from itertools import chain
@@ -12,7 +13,7 @@ from fastapi import FastAPI
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Group
-from tests.support.in_process import Faulty, metrics, quiet, stored
+from tests.support.in_process import metrics, quiet, stored
 from trainer import train_in_process
 
 pytestmark = pytest.mark.integration
@@ -21,17 +22,24 @@ FRESH = 4
 """Groups per step."""
 
 
-class Disturbed(Faulty):
-    """Delays the engine's answers, and refuses two requests."""
+class Disturbed(httpx.AsyncBaseTransport):
+    """Delays the engine's answers, and refuses two requests, whose second tries take the longest."""
 
     def __init__(self, app: FastAPI) -> None:
-        super().__init__(app, {2, 7}, lambda: httpx.Response(400, json={"detail": "refused"}))
+        self.engine = httpx.ASGITransport(app)
         self.delays = random.Random(0)
+        self.calls = 0
+        self.refused: set[int] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/generate":
-            await asyncio.sleep(self.delays.choice([0.0, 0.02, 0.4]))
-        return await super().handle_async_request(request)
+            self.calls += 1
+            seed = json.loads(await request.aread())["sampling_params"]["sampling_seed"]
+            if self.calls in (2, 7):
+                self.refused.add(seed)
+                return httpx.Response(400, json={"detail": "refused"})
+            await asyncio.sleep(1.0 if seed in self.refused else self.delays.choice([0.0, 0.3]))
+        return await self.engine.handle_async_request(request)
 
 
 def numbers(group: Group) -> list[object]:

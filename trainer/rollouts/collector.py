@@ -229,13 +229,13 @@ class Collector:
         """Schedules the prompt of a dropped group to be drawn again, before new ones, unless it
         failed too often.
         """
-        if self._cursor.retry(drawn):
-            if self._config.reproducible:  # when a group failed must not decide its batch
-                self.untaken[drawn.position] = UntakenGroup(drawn)
-            else:
-                self.untaken.pop(drawn.position, None)
+        is_tried_again = self._cursor.retry(drawn)
+        if is_tried_again and self._config.reproducible:
+            # It keeps its place: the time at which it failed does not decide its batch.
+            self.untaken[drawn.position] = UntakenGroup(drawn)
         else:
             self.untaken.pop(drawn.position, None)
+        if not is_tried_again:
             log.warning(
                 "prompt %s at %d is skipped after %d tries",
                 drawn.prompt.id,

@@ -1,19 +1,22 @@
 """A deterministic engine: the same tokens and log-probabilities, to the last bit, whatever is beside
 a request, however its prompt was computed, and with any number of threads."""
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from common.clients.rollout import sample_seed
+from common.clients.rollout import RolloutClient, SamplingOptions, sample_seed
 from common.errors import ConfigError
+from services.engine.app import make_app
 from services.engine.blocks import ROWS, attended_columns, blocks_of
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
@@ -101,6 +104,36 @@ def test_deterministic_completions_of_a_group_equal_single_requests(model_dir: P
         singles = [answers(engine, group(n=1, seed=sample_seed(5, i)), [])[0] for i in range(8)]
     assert together == singles
     assert len({tuple(tokens) for tokens, _, _ in together}) == 8
+
+
+async def test_completions_requested_apart_have_their_own_seeds(model_dir: Path) -> None:
+    """SGLang would give all eight completions of one request the same seed."""
+    options: SamplingOptions = {
+        "n": 8, "max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": [], "sampling_seed": 77
+    }  # fmt: skip
+    asked: list[dict[str, Any]] = []
+
+    class Recording(httpx.ASGITransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            asked.append(json.loads(await request.aread())["sampling_params"])
+            return await super().handle_async_request(request)
+
+    app = make_app(Engine(Model(model_dir, 256, deterministic=True), weight_version="3"))
+    async with app.router.lifespan_context(app):
+        transport = Recording(app)
+        async with RolloutClient("engine", "http://engine", transport=transport) as client:
+            client.seeds_apart = True
+            found = await client.generate(PROMPT, **options)
+            seeds = [each["sampling_seed"] for each in asked]
+            again = await client.generate(PROMPT, **{**options, "n": 1, "sampling_seed": seeds[6]})
+    assert [each["n"] for each in asked] == [1] * 9
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 1 << 31 for seed in seeds)
+    assert len({tuple(each.token_ids) for each in found}) == 8
+    order = [seed % (1 << 31) for seed in (sample_seed(77, index) for index in range(8))]
+    by_seed = dict(zip(order, found, strict=True))
+    assert by_seed[seeds[6]].token_ids.tolist() == again[0].token_ids.tolist()
+    assert by_seed[seeds[6]].logprobs.tolist() == again[0].logprobs.tolist()
 
 
 def test_deterministic_answers_survive_pauses_that_compute_their_tokens_again(
