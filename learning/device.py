@@ -4,6 +4,8 @@ reward models.
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -51,6 +53,28 @@ def choose_device(
             f"{found}: {reason}", field=field, value=value or kind, remedy=f"{remedy}; or {on_cpu}"
         )
     return torch.device("cpu")
+
+
+@contextmanager
+def reproducible_numbers(wanted: bool) -> Iterator[None]:
+    """If `wanted`, torch computes the same numbers inside the block in every process with the same
+    inputs, devices and threads.
+    """
+    if not wanted:
+        yield
+        return
+    # Read when CUDA starts; without it cuBLAS may sum in another order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # It is for finding reads of memory that nobody wrote, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def dtype_on(device: torch.device, name: str) -> torch.dtype:

@@ -290,7 +290,12 @@ def _build_leader(
         checkpoints=models.checkpoints,
         rollouts=rollouts,
         weights=LeaderWeightSync(
-            publisher, clock, in_background=config.trainer.max_staleness > 0, lease=lease
+            publisher,
+            clock,
+            in_background=config.trainer.max_staleness > 0,
+            lease=lease,
+            may_load=rollouts.wait_until_idle if config.reproducible else lambda: None,
+            has_checksums=config.reproducible,
         ),
         lease=lease,
         evaluator=LeaderEvaluator(

@@ -26,7 +26,7 @@ from common.process.run_lock import RunLock
 from common.process.security import tls
 from common.settings.config import Config
 from common.wire.schemas import Prompt
-from learning.device import choose_device
+from learning.device import choose_device, reproducible_numbers
 from learning.ranks import Ranks
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
@@ -111,6 +111,7 @@ def train_in_process(
         environment=environment,
     )
     with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
+        stack.enter_context(reproducible_numbers(config.reproducible))
         run = build_run(
             config,
             Ranks.alone(config.trainer),
@@ -143,6 +144,14 @@ class InProcessBackend:
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
         loop = context.loop
+        if context.config.reproducible and self.engine not in ("embedded", "sglang"):
+            raise ConfigError(
+                "reproducible needs engines that this run starts itself, since it cannot see how "
+                "others compute",
+                field="engine",
+                value=self.engine,
+                remedy="use embedded or sglang, or set reproducible false",
+            )
         publisher = DirectPublisher(context)
         embedded = None
         if self.engine == "embedded":
@@ -185,6 +194,7 @@ class InProcessBackend:
                 device,
                 dtype=config.model.dtype,
                 fp32_head=config.model.fp32_head,
+                deterministic=config.reproducible,
             )
             if config.trainer.max_staleness:
                 # The trainer's concurrent device synchronisations would abort a capture.
@@ -266,6 +276,7 @@ class InProcessBackend:
             rewards_tried=self.rewards is not None,
         )
         services.reward.gets_tokens = self.rewards is not None
+        services.rollout.seeds_apart = config.reproducible and self.engine == "sglang"
 
         to_start = [data, reward, replay]
         if template is not None:

@@ -50,5 +50,12 @@ def train(run: Run) -> None:
             finish_acknowledging()
             run.evaluate()  # on idle engines with max_staleness 0: no slot is free yet
             rollouts.free_slots(batch, when=served)
-            record = run.log.step(policy.step, batch, update, critic_metrics, drops=rollouts.drops)
+            record = run.log.step(
+                policy.step,
+                batch,
+                update,
+                critic_metrics,
+                drops=rollouts.drops,
+                weights_checksum=run.weights.checksum,
+            )
             run.end_step(record)

@@ -204,6 +204,7 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
         replay=client(ReplayClient, names.REPLAY, config.replay.port),
     )
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
+    services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":
         services.critic = client(CriticClient, names.CRITIC, config.critic.port)
     if config.environment.name:

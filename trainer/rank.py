@@ -14,6 +14,7 @@ from common.process.logs import setup_logging
 from common.process.run_lock import RunLock
 from common.process.topology import Topology
 from common.settings.config import Config
+from learning.device import reproducible_numbers
 from learning.liveness import Liveness
 from learning.ranks import Ranks
 
@@ -52,5 +53,6 @@ def started(
     group = topology.group or "local"
     # Rank 0 takes the lock before the ranks meet.
     own_lock = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()
-    with own_lock as lock, watchdog.stalls(), ranks, liveness:
+    numbers = reproducible_numbers(config.reproducible)
+    with own_lock as lock, watchdog.stalls(), numbers, ranks, liveness:
         yield ranks, lock

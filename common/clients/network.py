@@ -43,7 +43,7 @@ class Network(httpx.AsyncBaseTransport):
                 str(request.url),
                 headers,
                 content=request.content,
-                limits=limits,
+                limits=request.extensions["timeout"],
                 moved=moved,
             )
         return httpx.Response(

@@ -35,6 +35,18 @@ _ENGINE_GONE = frozenset({"read_response_body_failed", "model_not_found"})
 """Error codes of the routers, besides `call_upstream_…`, for an engine that is gone."""
 
 
+_SGLANG_SEEDS = 0x7FFFFFFF
+"""The bits of a seed for SGLang, whose routers and tensors do not take all 64."""
+_SEED_STRIDE = 0xD1B54A32D192ED03
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Returns the seed of completion `index` of a request for n completions with this seed: a
+    request for one completion with it gives the same one.
+    """
+    return (seed + index * _SEED_STRIDE) & 0xFFFFFFFFFFFFFFFF
+
+
 class SamplingOptions(TypedDict):
     """Sampling options for the completions of one prompt."""
 
@@ -62,6 +74,9 @@ class RolloutClient(Client):
     n > 1, SGLang (0.5.21) first sends itself a request for 0 tokens; as a result it miscounts the
     uses of the adapter and never finishes unloading it, and fails because that request has no
     sampling mask. Not for engines that honour `sampling_seed`."""
+    seeds_apart = False
+    """Request n completions with a seed as n requests, each with the seed of its completion.
+    SGLang, where it honours `sampling_seed`, gives all completions of a request the same seed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -108,10 +123,42 @@ class RolloutClient(Client):
         *,
         logprobs: bool = True,
     ) -> list[_T]:
+        seed = options.get("sampling_seed")
+        if self.seeds_apart and seed is not None and options["n"] > 1:
+            return await self._read_apart(
+                read, input_ids, options, seed, lora_path=lora_path, logprobs=logprobs
+            )
         content = await self._generate(input_ids, options, lora_path, logprobs=logprobs)
         await self._may_parse()
         with _without_cycle_collection():  # until the answers' lists are freed
             return read(_n_answers(content, options["n"]))
+
+    async def _read_apart(
+        self,
+        read: Callable[[list[dict[str, Any]]], list[_T]],
+        input_ids: Sequence[int],
+        options: SamplingOptions,
+        seed: int,
+        *,
+        lora_path: str | None,
+        logprobs: bool,
+    ) -> list[_T]:
+        """Makes one request for each completion. Raises the error of the first that fails."""
+        alone: list[SamplingOptions] = []
+        for index in range(options["n"]):
+            own_seed = sample_seed(seed, index) & _SGLANG_SEEDS
+            alone.append({**options, "n": 1, "sampling_seed": own_seed})
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = [
+                    tasks.create_task(
+                        self._read(read, input_ids, each, lora_path, logprobs=logprobs)
+                    )
+                    for each in alone
+                ]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return list(chain.from_iterable(task.result() for task in started))
 
     async def _may_parse(self) -> None:
         """Waits until it may parse an answer.

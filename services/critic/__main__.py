@@ -12,7 +12,9 @@ def run(config: Config) -> None:
     """Serves until SIGTERM."""
     model = config.critic.model or config.model.name
     check_model(model, "critic.model" if config.critic.model else "model.name")
-    from services.critic.app import create_critic_app  # slow to import, like torch
+    # Slow to import, like torch.
+    from learning.device import reproducible_numbers
+    from services.critic.app import create_critic_app
     from services.http.app import serve
 
     host, port = Topology.from_env().bind(CRITIC, config.critic.port)
@@ -24,7 +26,8 @@ def run(config: Config) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     app = create_critic_app(config, failed)
-    serve(app, host, port, f"model={model} state_dir={config.state_dir}")
+    with reproducible_numbers(config.reproducible):
+        serve(app, host, port, f"model={model} state_dir={config.state_dir}")
     if errors:
         raise errors[0]
 

@@ -38,7 +38,9 @@ class RunLog:
         batch: Batch,
         update: PolicyUpdate,
         critic: CriticMetrics | None,
+        *,
         drops: Drops,
+        weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
         """Records a finished step, and returns the record."""
         return {}
@@ -113,11 +115,14 @@ class LeaderRunLog(RunLog):
         batch: Batch,
         update: PolicyUpdate,
         critic: CriticMetrics | None,
+        *,
         drops: Drops,
+        weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
         """See `RunLog`."""
         self._step = step
         record = self._record(step, batch, update, critic=critic, drops=drops)
+        record.weights_checksum = weights_checksum
         self._groups.step(step, _trained(batch, update), _dropped(drops.recent()))
         self._recorder.step(record, [item.group for item in batch.groups])
         self._metrics.record(record, len(batch.fresh))

@@ -128,6 +128,14 @@ class LeaderRollouts(Rollouts):
         self._loop.call(start.set_back(step, self._cursor.progress.position, known))
         return self._ranks.broadcast(self._total_steps)
 
+    def wait_until_idle(self) -> None:
+        """Returns when nothing is generated for training until another slot is freed. Called from
+        any thread; raises what stopped the collecting.
+        """
+        while not self._loop.call(self._collector.wait_until_idle(1.0)):
+            if self._failure is not None:
+                raise self._failure
+
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
         groups = (total_steps - step) * self._fresh_per_step
