@@ -67,6 +67,8 @@ class Network(httpx.AsyncBaseTransport):
 
         It builds no request and no stream of httpx, which cost as much as the call itself.
         """
+        if content:  # aiohttp does not know the length of a body that it gets in pieces
+            headers = {**headers, "content-length": str(len(content))}
         with _httpx_errors():
             answer = await self._send(
                 method, url, headers, content=content, limits=limits, moved=moved
