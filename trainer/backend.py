@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 
@@ -54,6 +54,10 @@ class Backend(Protocol):
         """Starts the services, or connects to them; returns their clients and the weight
         publisher.
         """
+
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        """What generates the completions."""
 
     def agents(self) -> list[Client]:
         """Returns clients of the rollout nodes' agents, which are flushed at the end."""

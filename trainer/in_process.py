@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import torch
@@ -160,6 +161,11 @@ class InProcessBackend:
         if context.config.lora.publishes_adapter:
             return services, AdapterPublisher(publisher, services.rollout, context.run_id)
         return services, publisher
+
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        """See `Backend`."""
+        return "embedded" if self.engine == "embedded" else "sglang"
 
     def agents(self) -> list[Client]:
         """Returns an empty list: there are no agents."""
