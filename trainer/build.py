@@ -5,7 +5,7 @@ number of steps and publish the first weights, in this order.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from learning.ranks import Ranks
 from trainer.backend import Backend, BackendContext
 from trainer.evaluation.evaluator import LeaderEvaluator
 from trainer.evaluation.verdicts import verdicts_of
-from trainer.observe.audit import Audit, StepAudit
+from trainer.observe.audit import Audit, Given, StepAudit
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import STEP_FILES, Recorder, read_lines, tell
 from trainer.observe.run_log import LeaderRunLog
@@ -305,8 +305,7 @@ def _build_leader(
             run_dir,
             run_id=run_id,
             engine=backend.engine_kind,
-            own_prompts=bool(backend.data()),
-            own_rewards=services.reward.gets_tokens,
+            given=backend.given(),
         ),
         clock=clock,
         run_id=run_id,
@@ -326,8 +325,7 @@ def _audit(
     *,
     run_id: str = "",
     engine: str = "",
-    own_prompts: bool = False,
-    own_rewards: bool = False,
+    given: Sequence[Given] = (),
 ) -> Audit:
     """Returns the audit of this rank, whose start is recorded. A collective; `run_dir` and what
     follows are rank 0's.
@@ -335,7 +333,7 @@ def _audit(
     if not policy.config.trainer.audit:
         return Audit()
     audit = StepAudit(run_dir, run_id)
-    audit.begin(policy, engine, own_prompts=own_prompts, own_rewards=own_rewards)
+    audit.begin(policy, engine, given)
     return audit
 
 

@@ -49,6 +49,7 @@ from trainer.backend import BackendContext
 from trainer.build import build_run
 from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.loop import train
+from trainer.observe.audit import Given
 from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
 from trainer.rollouts.services import Services
@@ -166,6 +167,15 @@ class InProcessBackend:
     def engine_kind(self) -> Literal["embedded", "sglang"]:
         """See `Backend`."""
         return "embedded" if self.engine == "embedded" else "sglang"
+
+    def given(self) -> list[Given]:
+        """See `Backend`."""
+        parts: dict[Given, object] = {
+            "prompts": self.problems,
+            "rewards": self.rewards,
+            "environment": self.environment,
+        }
+        return [name for name, part in parts.items() if part is not None]
 
     def agents(self) -> list[Client]:
         """Returns an empty list: there are no agents."""

@@ -23,6 +23,7 @@ from trainer.backend import BackendContext
 from trainer.build import build_run
 from trainer.dashboard.live import dashboard_of_job_group
 from trainer.loop import train
+from trainer.observe.audit import Given
 from trainer.observe.run_dir import console
 from trainer.rank import started
 from trainer.rollouts.services import Services
@@ -132,6 +133,10 @@ class JobGroupBackend:
     def engine_kind(self) -> Literal["embedded", "sglang"]:
         """See `Backend`."""
         return self._config.rollout.engine
+
+    def given(self) -> tuple[Given, ...]:
+        """See `Backend`."""
+        return ()
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""

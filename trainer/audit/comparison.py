@@ -12,6 +12,7 @@ from trainer.observe.audit import Setup
 Stage = Literal[
     "prompts",
     "weights",
+    "episodes",
     "completions",
     "rewards",
     "logprobs",
@@ -22,6 +23,7 @@ Stage = Literal[
 STAGES: tuple[Stage, ...] = (
     "prompts",
     "weights",
+    "episodes",
     "completions",
     "rewards",
     "logprobs",

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import httpx
 
@@ -12,76 +13,115 @@ from common.settings.config import Config
 from common.wire.schemas import Completion, Group, Prompt, RewardItem, RewardResult
 from services.reward.app import create_reward_app
 from trainer.audit.comparison import Outcome
-from trainer.rollouts.requests import reward_items
+from trainer.audit.recorded import RecordedStep
+from trainer.rollouts.requests import GeneratedAnswer, reward_items
 
-_BASE = "http://in-process"
+
+@dataclass(frozen=True)
+class GradedAnswer:
+    """An answer that reward functions graded."""
+
+    name: str
+    """In messages."""
+    item: RewardItem
+    completion: Completion
+    """With its recorded grade."""
+    of_turns: float = 0.0
+    """The part of the recorded reward that the environment gave for single turns."""
 
 
-def graded_again(config: Config, groups: Sequence[Group], prompts: Mapping[str, Prompt]) -> Outcome:
-    """Compares the rewards of the groups with what the reward functions say now.
-
-    Args:
-        config: the settings of the run.
-        groups: of single completions, whose text was graded.
-        prompts: the rows of the data set by id, for functions that read their columns. A row that
-            is not there is made from the group.
+def row_of(group: Group, rows: Mapping[str, Prompt]) -> Prompt:
+    """Returns the row of a group as the run recorded it, with the further columns that it has in
+    the data set.
     """
-    items: list[list[RewardItem]] = []
-    for group in groups:
-        plain = Prompt(id=group.prompt_id, prompt=group.prompt, ground_truth=group.ground_truth)
-        row = prompts.get(group.prompt_id, plain)
-        # The problem as the run recorded it: whether the row has changed is another stage.
-        prompt = row.model_copy(update={"prompt": group.prompt, "ground_truth": group.ground_truth})
-        items.append(reward_items(prompt, group.completions))
+    own = {"prompt": group.prompt, "ground_truth": group.ground_truth}
+    row = rows.get(group.prompt_id)
+    return row.model_copy(update=own) if row else Prompt(id=group.prompt_id, **own)
+
+
+def answers_of_groups(recorded: RecordedStep, rows: Mapping[str, Prompt]) -> list[GradedAnswer]:
+    """Returns the answers of groups of single completions, whose text was graded."""
+    found = []
+    names = iter(recorded.names)
+    for item in recorded.groups:
+        group = item.group
+        graded = reward_items(row_of(group, rows), group.completions)
+        for completion, reward_item in zip(group.completions, graded, strict=True):
+            name = next(names)
+            if not item.reused:
+                found.append(GradedAnswer(name, reward_item, completion))
+    return found
+
+
+def answer_of_episode(
+    name: str, row: Prompt, text: str, completion: Completion, of_turns: float
+) -> GradedAnswer:
+    """Returns the last answer of an episode, which reward functions graded."""
+    answer = GeneratedAnswer(text, finish_reason=completion.finish_reason, tokens=None)
+    (item,) = reward_items(row, [answer])
+    return GradedAnswer(name, item, completion, of_turns)
+
+
+def graded_again(config: Config, answers: Sequence[GradedAnswer]) -> Outcome:
+    """Compares recorded rewards with what the reward functions say now."""
+    functions = ", ".join(config.reward.weights) or "the reward functions"
+    detail = f"{len(answers)} answers graded again by {functions}"
     try:
-        results = _grade(config, items)
+        results = _grade(config, [answer.item for answer in answers])
     except ServiceError as error:
         return Outcome("rewards", "not compared", f"the reward functions do not grade: {error}")
 
-    names = ", ".join(config.reward.weights) or "math"
-    count = 0
-    for number, (group, of_group) in enumerate(zip(groups, results, strict=True)):
-        for index, (completion, result) in enumerate(zip(group.completions, of_group, strict=True)):
-            count += 1
-            if _same(completion, result):
-                continue
-            again = _grade(config, [[items[number][index]]])[0][0]
-            return Outcome(
-                "rewards",
-                "differs",
-                f"{count} answers graded again by {names}" + _unsteady(result, again),
-                f"group {number} ({group.id}), completion {index}",
-                expected=_told(completion.reward, completion.components),
-                found=_told(result.reward, result.components) + _reason(result),
-            )
-    return Outcome("rewards", "equal", f"{count} answers graded again by {names}")
+    for answer, result in zip(answers, results, strict=True):
+        if _same(answer, result):
+            continue
+        (again,) = _grade(config, [answer.item])
+        completion = answer.completion
+        return Outcome(
+            "rewards",
+            "differs",
+            detail + _unsteady(result, again),
+            answer.name,
+            expected=_told(completion.reward, completion.components),
+            found=_told(result.reward, result.components) + _reason(result),
+        )
+    return Outcome("rewards", "equal", detail)
 
 
-def _grade(config: Config, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
-    """Returns the results of every batch, from a reward-server in this process."""
+def _grade(config: Config, items: list[RewardItem]) -> list[RewardResult]:
+    """Returns the results of a reward-server in this process."""
 
-    async def grade() -> list[list[RewardResult]]:
+    async def grade() -> list[RewardResult]:
         app = create_reward_app(config.reward, config.max_body_mb << 20)
-        client = RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(app))
+        transport = httpx.ASGITransport(app)
+        client = RewardClient("reward-server", "http://in-process", transport=transport)
         async with app.router.lifespan_context(app), client:
-            return [(await client.grade_all([batch]))[0] for batch in batches]
+            found: list[RewardResult] = []
+            for start in range(0, len(items), _MAX_GRADE):
+                (results,) = await client.grade_all([items[start : start + _MAX_GRADE]])
+                found += results
+            return found
 
     return asyncio.run(grade())
 
 
-def _same(completion: Completion, result: RewardResult) -> bool:
+_MAX_GRADE = 1024
+"""Most answers in one call."""
+
+
+def _same(answer: GradedAnswer, result: RewardResult) -> bool:
+    completion = answer.completion
     if result.reward is None:
         return False
     return (
-        completion.reward == result.reward
+        completion.reward == result.reward + answer.of_turns
         and completion.correct == result.correct
         and completion.components == result.components
     )
 
 
 def _told(reward: float | None, components: Mapping[str, float | None]) -> str:
+    known = "none" if reward is None or math.isnan(reward) else repr(reward)
     parts = ", ".join(f"{name} {score}" for name, score in components.items())
-    known = "none" if reward is None or math.isnan(reward) else f"{reward!r}"
     return f"{known} ({parts})" if parts else known
 
 
@@ -91,9 +131,9 @@ def _reason(result: RewardResult) -> str:
 
 def _unsteady(first: RewardResult, second: RewardResult) -> str:
     """Returns a remark when grading one answer twice gave two rewards; it names the functions."""
-    if first.reward == second.reward and first.components == second.components:
-        return ""
     names = [
-        name for name in first.components if first.components[name] != second.components.get(name)
+        name for name, score in first.components.items() if score != second.components.get(name)
     ]
-    return f"; {', '.join(names) or 'the reward'} is not deterministic: two calls gave two scores"
+    if first.reward == second.reward and not names:
+        return ""
+    return f"; {', '.join(names) or 'the reward'} is not deterministic: two calls, two scores"

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
     lines = _Lines()
     replay = Replay(arguments.run_dir, arguments.step, stages, tell=lines.add)
-    setup = replay.start.setup
+    setup = replay.recorded.start.setup
     if setup.world_size > 1 and _RANK not in os.environ:
         raise SystemExit(_run_ranks(setup.world_size, setup.threads, words))
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(setup.threads)
     with replay.ranks() as ranks:
         if ranks.is_rank_zero:
-            lines.begin(replay.run_dir, replay.step, replay.start)
+            lines.begin(replay.run_dir, replay.step, replay.recorded.start)
         outcomes = replay.run(ranks)
         ranks.barrier()
     raise SystemExit(lines.end(outcomes) if ranks.is_rank_zero else 0)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,8 @@ from trainer.rollouts.requests import sampling_seed
 AUDIT = "audit.jsonl"
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
 """The packages that compute what is compared."""
+Given = Literal["prompts", "rewards", "environment"]
+"""What a caller of the Python API may give in the place of settings."""
 _L = TypeVar("_L", bound="AuditedStart | AuditedStep")
 
 
@@ -81,10 +83,8 @@ class AuditedStart(msgspec.Struct, kw_only=True, tag_field="kind", tag="start"):
     """Checksum of the trained weights at `step`."""
     engine: str
     """`embedded` or `sglang`."""
-    own_prompts: bool
-    """Whether the caller of the Python API gave the prompts."""
-    own_rewards: bool
-    """Whether the caller of the Python API gave the reward functions."""
+    given: list[Given]
+    """What the caller of the Python API gave in the place of settings; none of it is kept."""
 
 
 class AuditedStep(msgspec.Struct, kw_only=True, tag_field="kind", tag="step"):
@@ -132,7 +132,7 @@ class StepAudit(Audit):
         self._path = None if directory is None else directory / AUDIT
         self._run_id = run_id
 
-    def begin(self, policy: Policy, engine: str, *, own_prompts: bool, own_rewards: bool) -> None:
+    def begin(self, policy: Policy, engine: str, given: Sequence[Given]) -> None:
         """Records the start of an attempt. A collective."""
         start = AuditedStart(
             step=policy.step,
@@ -141,8 +141,7 @@ class StepAudit(Audit):
             setup=Setup.here(policy.ranks),
             weights=policy.digest(),
             engine=engine,
-            own_prompts=own_prompts,
-            own_rewards=own_rewards,
+            given=list(given),
         )
         self._write(start)
 
