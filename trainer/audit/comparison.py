@@ -32,7 +32,7 @@ STAGES: tuple[Stage, ...] = (
     "new weights",
 )
 """In the order in which a step makes them."""
-LOGPROB_BOUND = 1e-3
+LOGPROB_BOUND = 1e-4
 """Most by which two float32 computations of one log-probability may differ, in nats."""
 LOGPROB_BOUND_LOW = 0.5
 """The same in bfloat16, where trainer and engine round every layer differently."""
