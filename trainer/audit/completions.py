@@ -87,6 +87,8 @@ class Completions:
     why_not: str
     """Why no engine can sample again; empty when one can."""
     _pairs: list[tuple[Span, Sampled]] = field(default_factory=list)
+    _ties: int = 0
+    """Tokens that another rounding would have sampled too."""
     _scores: dict[int, list[Float32]] = field(default_factory=dict)
     """By version, [L] for every row of the batch."""
 
@@ -113,7 +115,31 @@ class Completions:
             files = static_files(self.config, policy.model, tokenizer, folder / "model")
             write_version(policy.weights(), files, folder, "replay", policy.step)
             engine = ReplayEngine(self.config, folder / version_name(policy.step), stops)
-            self._pairs += zip(spans, engine.sample(spans), strict=True)
+            self._sample(engine, spans)
+
+    def _sample(self, engine: ReplayEngine, spans: list[Span]) -> None:
+        """Samples spans. After a token that rounding may have decided otherwise, the rest of its
+        span is sampled again, with the recorded token before it.
+        """
+        while spans:
+            left: list[Span] = []
+            for span, sampled in zip(spans, engine.sample(spans), strict=True):
+                at = sampled.first_other(span)
+                is_tie = (
+                    at is not None
+                    and at < len(span.tokens)
+                    and not is_reproducible(self.config)
+                    and engine.could_sample(span, at)
+                )
+                if at is None or not is_tie:
+                    self._pairs.append((span, sampled))
+                    continue
+                self._ties += 1
+                if at > 0:
+                    self._pairs.append((span.part(0, at), sampled.part(at)))
+                if at + 1 < len(span.tokens):
+                    left.append(span.part(at + 1, len(span.tokens)))
+            spans = left
 
     def _spans(self, version: int) -> list[Span]:
         """Returns the tokens that a version sampled, in batch order."""
@@ -149,24 +175,25 @@ class Completions:
         if is_reproducible(self.config) and not self.why_not and unequal:
             return self._first_difference(*unequal[0])
 
+        for span, sampled in unequal:
+            if sampled.tokens != span.tokens:
+                return self._first_difference(span, sampled)
         scored = self._scored()
         if scored.state == "differs":
-            row = self.recorded.names.index(scored.where.partition(", trained token")[0])
-            for span, sampled in unequal:
-                if span.row == row and sampled.tokens != span.tokens:
-                    return self._first_difference(span, sampled)
             return scored
         if self.why_not:
             detail = f"not sampled again, because {self.why_not}; {scored.detail}"
             return Outcome("completions", "close", detail)
 
-        tokens = sum(len(span.tokens) for span, _ in self._pairs)
-        detail = f"{len(self._pairs)} answers of {tokens} tokens sampled again" + self._left_out()
-        if not unequal:
+        tokens = sum(len(span.tokens) for span, _ in self._pairs) + self._ties
+        detail = f"{tokens} tokens of {len(self.requests)} answers sampled again{self._left_out()}"
+        if not unequal and not self._ties:
             return Outcome("completions", "equal", detail)
+        rounded = sum(len(span.tokens) for span, _ in unequal)
+        ties = f" except {self._ties} that rounding decides" if self._ties else ""
         detail += (
-            f", {len(unequal)} of which differ by rounding, because the run was not reproducible; "
-            f"{scored.detail}"
+            f", equal{ties}; the log-probabilities of {rounded} differ in their last bits, as they "
+            f"may without reproducible ({scored.detail})"
         )
         return Outcome("completions", "close", detail)
 

@@ -1,10 +1,11 @@
 """The embedded engine of a run, without its server: it samples given tokens again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from prometheus_client import CollectorRegistry, Counter
 
@@ -15,7 +16,11 @@ from learning.device import choose_device
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
 from services.engine.protocol import GenerateBody, answer
+from services.engine.sampling import FIELDS, Inputs, uniforms
 from services.engine.scheduler import Scheduler
+
+TIE = 1e-4
+"""Cumulative probability by which a draw may miss a token that rounding could have given it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,16 @@ class Span:
     logprobs: Float32
     """[tokens] as the run recorded them."""
 
+    def part(self, start: int, end: int) -> "Span":
+        """Returns the tokens from `start` to `end` of this span."""
+        return replace(
+            self,
+            earlier=self.earlier + self.tokens[:start],
+            start=self.start + start,
+            tokens=self.tokens[start:end],
+            logprobs=self.logprobs[start:end],
+        )
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -44,6 +59,19 @@ class Sampled:
     tokens: list[int]
     logprobs: Float32
     """[tokens]"""
+
+    def part(self, end: int) -> "Sampled":
+        """Returns the tokens before `end`."""
+        return Sampled(self.tokens[:end], self.logprobs[:end])
+
+    def first_other(self, span: Span) -> int | None:
+        """Returns the index of the first token that is not the recorded one; None if all are."""
+        if self.tokens == span.tokens:
+            return None
+        for at, (was, is_now) in enumerate(zip(span.tokens, self.tokens, strict=False)):
+            if was != is_now:
+                return at
+        return min(len(self.tokens), len(span.tokens))
 
     def equals(self, span: Span) -> bool:
         """Whether tokens and log-probabilities are the recorded ones, bit for bit."""
@@ -102,6 +130,31 @@ class ReplayEngine:
             while self._scheduler.can_step:
                 self._scheduler.step(admit=True)
         return [self._sampled(job, span) for job, span in zip(jobs, spans, strict=True)]
+
+    def could_sample(self, span: Span, at: int) -> bool:
+        """Whether the token `at` of a span, after those before it, is what its random number draws
+        if the probabilities are rounded a little differently.
+        """
+        count = len(span.earlier) + at
+        before = span.prompt + span.earlier + span.tokens[:at]
+        (job,) = [self._job(span)]
+        sampling = job.sampling
+        key = np.array([job.sequences[0].key], np.int64)
+        drawn = uniforms(key, np.array([count], np.int64))[0]
+        near = np.clip([drawn - TIE, drawn, drawn + TIE], 0.0, np.nextafter(1.0, 0.0))
+        columns = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or np.inf,
+            "min_p": sampling.min_p,
+        }
+        rows = [near if name == "uniform" else [columns.get(name, 0.0)] * 3 for name in FIELDS]
+        if count < sampling.min_new_tokens:
+            rows += [[float(token)] * 3 for token in sampling.stop_ids]
+        with torch.inference_mode():
+            logits = self._model.prefill([before], [0, 0, 0], 0)
+            found = self._model.sample(logits, Inputs(np.array(rows), plain=False))
+        return span.tokens[at] in found[0].astype(int).tolist()
 
     def _sampled(self, job: GenerationJob, span: Span) -> Sampled:
         (sequence,) = job.done.result()

@@ -111,7 +111,7 @@ class AuditedStep(msgspec.Struct, kw_only=True, tag_field="kind", tag="step"):
     critic: str | None = None
     """Checksum of the critic's weights after the step; None without one."""
     seconds: float = 0.0
-    """What recording this line took, without the checksums of the gradients."""
+    """What the audit of the step took, its checksums included."""
 
 
 class Audit:
@@ -151,7 +151,7 @@ class StepAudit(Audit):
         """See `Audit`."""
         began = time.perf_counter()
         line = audited_step(policy, critic, batch, update, run_id=self._run_id)
-        line.seconds = round(time.perf_counter() - began, 6)
+        line.seconds = round(time.perf_counter() - began + update.digest_seconds, 6)
         self._write(line)
 
     def _write(self, line: AuditedStart | AuditedStep) -> None:

@@ -1,6 +1,7 @@
 """The policy: its weights, its optimiser and the updates on a batch, on one or many processes."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -85,6 +86,8 @@ class PolicyUpdate:
     """The norm of the gradient of each optimiser update, before clipping."""
     gradients: Sequence[str] = ()
     """The checksum of each of these gradients, before clipping (`trainer.audit`)."""
+    digest_seconds: float = 0.0
+    """What these checksums took."""
 
 
 class Policy:
@@ -268,6 +271,7 @@ class Policy:
         rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         norms: list[float] = []
         gradients: list[str] = []
+        digest_seconds = 0.0
         logprobs: list[Float32 | None] | None = None
         stopped = False
 
@@ -288,7 +292,9 @@ class Policy:
             if stopped:
                 break  # the gradient of this mini-batch is not applied
             if self.config.trainer.audit:
+                began = time.perf_counter()
                 gradients.append(digest(self.optimizer.gradients(), self.ranks))
+                digest_seconds += time.perf_counter() - began
             norms.append(self.optimizer.step(rate))
 
         skipped = sum(not math.isfinite(norm) for norm in norms)
@@ -299,7 +305,13 @@ class Policy:
                 name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
             }
             metrics = replace(metrics, **zeros)
-        return PolicyUpdate(metrics, logprobs, norms, gradients)
+        return PolicyUpdate(
+            metrics,
+            logprobs,
+            norms=norms,
+            gradients=gradients,
+            digest_seconds=digest_seconds,
+        )
 
     def skip_update(self, batch: Batch) -> PolicyUpdate:
         """Counts a step without an update (critic warm-up)."""
