@@ -32,7 +32,7 @@ STAGES: tuple[Stage, ...] = (
     "new weights",
 )
 """In the order in which a step makes them."""
-LOGPROB_BOUND = 1e-4
+LOGPROB_BOUND = 1e-3
 """Most by which two float32 computations of one log-probability may differ, in nats."""
 LOGPROB_BOUND_LOW = 0.5
 """The same in bfloat16, where trainer and engine round every layer differently."""
@@ -104,7 +104,14 @@ def columns(
             continue
         if len(before) != len(after):
             where = f"{names[row]}: number of tokens"
-            return Outcome(stage, "differs", what, where, str(len(before)), str(len(after)))
+            return Outcome(
+                stage,
+                "differs",
+                what,
+                where,
+                expected=str(len(before)),
+                found=str(len(after)),
+            )
         # Equal bits, or within the bound. NaN is only equal to its own bits.
         apart = np.abs(before - after)
         unequal = before.view(np.int32) != after.view(np.int32)

@@ -113,7 +113,7 @@ class Completions:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="rlhf-replay-")))
             files = static_files(self.config, policy.model, tokenizer, folder / "model")
-            write_version(policy.weights(), files, folder, "replay", policy.step)
+            write_version(policy.weights(), files, folder, run_id="replay", version=policy.step)
             engine = ReplayEngine(self.config, folder / version_name(policy.step), stops)
             self._sample(engine, spans)
 

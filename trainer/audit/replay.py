@@ -125,7 +125,7 @@ class Replay:
         first = self.step - 1
         if "completions" in self.stages:
             first = min([first, *sampling_versions(self.recorded)])
-        return History(self._record, self.run_dir, self._config, self._ranks, first)
+        return History(self._record, self.run_dir, self._config, self._ranks, first=first)
 
     def _load(self, history: History) -> bool:
         """Loads the models; returns False when the checkpoint is damaged. A collective."""

@@ -32,7 +32,6 @@ DIRECTORY = "groups"
 LINES = "groups.jsonl"
 _UNSHOWN = ("kept_tokens", "kept_counts")
 """Sampling details of a completion: large, and of no use to a reader. An audit needs them."""
-_NONE = np.zeros(0, np.int32)
 _SEARCHED_CHARS = 1000
 """Maximum characters of a prompt in `groups.jsonl`."""
 EXCERPT_CHARS = 240
@@ -228,9 +227,9 @@ def read_trained(run_dir: Path, step: int) -> list[RecordedGroup]:
     try:
         with ZipFile(path) as file:
             for name in sorted(file.namelist()):
-                item = _recorded(codec.unpack(file.read(name)), name)
-                if not item.reason:  # the dropped ones follow
-                    found.append(item)
+                content = codec.unpack(file.read(name))
+                if not content["reason"]:  # the dropped ones follow
+                    found.append(_recorded(content, name))
     except Exception as error:  # a damaged file fails in many ways
         raise ConfigError(
             f"the groups of step {step} cannot be read: {error}",
@@ -250,10 +249,6 @@ def _recorded(content: dict[str, Any], name: str) -> RecordedGroup:
         for key, column in columns.items():
             spread = completion.pop(key)
             column.append(None if spread is None else np.frombuffer(spread, "<f4"))
-    if of_group["reason"]:
-        # Of a dropped group nothing is certain, such as its rewards.
-        return RecordedGroup(Group("dropped", "", "", "", _NONE, []), reason=of_group["reason"])
-
     group = codec.from_plain(content, Group, name)
     advantages = [
         completion.trained(spread)

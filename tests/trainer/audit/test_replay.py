@@ -11,6 +11,7 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import msgpack
+import numpy as np
 import pytest
 
 from common.errors import ConfigError
@@ -127,7 +128,10 @@ def test_one_byte_of_a_token_is_named(copy: Path) -> None:
 def test_one_byte_of_a_log_probability_is_named(copy: Path) -> None:
     def change(document: Document) -> None:
         completion = document["completions"][1]
-        completion["logprobs"] = flip(completion["logprobs"], 2)  # 1/128 of its value or more
+        values = np.frombuffer(completion["logprobs"], "<f4")
+        least_likely = int(values.argmin())
+        # In the exponent: four times the value, or a quarter of it.
+        completion["logprobs"] = flip(completion["logprobs"], 4 * least_likely + 3)
 
     change_group(copy, change)
     found = first_difference(copy)
