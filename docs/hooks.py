@@ -28,6 +28,7 @@ COMMANDS = (
     "trainer.export",
     "trainer.report",
     "trainer.compare",
+    "trainer.replay",
     "trainer.dashboard",
     "trainer.tiny_model",
     "jobgroup.local",

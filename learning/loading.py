@@ -44,6 +44,9 @@ _FILES = [
 _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Outputs that a saved configuration may ask of every forward pass."""
 
+_ALIGNMENT = 64
+"""Bytes; torch allocates memory at multiples of it."""
+
 
 def only_logits(config: Any) -> None:
     """Switches off, in place, what a model's configuration wants computed besides logits: nobody
@@ -232,6 +235,7 @@ def load(
     """
     if not ranks.sharded:
         model = pretrained.whole().to(ranks.device)
+        _align(model)
         ranks.broadcast_model(model)
         if low_precision:
             _keep_states_in_bfloat16(model)
@@ -275,6 +279,17 @@ def load(
         log.info("rank 0 reads %s and sends it to the others", directory)
     fill(targets, reader, ranks, everywhere)
     return root
+
+
+def _align(model: nn.Module) -> None:
+    """Moves weights that lie where they did in their file, at any address, to memory of their own.
+
+    On a CPU the last bits of a product depend on the alignment of its factors: without this, a
+    model would compute otherwise after a restart, with the same weights from another file.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % _ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def _keep_states_in_bfloat16(model: Any) -> None:

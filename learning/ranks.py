@@ -191,6 +191,14 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def gather(self, text: str) -> list[str]:
+        """Returns the text of every rank, on every rank. A collective."""
+        if self.world_size == 1:
+            return [text]
+        texts = [""] * self.world_size
+        dist.all_gather_object(texts, text)
+        return texts
+
     def all_equal(self, body: bytes) -> bool:
         """Whether `body` is the same on every rank, and not empty. A collective."""
         first = self.broadcast(body)

@@ -5,7 +5,7 @@ number of steps and publish the first weights, in this order.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,9 @@ from learning.ranks import Ranks
 from trainer.backend import Backend, BackendContext
 from trainer.evaluation.evaluator import LeaderEvaluator
 from trainer.evaluation.verdicts import verdicts_of
+from trainer.observe.audit import Audit, Given, StepAudit
 from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder, read_lines, tell
+from trainer.observe.run_dir import STEP_FILES, Recorder, read_lines, tell
 from trainer.observe.run_log import LeaderRunLog
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
@@ -170,6 +171,7 @@ def _build_worker(config: Config, ranks: Ranks, run_dir: Path) -> Run:
         rollouts=rollouts,
         weights=WeightSync(lease),
         lease=lease,
+        audit=_audit(policy, None),
         total_steps=policy.total_steps,
     )
 
@@ -261,6 +263,7 @@ def _build_leader(
             run_id=run_id,
             data=backend.data(),
             verdicts=verdicts.decided,
+            files=(*STEP_FILES, "audit") if config.trainer.audit else STEP_FILES,
             words=listener.words,
         )
     )
@@ -302,6 +305,13 @@ def _build_leader(
             config, services, prompter, loop=loop, verdicts=verdicts, trained=trained
         ),
         log=log,
+        audit=_audit(
+            policy,
+            run_dir,
+            run_id=run_id,
+            engine=backend.engine_kind,
+            given=backend.given(),
+        ),
         clock=clock,
         run_id=run_id,
         lock=lock,
@@ -312,6 +322,24 @@ def _build_leader(
         tokenizer=tokenizer,
         flush=_flusher(services, backend, loop),
     )
+
+
+def _audit(
+    policy: Policy,
+    run_dir: Path | None,
+    *,
+    run_id: str = "",
+    engine: str = "",
+    given: Sequence[Given] = (),
+) -> Audit:
+    """Returns the audit of this rank, whose start is recorded. A collective; `run_dir` and what
+    follows are rank 0's.
+    """
+    if not policy.config.trainer.audit:
+        return Audit()
+    audit = StepAudit(run_dir, run_id)
+    audit.begin(policy, engine, given)
+    return audit
 
 
 def _wait_ready(services: Services, context: BackendContext, say: Callable[[str], None]) -> None:

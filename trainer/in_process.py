@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import torch
@@ -48,6 +49,7 @@ from trainer.backend import BackendContext
 from trainer.build import build_run
 from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.loop import train
+from trainer.observe.audit import Given
 from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
 from trainer.rollouts.services import Services
@@ -169,6 +171,20 @@ class InProcessBackend:
         if context.config.lora.publishes_adapter:
             return services, AdapterPublisher(publisher, services.rollout, context.run_id)
         return services, publisher
+
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        """See `Backend`."""
+        return "embedded" if self.engine == "embedded" else "sglang"
+
+    def given(self) -> list[Given]:
+        """See `Backend`."""
+        parts: dict[Given, object] = {
+            "prompts": self.problems,
+            "rewards": self.rewards,
+            "environment": self.environment,
+        }
+        return [name for name, part in parts.items() if part is not None]
 
     def agents(self) -> list[Client]:
         """Returns an empty list: there are no agents."""

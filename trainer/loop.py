@@ -9,7 +9,7 @@ run are described in `trainer/run.py`, the life of a group in `trainer/rollouts/
 
 from common.process import watchdog
 from trainer.algorithms.batch import Batch
-from trainer.algorithms.compute_advantages import compute_advantages
+from trainer.policy.learn import learn
 from trainer.run import Run
 
 
@@ -29,20 +29,10 @@ def train(run: Run) -> None:
             watchdog.at(f"the update of step {policy.step + 1}")
             with run.clock.stage("update"):
                 run.lease.acquire()  # `push` releases it
-                # None where the algorithm needs none.
-                batch.old_logprobs = policy.logprobs(batch)
-                batch.ref_logprobs = run.reference.logprobs(batch)
-                batch.values = critic.values(batch)
-                batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
-
-                # A critic-server learns while the policy is updated here.
-                finish_critic_update = critic.start_update(batch, policy.seed)
-                warming_up = critic.warming_up(policy.step)
-                # Either one increments policy.step.
-                update = policy.skip_update(batch) if warming_up else policy.update(batch)
+                # Log-probabilities, values, advantages, updates; it increments policy.step.
+                update, critic_metrics = learn(policy, run.reference, critic, batch)
                 run.trained.add(batch.problems)
-                run.reference.refresh(policy)  # every `algorithm.reference_refresh` steps
-                critic_metrics = finish_critic_update()
+                run.audit.step(policy, critic, batch, update)  # with `trainer.audit`
 
             watchdog.at(f"publishing and recording step {policy.step}")
             finish_acknowledging = rollouts.start_ack(batch)

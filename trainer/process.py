@@ -4,7 +4,7 @@ import gc
 import logging
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from common.clients.base import Client, wait_healthy
 from common.clients.critic import CriticClient
@@ -23,6 +23,7 @@ from trainer.backend import BackendContext
 from trainer.build import build_run
 from trainer.dashboard.live import dashboard_of_job_group
 from trainer.loop import train
+from trainer.observe.audit import Given
 from trainer.observe.run_dir import console
 from trainer.rank import started
 from trainer.rollouts.services import Services
@@ -127,6 +128,15 @@ class JobGroupBackend:
         context.say(f"run {context.run_id}; weights, health and metrics on {server.url}")
         context.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
         return services, self._publisher(context, services)
+
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        """See `Backend`."""
+        return self._config.rollout.engine
+
+    def given(self) -> tuple[Given, ...]:
+        """See `Backend`."""
+        return ()
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""

@@ -151,6 +151,16 @@ def _conflicts(config: Settings) -> Iterator[str]:
             f"{{algorithm.mini_batches}} is more than the {completions} completions of a batch: "
             "lower it"
         )
+    if trainer.audit and not trainer.keep_groups_mb:
+        yield (
+            "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} keeps "
+            "none: raise it, or leave trainer.audit out"
+        )
+    if trainer.audit and algorithm.needs_critic and config.critic.location == "server":
+        yield (
+            "{trainer.audit} cannot re-execute what a critic-server computed ({critic.location}): "
+            "set critic.location trainer, or leave trainer.audit out"
+        )
     if not embedded:
         yield from _engine_args(config)
     yield from _sampling(config)

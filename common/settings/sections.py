@@ -551,6 +551,9 @@ class TrainerSection(Section):
     """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The
     oldest steps are
     removed first. 0: keep none."""
+    audit: bool = False
+    """Record what `rlhf-replay` needs to re-execute any step of the run and compare it bit for bit,
+    in `run_dir/audit.jsonl` beside `run_dir/groups`."""
     resume: bool = True
     """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set
     aside."""

@@ -50,6 +50,11 @@ class _Known(NamedTuple):
     task: asyncio.Task[list[Episode]]
 
 
+def session_seed(task_seed: int, index: int, attempt: int) -> int:
+    """Returns the seed of the session of one try at an episode."""
+    return (task_seed * 4096 + index) * _TRIES + attempt
+
+
 class EpisodeService:
     """Runs episodes, once per request id, and holds their sessions.
 
@@ -224,7 +229,7 @@ class EpisodeService:
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)
 
-        seed = (request.task.seed * 4096 + index) * _TRIES + attempt
+        seed = session_seed(request.task.seed, index, attempt)
         settings = SessionSettings(sampling.max_new_tokens, request.limits, seed)
         session = Session(secrets.token_urlsafe(24), self._template, sample, settings=settings)
         self._sessions[session.id] = session

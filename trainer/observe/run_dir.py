@@ -45,6 +45,8 @@ log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 Line = dict[str, Any]
 ATTEMPTS = "attempts.jsonl"
+STEP_FILES = ("metrics", "groups", "samples")
+"""The files with a line for each step of every run."""
 _AGAIN_AFTER = 20
 """Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
 
@@ -112,7 +114,7 @@ class Recorder:
         run_id: str = "",
         data: str = "",
         verdicts: bool | None = None,
-        files: Sequence[str] = ("metrics", "groups", "samples"),
+        files: Sequence[str] = STEP_FILES,
         words: Callable[[str], str] = lambda text: text,
     ) -> None:
         self.directory = directory

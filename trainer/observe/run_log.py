@@ -86,7 +86,12 @@ class LeaderRunLog(RunLog):
         self._clock = clock
         self._cpu = CpuClock()
         self._collecting_cpu = CpuClock(collecting_cpu)
-        self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
+        self._groups = GroupRecorder(
+            recorder.directory,
+            config.trainer.keep_groups_mb << 20,
+            step,
+            whole=config.trainer.audit,
+        )
         self._step = step
         self._lost_before: Counter[str] = Counter()
         self._refused_before = 0
