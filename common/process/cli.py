@@ -87,8 +87,9 @@ def program(module: str) -> str:
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits."""
-    log_exit_reason(f"error: {error}")
+    """Prints the error, with its notes in lines of their own, and exits."""
+    notes = getattr(error, "__notes__", [])
+    log_exit_reason("\n".join([f"error: {error}", *notes]))
     raise SystemExit(status)
 
 

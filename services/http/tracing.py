@@ -21,6 +21,7 @@ _POLLED = frozenset(
         "/status",
         "/workers",
         "/workers/{name}",
+        "/where",
         "/v1/loads",
     )
 )
