@@ -22,6 +22,8 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
@@ -31,6 +33,7 @@ from common.process import progress, watchdog
 from common.process.progress import Progress
 from common.process.security import is_loopback
 from common.process.topology import LOST, TRAINER, Topology
+from common.process.watchdog import RankWhere, Where
 from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -45,7 +48,11 @@ _VERDICT_S = 10.0
 _SHUTDOWN_S = 5.0
 """Seconds that an ending rank waits for others to read why: closing a socket with unread input
 discards sent data."""
-_MAX_LINE_BYTES = 4096
+_MAX_LINE_BYTES = 1 << 16
+_MAX_STACKS_CHARS = 40_000
+_MAX_AWAITED = 20
+_ANSWER_S = 2.0
+"""Seconds in which a rank says where it is; its thread is free unless the process is stopped."""
 _MAX_UNAUTHENTICATED = 64
 _HANDSHAKE_S = 10.0
 """Connections that have not sent a valid token yet: how many may be open, and for how many
@@ -106,6 +113,12 @@ class Liveness:
         self._failed_at = ""
         self._final_message: str | None = None
         self._thread: threading.Thread | None = None
+        self.before_end: Callable[..., str] = lambda reason: ""
+        """Called with `reason` before this rank ends because of another; returns the last line."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._answers: dict[int, Where] = {}
+        self._answered = asyncio.Event()
+        self._asking = threading.Lock()
 
     def __enter__(self) -> "Liveness":
         if self._ranks.world_size > 1:
@@ -116,6 +129,8 @@ class Liveness:
                 target=lambda: asyncio.run(self._watch(endpoint)), name="liveness", daemon=True
             )
             self._thread.start()
+            if self._ranks.is_rank_zero:
+                watchdog.ask_other_ranks_with(self.where_others_are)
         return self
 
     def __exit__(
@@ -126,6 +141,8 @@ class Liveness:
     ) -> None:
         if self._thread is None:
             return
+        if self._ranks.is_rank_zero:
+            watchdog.ask_other_ranks_with(None)
         # Torch raises RuntimeError, perhaps in a collective with a lost rank.
         if isinstance(value, RuntimeError):
             log.warning(
@@ -148,6 +165,37 @@ class Liveness:
         self._final_message = f"gone {self._ranks.rank} {how} {shorten(reason)}"
         self._thread.join()
 
+    def where_others_are(self) -> list[RankWhere]:
+        """Asks the other ranks what they are doing; called on rank 0, in any thread but the one of
+        this class. A rank that does not answer in `_ANSWER_S` is in the list too.
+        """
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return []
+        with self._asking:
+            asked = asyncio.run_coroutine_threadsafe(self._ask(), loop)
+            try:
+                answers = asked.result(2 * _ANSWER_S)
+            except (TimeoutError, CancelledError):
+                answers = {}
+        found = list[RankWhere]()
+        for rank in range(1, self._ranks.world_size):
+            where = answers.get(rank) or Where()
+            found.append(RankWhere(rank=rank, name=self._name(rank), **where.model_dump()))
+        return found
+
+    async def _ask(self) -> dict[int, Where]:
+        self._answers = {}
+        self._answered.clear()
+        asked = len(self._connections)
+        self._broadcast("where")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                while len(self._answers) < asked:
+                    await self._answered.wait()
+                    self._answered.clear()
+        return self._answers
+
     def _endpoint(self) -> socket.socket:
         """Opens the socket: rank 0 listens at torchrun's rendezvous address, the others connect to
         it.
@@ -166,6 +214,7 @@ class Liveness:
 
     async def _watch(self, endpoint: socket.socket) -> None:
         """Runs the thread: listens, beats and judges until this rank ends."""
+        self._loop = asyncio.get_running_loop()
         if self._ranks.is_rank_zero:
             self._server = await asyncio.start_server(
                 self._accept, sock=endpoint, limit=_MAX_LINE_BYTES
@@ -221,8 +270,8 @@ class Liveness:
     async def _listen(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Reads `beat MOVES PLACE`, `gone RANK HOW REASON` and `stuck WHERE` until the connection
-        ends.
+        """Reads `beat MOVES PLACE`, `gone RANK HOW REASON`, `stuck WHERE`, the question `where` and
+        its answer `here JSON` until the connection ends.
         """
         with suppress(ValueError, OSError):
             while (line := await reader.readline()).endswith(b"\n"):
@@ -236,6 +285,11 @@ class Liveness:
                 elif word == "beat":
                     moves, _, place = rest.partition(" ")
                     self._doing.setdefault(peer, _Doing()).heard(int(moves), place)
+                elif word == "where":
+                    writer.write(_here())
+                elif word == "here":
+                    self._answers[peer] = Where.model_validate_json(rest)
+                    self._answered.set()
         del self._connections[peer]
         writer.close()
         self._depart(peer, "died", "")
@@ -276,14 +330,16 @@ class Liveness:
 
     async def _end_stuck(self, where: str) -> None:
         """Ends this process, because no rank makes progress and nobody knows when one would."""
-        log.error(
-            "no rank has made progress for %g s (trainer.stuck_after_s). %s. All ranks end; the "
-            "job's recovery (max_restarts_on_errors) starts them again, and the run continues from "
-            "its newest checkpoint",
-            self._stuck_after_s,
-            where,
+        reason = (
+            f"no rank has made progress for {self._stuck_after_s:g} s (trainer.stuck_after_s). "
+            f"{where}. All ranks end"
         )
-        await self._exit()
+        log.error(
+            "%s; the job's recovery (max_restarts_on_errors) starts them again, and the run "
+            "continues from its newest checkpoint",
+            reason,
+        )
+        await self._exit(reason, reports=self._ranks.is_rank_zero)
 
     async def _end(self, rank: int, how: str, reason: str) -> None:
         """Ends this process, because nothing else can end the collective in the main thread."""
@@ -295,19 +351,23 @@ class Liveness:
             "node gone or process stuck",
         }[how]
         own_name = self._name(self._ranks.rank)
+        reason = f"{self._name(rank)} {what}. {own_name} ends too"
         log.error(
-            "%s %s. %s ends too. The job's recovery (max_restarts_on_errors) starts every trainer "
+            "%s. The job's recovery (max_restarts_on_errors) starts every trainer "
             "node again, and the run continues from its newest checkpoint",
-            self._name(rank),
-            what,
-            own_name,
+            reason,
         )
-        await self._exit()
+        # One rank writes the report: rank 0, or the next one if that is lost.
+        await self._exit(reason, reports=self._ranks.rank == (1 if rank == 0 else 0))
 
-    async def _exit(self) -> None:
+    async def _exit(self, reason: str, *, reports: bool) -> None:
         own_name = self._name(self._ranks.rank)
         log.error("%s was here:\n%s", own_name, self._failed_at or watchdog.stacks())
         await self._close()
+        if reports:
+            said = await asyncio.to_thread(self.before_end, reason=reason)
+            if said:
+                log.error("%s", said)
         logging.shutdown()
         os._exit(LOST)
 
@@ -335,3 +395,17 @@ def _place() -> str:
     """Returns what the training loop of this process is doing."""
     place = watchdog.place()
     return "outside the training loop" if place is None else place[0]
+
+
+def _here() -> bytes:
+    """Returns the line that says where this process is, shorter than `_MAX_LINE_BYTES`."""
+    where = watchdog.where()
+    where.awaited = where.awaited[:_MAX_AWAITED]
+    stacks = where.stacks
+    room = _MAX_STACKS_CHARS
+    while True:
+        where.stacks = shorten(stacks, room)
+        line = f"here {where.model_dump_json()}\n".encode()
+        if len(line) < _MAX_LINE_BYTES:
+            return line
+        room //= 2  # JSON escapes have made it longer

@@ -62,6 +62,11 @@ def doctor() -> None:
     run("jobgroup.doctor")
 
 
+def diagnose() -> None:
+    """`rlhf-diagnose`: says what is wrong with a run."""
+    run("trainer.diagnose")
+
+
 def dashboard() -> None:
     """`rlhf-dashboard`: shows runs in a browser."""
     run("trainer.dashboard")

@@ -47,6 +47,7 @@ from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
 from trainer.backend import BackendContext
 from trainer.build import build_run
+from trainer.diagnosis.own import diagnosed
 from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.loop import train
 from trainer.observe.audit import Given
@@ -112,7 +113,11 @@ def train_in_process(
         engine=engine,
         environment=environment,
     )
-    with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
+    with (
+        RunLock.of_new_run(run_dir, "in-process") as lock,
+        diagnosed(run_dir, config),
+        ExitStack() as stack,
+    ):
         stack.enter_context(reproducible_numbers(config.reproducible))
         run = build_run(
             config,

@@ -4,7 +4,8 @@ run directory.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -12,11 +13,13 @@ from common import VERSION
 from common.process import watchdog
 from common.process.logs import setup_logging
 from common.process.run_lock import RunLock
-from common.process.topology import Topology
+from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
 from learning.device import reproducible_numbers
 from learning.liveness import Liveness
 from learning.ranks import Ranks
+from trainer.diagnosis.own import diagnose, diagnosed
+from trainer.diagnosis.run_files import write_topology
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,13 @@ def started(
     group = topology.group or "local"
     # Rank 0 takes the lock before the ranks meet.
     own_lock = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()
-    numbers = reproducible_numbers(config.reproducible)
-    with own_lock as lock, watchdog.stalls(), numbers, ranks, liveness:
+    with own_lock as lock, watchdog.stalls(), ExitStack() as stack:
+        services = topology if task == TRAINER else None
+        liveness.before_end = partial(diagnose, settings.run_dir, config, services)
+        if lock is not None:
+            write_topology(settings.run_dir, services, ranks.world_size)
+            stack.enter_context(diagnosed(settings.run_dir, config, services))
+        stack.enter_context(reproducible_numbers(config.reproducible))
+        stack.enter_context(ranks)
+        stack.enter_context(liveness)
         yield ranks, lock

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
+from common.process import watchdog
 from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.wire.schemas import (
@@ -111,6 +112,12 @@ def create_trainer_app(
     async def workers() -> list[WorkerReport]:
         """The rollout nodes that are alive and what they serve."""
         return board.workers()
+
+    @app.get("/ranks")
+    async def ranks() -> list[watchdog.RankWhere]:
+        """What every rank of the trainer is doing; one that does not answer has the `pid` 0."""
+        own = watchdog.RankWhere(rank=0, name="rank 0", **watchdog.where().model_dump())
+        return [own, *await asyncio.to_thread(watchdog.other_ranks)]
 
     return app
 

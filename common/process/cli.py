@@ -110,8 +110,9 @@ def in_own_words(text: str) -> str:
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits."""
-    log_exit_reason(in_own_words(f"error: {error}"))
+    """Prints the error, with its notes in lines of their own, and exits."""
+    notes = getattr(error, "__notes__", [])
+    log_exit_reason(in_own_words("\n".join([f"error: {error}", *notes])))
     raise SystemExit(status)
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from common.errors import ConfigError
 from common.process.security import tls
@@ -170,6 +171,23 @@ class Topology:
                 remedy="unset these variables outside SkyPilot",
             )
         return topology
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what `from_saved` reads, for a file: addresses, and nothing that is secret."""
+        return {
+            "group": self.group,
+            "node_ips": list(self.node_ips),
+            "hosts": format_hosts(self.local_hosts),
+        }
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> "Topology":
+        """Returns the topology as another process sees it that is no node of the group. Raises
+        ConfigError.
+        """
+        ips = tuple(saved["node_ips"])
+        hosts = parse_hosts(saved["hosts"])
+        return cls(saved["group"], num_nodes=len(ips), node_ips=ips, local_hosts=hosts)
 
     def host(self, task: str, node: int = 0) -> str:
         """Returns the host name of a node of `task`; its address under the local runner."""

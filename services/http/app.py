@@ -142,6 +142,11 @@ def create_app(
         """Prometheus metrics."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/where")
+    async def where() -> watchdog.Where:
+        """What this process is doing: the calls that it waits for, and its stacks."""
+        return watchdog.where()
+
     @app.post("/flush")
     async def flush_now() -> dict[str, str]:
         """Makes everything in this service durable. The trainer calls it before it ends."""

@@ -20,6 +20,7 @@ _POLLED = frozenset(
         "/status",
         "/workers",
         "/workers/{name}",
+        "/where",
         "/v1/loads",
     )
 )

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from common.errors import ConfigError
 from common.process.cli import CommandParser, count, run
-from trainer.dashboard.jsonl import JsonlReader, parsed
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader, RunSummary
 from trainer.evaluation.uncertainty import PairedDifference, paired_difference, wilson_interval
+from trainer.observe.jsonl import JsonlReader, parsed
 
 _EPILOG = """\
 examples:

@@ -1,9 +1,11 @@
 """Run on every node: ranks that watch each other and play the part that the test names.
 
-`step`: collectives for ever. `leave`: rank 0 is told to end before rank 1 has joined. `compute`: rank 1 multiplies matrices for three times the limit and
-ends; rank 0 ends much later. `wait`: rank 0 waits for something other than a collective. `fail`:
+`step`: collectives for ever. `leave`: rank 0 is told to end before rank 1 has joined. `compute`:
+rank 1 multiplies matrices for three times the limit and ends; rank 0 ends much later. `wait`: rank 0 waits for something other than a collective. `fail`:
 rank 1 raises its own error. `load`: rank 1 loads for five times the limit, which is then that of all
 ranks without progress, while rank 0 waits for it. `stuck`: rank 1 stops loading in the middle.
+`ask`: rank 0 asks where rank 1 is, which waits for it in a collective, until that answers, and then
+until it does not.
 """
 
 import asyncio
@@ -43,6 +45,19 @@ def _load(weights: Path, seconds: float, *, stops: bool) -> None:
                 time.sleep(600)
 
 
+def _ask(directory: Path) -> None:
+    """Writes what is said of rank 1 once it is in the collective, and once it does not answer."""
+    for name, said in (
+        ("where", lambda rank: "in all_reduce" in rank.stacks),
+        ("silent", lambda rank: rank.pid == 0),
+    ):
+        (rank,) = watchdog.other_ranks()
+        while not said(rank):
+            (rank,) = watchdog.other_ranks()
+        (directory / f"{name}.partial").write_text(rank.model_dump_json())
+        (directory / f"{name}.partial").rename(directory / f"{name}.json")
+
+
 def main(directory: Path, part: str, limit_s: float) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)
@@ -75,6 +90,10 @@ def main(directory: Path, part: str, limit_s: float) -> None:
             matrix = torch.rand(3000, 3000)
             while time.monotonic() - begin < 3 * limit_s:
                 matrix = matrix @ matrix / 3000
+        if part == "ask":
+            if ranks.is_rank_zero:
+                _ask(directory)
+            ranks.sum(torch.ones(1000))
         while part in ("step", "wait", "fail"):
             ranks.sum(torch.ones(1000))
             time.sleep(0.01)
