@@ -98,7 +98,7 @@ def _timed_updates(seconds: list[float]) -> Iterator[None]:
         seconds.append(own_seconds() - begin)
         return result
 
-    Policy.update = timed  # type: ignore[method-assign]
+    Policy.update = timed  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
