@@ -77,7 +77,7 @@ def main() -> None:
     arguments = parser.parse_args()
     table = figures_table(
         f"seconds and processor seconds per step, without and with it: {arguments.rounds} rounds",
-        ["max_staleness", "s", "s, with", "ratio", "CPU s", "CPU s, with", "ratio", "weights"],
+        ["staleness", "s", "with", "ratio", "CPU s", "with", "ratio", "weights"],
     )
     for staleness in (0, 1):
         table.add_row(*row(staleness, arguments.rounds, arguments.steps))
