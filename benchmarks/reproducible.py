@@ -37,14 +37,17 @@ def lines_of(directory: Path, steps: int, *, reproducible: bool, staleness: int)
     return read_lines(directory / "metrics.jsonl")
 
 
-def seconds_per_step(lines: list[Any]) -> float:
-    return statistics.median(sum(line["seconds"].values()) for line in lines[_FIRST:])
+def costs(lines: list[Any]) -> tuple[float, float]:
+    """Returns the seconds and the processor seconds of a step, the median of a run."""
+    seconds = [sum(line["seconds"].values()) for line in lines[_FIRST:]]
+    cpu_seconds = [line["cpu_seconds"] for line in lines[_FIRST:]]
+    return statistics.median(seconds), statistics.median(cpu_seconds)
 
 
 def row(staleness: int, rounds: int, steps: int) -> list[str]:
     """Returns a row of the table."""
-    plain: list[float] = []
-    exact: list[float] = []
+    plain: list[tuple[float, float]] = []
+    exact: list[tuple[float, float]] = []
     sums: set[tuple[str, ...]] = set()
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as directory:
@@ -55,14 +58,16 @@ def row(staleness: int, rounds: int, steps: int) -> list[str]:
                     reproducible=reproducible,
                     staleness=staleness,
                 )
-                (exact if reproducible else plain).append(seconds_per_step(lines))
+                (exact if reproducible else plain).append(costs(lines))
                 if reproducible:
                     sums.add(tuple(line["weights_checksum"] for line in lines))
-    before = statistics.median(plain)
-    after = statistics.median(exact)
-    ratio = statistics.median(mine / other for mine, other in zip(exact, plain, strict=True))
-    equal = "equal" if len(sums) == 1 else f"{len(sums)} kinds of runs"
-    return [str(staleness), f"{before:.3f}", f"{after:.3f}", f"{ratio:.2f}", equal]
+
+    figures = [str(staleness)]
+    for before, after in zip(zip(*plain, strict=True), zip(*exact, strict=True), strict=True):
+        ratio = statistics.median(mine / other for mine, other in zip(after, before, strict=True))
+        medians = (statistics.median(before), statistics.median(after))
+        figures += [*(f"{median:.3f}" for median in medians), f"{ratio:.2f}"]
+    return [*figures, "equal" if len(sums) == 1 else f"{len(sums)} kinds of runs"]
 
 
 def main() -> None:
@@ -71,8 +76,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
     arguments = parser.parse_args()
     table = figures_table(
-        f"seconds per step, the median of {arguments.rounds} rounds",
-        ["max_staleness", "without", "reproducible", "ratio of a round", "weights"],
+        f"seconds and processor seconds per step, without and with it: {arguments.rounds} rounds",
+        ["staleness", "s", "with", "ratio", "CPU s", "with", "ratio", "weights"],
     )
     for staleness in (0, 1):
         table.add_row(*row(staleness, arguments.rounds, arguments.steps))

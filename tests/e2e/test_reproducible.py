@@ -13,7 +13,7 @@ import pytest
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-STEPS = 6
+STEPS = 8
 BUSY = "while True: pass"
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

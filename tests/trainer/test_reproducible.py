@@ -23,23 +23,36 @@ FRESH = 4
 
 
 class Disturbed(httpx.AsyncBaseTransport):
-    """Delays the engine's answers, and refuses two requests, whose second tries take the longest."""
+    """Delays the engine's answers, and refuses two requests, whose second tries come last."""
 
     def __init__(self, app: FastAPI) -> None:
         self.engine = httpx.ASGITransport(app)
         self.delays = random.Random(0)
         self.calls = 0
+        self.first_tries = 0
+        """Requests in flight that were not refused before."""
         self.refused: set[int] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/generate":
-            self.calls += 1
-            seed = json.loads(await request.aread())["sampling_params"]["sampling_seed"]
-            if self.calls in (2, 7):
-                self.refused.add(seed)
-                return httpx.Response(400, json={"detail": "refused"})
-            await asyncio.sleep(1.0 if seed in self.refused else self.delays.choice([0.0, 0.3]))
-        return await self.engine.handle_async_request(request)
+        if request.url.path != "/generate":
+            return await self.engine.handle_async_request(request)
+
+        self.calls += 1
+        seed = json.loads(await request.aread())["sampling_params"]["sampling_seed"]
+        if self.calls in (2, 7):
+            self.refused.add(seed)
+            return httpx.Response(400, json={"detail": "refused"})
+        if seed in self.refused:
+            while self.first_tries:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(2.0)
+            return await self.engine.handle_async_request(request)
+
+        self.first_tries += 1
+        await asyncio.sleep(self.delays.choice([0.0, 0.3]))
+        response = await self.engine.handle_async_request(request)
+        self.first_tries -= 1
+        return response
 
 
 def numbers(group: Group) -> list[object]:

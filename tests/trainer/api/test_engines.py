@@ -54,7 +54,7 @@ def config(folder: Path, **fields: Any) -> GRPOConfig:
 def served(directory: Path, asked: Counter[str]) -> Iterator[str]:
     """Serves an engine with SGLang's API on a port of this machine; `asked` counts its calls by URL
     and path."""
-    app = make_app(Engine(Model(directory, 256, torch.device("cpu"), "float32"), seed=0))
+    app = make_app(Engine(Model(directory, 256, torch.device("cpu"), dtype="float32"), seed=0))
 
     async def counting(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
