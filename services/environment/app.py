@@ -16,10 +16,11 @@ from fastapi import FastAPI, Request, Response
 from common.errors import InvalidInput, NotFound, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
-from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
+from services.environment.dialects import DIALECTS, MESSAGES, Call, Dialect, read_call
 from services.environment.messages import History
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
+from services.environment.session import CallAnswer
 from services.http.app import BareRoute, create_app, read_json
 from services.http.delivery import connection_of
 from services.http.disconnect import ClientGone, cancel_on_disconnect
@@ -227,19 +228,16 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
         except InvalidInput as error:
             service.refuse(called, error)
             raise
-        content = dialect.write(answer, parsed, secrets.token_hex(16))
-        if parsed.streams:
-            # Whole and with its length: nothing follows the last event, where clients stop reading.
-            response = Response("".join(dialect.events(content, parsed)), media_type=EVENTS)
-        else:
-            response = Response(orjson.dumps(content), media_type=JSON)
-
-        connection = connection_of(request)
-        if connection is not None:
-            if connection.is_lost:
-                called.lose(answer.call)
-                raise ClientGone("the client closed the connection")
-            called.sends(answer.call, connection.deliver().taken)
+        try:
+            response = _response(dialect, answer, parsed)
+            connection = connection_of(request)
+            if connection is not None:
+                if connection.is_lost:
+                    raise ClientGone("the client closed the connection")
+                called.sends(answer.call, connection.deliver().taken)
+        except BaseException:
+            called.lose(answer.call)
+            raise
         return response
 
     app.router.add_api_route(
@@ -249,6 +247,14 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
         route_class_override=BareRoute,
         **described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410)),
     )
+
+
+def _response(dialect: Dialect, answer: CallAnswer, call: Call) -> Response:
+    content = dialect.write(answer, call, secrets.token_hex(16))
+    if not call.streams:
+        return Response(orjson.dumps(content), media_type=JSON)
+    # Whole and with its length: nothing follows the last event, where clients stop reading.
+    return Response("".join(dialect.events(content, call)), media_type=EVENTS)
 
 
 def _request_key(body: Any, dialect: Dialect) -> str:
