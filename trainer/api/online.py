@@ -192,7 +192,7 @@ class OnlineRLTrainer:
         self._problems = Problems(train, held_out)
         for error in _contradictions(self.config, self._problems):
             refusals.add(error)
-        refusals.raise_all({**self.config.given_names(), **self._arguments})
+        refusals.raise_all(self.config.given_names(self._arguments))
 
         self._rounds = 0
         self._began = False
@@ -488,7 +488,7 @@ class OnlineRLTrainer:
             reference = self.config.ref_model_name_or_path
             if error.value == reference != self.config.model_name_or_path:
                 names["model.name"] = "ref_model_name_or_path"
-            given = {**self.config.given_names(), **self._arguments}
+            given = self.config.given_names(self._arguments)
             raise renamed(renamed(error, names), given) from None
 
     def _result(self, saved: Path) -> TrainResult:

@@ -292,9 +292,12 @@ class TrainerConfig(BaseModel):
                 "or set max_steps",
             )
 
-    def given_names(self) -> dict[str, str]:
-        """Returns TRL's names of the fields that were given by them."""
-        return _given_names(self._given)
+    def given_names(self, arguments: Mapping[str, str]) -> dict[str, str]:
+        """Returns TRL's names of the fields that were given by them, and the trainer's own names of
+        `arguments` that were not given here.
+        """
+        others = {ours: name for ours, name in arguments.items() if ours not in self._given}
+        return others | _given_names(self._given)
 
     def _every(self, interval: float | str, problems: int) -> int:
         """Returns a number of steps for `save_steps` or `eval_steps`."""

@@ -1,5 +1,7 @@
 """Trains a model on math problems in this process."""
 
+import shlex
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -180,11 +182,19 @@ def _train(arguments: dict[str, Any]) -> None:
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
-        print(
-            f"evaluate:   {program('trainer.evaluate_model')} --model {saved} "
-            f"--compare {config.model_name_or_path} --dataset {arguments['dataset']} "
-            f"--max-new-tokens {config.max_new_tokens}"
-        )
+        print(f"evaluate:   {evaluation(config, saved, arguments['dataset'], data_settings)}")
+
+
+def evaluation(
+    config: TrainerConfig, saved: Path, dataset: str, data_settings: Mapping[str, Any]
+) -> str:
+    """Returns the command that evaluates the trained model on the held-out problems."""
+    words = ["--model", str(saved), "--compare", config.model_name_or_path, "--dataset", dataset]
+    words += ["--max-new-tokens", str(config.max_new_tokens)]
+    for name, value in data_settings.items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        words += ["--set", f"{name}={text}"]
+    return f"{program('trainer.evaluate_model')} {shlex.join(words)}"
 
 
 if __name__ == "__main__":
