@@ -136,7 +136,7 @@ class RolloutClient(Client):
     async def _read_apart(
         self,
         read: Callable[[list[dict[str, Any]]], list[_T]],
-        input_ids: Sequence[int],
+        input_ids: Tokens,
         options: SamplingOptions,
         seed: int,
         *,

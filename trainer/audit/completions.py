@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from common.clients.rollout import sample_seed
 from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
-from services.engine.sampling import sample_seed
 from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, Outcome, columns
 from trainer.audit.engine import ReplayEngine, Sampled, Span, is_reproducible
 from trainer.audit.recorded import RecordedStep

@@ -227,14 +227,16 @@ class _RecordedAnswers:
         return self._waiting[0][1] if self._waiting else []
 
     async def sample(
-        self, tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+        self, tokens: Int32, max_new_tokens: int, seed: int, stop: Sequence[str]
     ) -> Completion:
         """See `services.environment.session.Sample`. Raises ServiceError for another call than the
         run made.
         """
-        known = [each for each in self._waiting if each[1] == list(tokens)]
+        asked = tokens.tolist()
+        known = [each for each in self._waiting if each[1] == asked]
         if not known or self.unknown is not None:
-            self.unknown = self.unknown or tokens
+            if self.unknown is None:
+                self.unknown = asked
             raise ServiceError("the run made no such call")
         row, before, start, end = known[0]
         self._waiting.remove(known[0])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from common.settings.sections import TrainerSection
 from common.wire.schemas import Prompt
 from learning.ranks import Ranks
 from trainer.audit.comparison import Outcome, Stage, checksum, differences
@@ -52,12 +53,9 @@ class Replay:
         """Returns this rank among those of the replay, which are as many as the run had."""
         start = self.recorded.start
         trainer = start.config["trainer"]
-        return Ranks.from_env(
-            device_kind="cpu" if start.setup.device == "cpu" else "auto",
-            timeout_s=_PATIENCE_S,
-            shard_size=trainer["shard_size"],
-            offload=trainer["offload_optimizer"],
-        )
+        device = "cpu" if start.setup.device == "cpu" else "auto"
+        settings = TrainerSection.model_validate(trainer | {"device": device})
+        return Ranks.from_env(_PATIENCE_S, settings)
 
     def run(self, ranks: Ranks) -> list[Outcome]:
         """Compares the stages and returns their outcomes in order; those of a rank above 0 are
