@@ -1,0 +1,94 @@
+"""Runs one fault in a process of its own, and reads what it says, each line with its time."""
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults.judge import Line
+
+_READ = 65536
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a process said, and how it ended."""
+
+    lines: list[Line]
+    began: float
+    """Seconds of the monotonic clock."""
+    seconds: float
+    status: int | None
+    """The exit status, negative for a signal; None when it was killed at the limit."""
+
+
+def run_child(work: Callable[[], int], output: Path, limit_s: float) -> Outcome:
+    """Forks a process that does `work`; returns its output, which `output` gets too.
+
+    It is killed, with everything that it started, after `limit_s` seconds.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        os.setsid()
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        status = 1
+        try:
+            status = work()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+    os.close(writing)
+
+    lines: list[Line] = []
+    status = None
+    with output.open("w", encoding="utf-8") as log:
+        for line in _lines(reading, began + limit_s, pid):
+            lines.append(line)
+            log.write(f"{line.at - began:8.2f} {line.text}\n")
+    os.close(reading)
+    ended, code = os.waitpid(pid, os.WNOHANG)
+    if ended:
+        status = os.waitstatus_to_exitcode(code)
+    _kill(pid)
+    if not ended:
+        os.waitpid(pid, 0)
+    return Outcome(lines, began, time.monotonic() - began, status)
+
+
+def _lines(reading: int, until: float, pid: int):  # type: ignore[no-untyped-def]
+    """Yields the lines until the process has ended or the time has passed."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reading, selectors.EVENT_READ)
+        while time.monotonic() < until:
+            if not selector.select(0.05):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    break
+                continue
+            content = os.read(reading, _READ)
+            if not content:
+                break
+            now = time.monotonic()
+            *whole, rest = (rest + content).split(b"\n")
+            for line in whole:
+                yield Line(now, line.decode(errors="replace"))
+    if rest:
+        yield Line(time.monotonic(), rest.decode(errors="replace"))
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
