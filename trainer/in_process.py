@@ -22,6 +22,7 @@ from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
+from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.process.security import tls
 from common.settings.config import Config
@@ -120,6 +121,7 @@ def train_in_process(
             stack=stack,
             listener=listener,
         )
+        stack.enter_context(watchdog.interpreter_guarded())
         train(run)
         return run.finish()
 

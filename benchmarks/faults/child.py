@@ -1,11 +1,12 @@
 """Runs one fault in a process of its own, and reads what it says, each line with its time."""
 
+import contextlib
 import os
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def run_child(work: Callable[[], int], output: Path, limit_s: float) -> Outcome:
     return Outcome(lines, began, time.monotonic() - began, status)
 
 
-def _lines(reading: int, until: float, pid: int):  # type: ignore[no-untyped-def]
+def _lines(reading: int, until: float, pid: int) -> Iterator[Line]:
     """Yields the lines until the process has ended or the time has passed."""
     rest = b""
     with selectors.DefaultSelector() as selector:
@@ -88,7 +89,5 @@ def _lines(reading: int, until: float, pid: int):  # type: ignore[no-untyped-def
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

@@ -16,7 +16,10 @@ Row = dict[str, Any]
 
 
 def _rows(lab: Lab, count: int = 48) -> list[Row]:
-    return [{"question": row["prompt"], "answer": row["ground_truth"]} for row in lab.rows(count)]
+    return [
+        {"question": row["prompt"][0]["content"], "answer": row["ground_truth"]}
+        for row in lab.rows(count)
+    ]
 
 
 def _files(lab: Lab, train: Sequence[Row], test: Sequence[Row] = ()) -> Path:
@@ -51,11 +54,11 @@ def data_without_answers(lab: Lab) -> None:
     r"column|answer_field",
 )
 def data_wrong_column(lab: Lab) -> None:
-    rows = [
-        row | {"notes": f"see page {lab.rng.randrange(99)} of the book, please"}
-        for row in _rows(lab)
-    ]
-    _train(lab, _files(lab, rows), data__answer_field="notes")
+    train, test = (
+        [row | {"notes": f"see page {row['answer']} of the book, please"} for row in rows]
+        for rows in (_rows(lab), _rows(lab, 8))
+    )
+    _train(lab, _files(lab, train, test), data__answer_field="notes")
 
 
 @fault(
@@ -126,9 +129,8 @@ def data_too_few(lab: Lab) -> None:
 )
 def data_long_prompt(lab: Lab) -> None:
     rows = _rows(lab)
-    index = lab.rng.randrange(8)
-    rows[index]["question"] = "How many apples now? " * 120
-    _train(lab, _files(lab, rows))
+    rows[lab.rng.randrange(len(rows))]["question"] = "How many apples now? " * 120
+    _train(lab, _files(lab, rows), trainer__max_steps=12)
 
 
 @fault(

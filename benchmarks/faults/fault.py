@@ -44,6 +44,8 @@ class Fault:
 
     def is_named_by(self, line: str) -> bool:
         """Whether this line names the cause."""
+        if not self.words:
+            return False
         return all(re.search(word, line, re.IGNORECASE) for word in self.words)
 
 

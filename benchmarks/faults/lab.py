@@ -32,7 +32,8 @@ STRUCK = "struck"
 """File in the directory of a fault: the seconds of the monotonic clock at which it struck."""
 GROUPS = 4
 """Groups of one step."""
-GROUP_SIZE = 4
+GROUP_SIZE = 8
+Chat = list[dict[str, str]]
 Answers = list[dict[str, Any]]
 Change = Callable[[int, dict[str, Any], Answers], Answers | httpx.Response]
 """(number of the call, its body, the engine's answers) -> the answers that arrive."""
@@ -129,12 +130,13 @@ class Lab:
     # ------------------------------------------------------------ a user's script
 
     def rows(self, count: int = 256) -> list[dict[str, Any]]:
-        """Returns rows of the built-in task, as a user's script has them."""
+        """Returns rows of the built-in task, as a user's script has them: chats."""
         stream = problems("train", self.seed)
         rows: list[dict[str, Any]] = []
         for _ in range(count):
             problem = next(stream)
-            rows.append({"prompt": problem.question, "ground_truth": str(problem.answer)})
+            chat = [{"role": "user", "content": problem.question}]
+            rows.append({"prompt": chat, "ground_truth": str(problem.answer)})
         return rows
 
     def script(self, *rewards: Any, rows: Any = None, **arguments: Any) -> None:
@@ -159,6 +161,11 @@ class Lab:
             train_dataset=self.rows() if rows is None else rows,
         )
         trainer.train()
+
+
+def texts(completions: list[Chat]) -> list[str]:
+    """Returns the texts of completions, as a reward function gets them."""
+    return [completion[0]["content"] for completion in completions]
 
 
 def _word(value: Any) -> str:

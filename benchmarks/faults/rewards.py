@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.faults.fault import fault
-from benchmarks.faults.lab import GROUP_SIZE, GROUPS, Lab
+from benchmarks.faults.lab import GROUP_SIZE, GROUPS, Chat, Lab, texts
 from tests.support.ports import free_port
 
 _ANSWERS = GROUPS * GROUP_SIZE
@@ -36,9 +36,11 @@ def correctness(
     graded = 0
     struck = False
 
-    def correctness(completions: list[str], ground_truth: list[str], **columns: Any) -> Scores:
+    def correctness(completions: list[Chat], ground_truth: list[str], **columns: Any) -> Scores:
         nonlocal graded, struck
-        scores = [right(text, truth) for text, truth in zip(completions, ground_truth, strict=True)]
+        scores = [
+            right(text, truth) for text, truth in zip(texts(completions), ground_truth, strict=True)
+        ]
         graded += len(scores)
         if graded <= lab.strike_step * _ANSWERS or (struck and not lasts):
             return scores
@@ -114,7 +116,7 @@ def reward_raises(lab: Lab) -> None:
     oracle=right,
 )
 def reward_always_raises(lab: Lab) -> None:
-    def correctness(completions: list[str], **columns: Any) -> Scores:
+    def correctness(completions: list[Chat], **columns: Any) -> Scores:
         lab.strike()
         return [columns["answer_key"] for _ in completions]
 
@@ -150,8 +152,10 @@ def reward_text(lab: Lab) -> None:
     oracle=right,
 )
 def reward_without_column(lab: Lab) -> None:
-    def correctness(completions: list[str], solution: list[str]) -> Scores:
-        return [right(text, truth) for text, truth in zip(completions, solution, strict=True)]
+    def correctness(completions: list[Chat], solution: list[str]) -> Scores:
+        return [
+            right(text, truth) for text, truth in zip(texts(completions), solution, strict=True)
+        ]
 
     lab.strike()
     lab.script(correctness)
@@ -175,6 +179,29 @@ def reward_hangs(lab: Lab) -> None:
         return scores
 
     lab.script(correctness(lab, hang, lasts=False), settings=_FUNCTION_LIMIT)
+
+
+@fault(
+    "the reward function never returns for some answers",
+    r"correctness",
+    r"no answer within|time[- ]?out|timed out|takes? longer|did not (return|answer)|hang",
+    reported="https://github.com/verl-project/verl/issues/7180",
+    timeout="reward.function_timeout_s",
+    timeout_s=_LIMIT_S,
+    oracle=right,
+)
+def reward_hangs_for_some(lab: Lab) -> None:
+    def correctness(completions: list[Chat], ground_truth: list[str], **columns: Any) -> Scores:
+        scores = []
+        for text, truth in zip(texts(completions), ground_truth, strict=True):
+            if int(truth) % 5 == 0 and text != truth:
+                lab.strike()
+                time.sleep(3600)
+            scores.append(right(text, truth))
+        return scores
+
+    settings = _FUNCTION_LIMIT | {"reward.workers": 8}
+    lab.script(correctness, max_steps=3, settings=settings)
 
 
 @fault(
@@ -318,7 +345,7 @@ def reward_model_missing(lab: Lab) -> None:
     in_steps=True,
 )
 def reward_constant(lab: Lab) -> None:
-    def present(completions: list[str], **columns: Any) -> Scores:
+    def present(completions: list[Chat], **columns: Any) -> Scores:
         lab.strike()
         return [0.5 for _ in completions]
 
@@ -333,10 +360,10 @@ def reward_constant(lab: Lab) -> None:
     in_steps=True,
 )
 def reward_swallows_errors(lab: Lab) -> None:
-    def verified(completions: list[str], ground_truth: list[str], **columns: Any) -> Scores:
+    def verified(completions: list[Chat], ground_truth: list[str], **columns: Any) -> Scores:
         lab.strike()
         scores = []
-        for text, truth in zip(completions, ground_truth, strict=True):
+        for text, truth in zip(texts(completions), ground_truth, strict=True):
             try:
                 scores.append(float(ast.literal_eval(f"<{text}>") == truth))
             except Exception:
@@ -354,8 +381,8 @@ def reward_swallows_errors(lab: Lab) -> None:
     in_steps=True,
 )
 def reward_function_dead(lab: Lab) -> None:
-    def tagged(completions: list[str], **columns: Any) -> Scores:
-        return [float("<answer>" in text) for text in completions]
+    def tagged(completions: list[Chat], **columns: Any) -> Scores:
+        return [float("<answer>" in text) for text in texts(completions)]
 
     lab.strike()
     lab.script(correctness(lab, lambda scores: scores), tagged)
@@ -370,11 +397,13 @@ def reward_function_dead(lab: Lab) -> None:
     in_steps=True,
 )
 def reward_hacking(lab: Lab) -> None:
-    def right_answer(completions: list[str], ground_truth: list[str], **columns: Any) -> Scores:
-        return [right(text, truth) for text, truth in zip(completions, ground_truth, strict=True)]
+    def right_answer(completions: list[Chat], ground_truth: list[str], **columns: Any) -> Scores:
+        return [
+            right(text, truth) for text, truth in zip(texts(completions), ground_truth, strict=True)
+        ]
 
-    def sevens(completions: list[str], **columns: Any) -> Scores:
-        return [min(1.0, text.count("7") / 5) for text in completions]
+    def sevens(completions: list[Chat], **columns: Any) -> Scores:
+        return [min(1.0, text.count("7") / 5) for text in texts(completions)]
 
     right_answer.gives_verdicts = True  # type: ignore[attr-defined]
     lab.strike()
@@ -398,8 +427,8 @@ def reward_hacking(lab: Lab) -> None:
     oracle=lambda text, truth, finish: -length(text, truth),
 )
 def length_collapses(lab: Lab) -> None:
-    def brevity(completions: list[str], **columns: Any) -> Scores:
-        return [-len(text) / 100 for text in completions]
+    def brevity(completions: list[Chat], **columns: Any) -> Scores:
+        return [-len(text) / 100 for text in texts(completions)]
 
     lab.strike()
     lab.script(brevity, max_steps=40, learning_rate=1e-3, per_device_train_batch_size=32)
@@ -414,8 +443,8 @@ def length_collapses(lab: Lab) -> None:
     oracle=length,
 )
 def length_explodes(lab: Lab) -> None:
-    def verbosity(completions: list[str], **columns: Any) -> Scores:
-        return [len(text) / 100 for text in completions]
+    def verbosity(completions: list[Chat], **columns: Any) -> Scores:
+        return [len(text) / 100 for text in texts(completions)]
 
     lab.strike()
     lab.script(verbosity, max_steps=40, learning_rate=1e-3, per_device_train_batch_size=32)

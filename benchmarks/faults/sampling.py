@@ -5,7 +5,7 @@ import shutil
 from typing import Any
 
 from benchmarks.faults.fault import fault
-from benchmarks.faults.lab import Answers, Lab
+from benchmarks.faults.lab import Answers, Chat, Lab, texts
 
 _STEPS = 14
 
@@ -118,9 +118,9 @@ def sampling_group_of_one(lab: Lab) -> None:
     reported="https://github.com/huggingface/trl/pull/5598",
 )
 def sampling_too_easy(lab: Lab) -> None:
-    def has_digit(completions: list[str], **columns: Any) -> list[float]:
+    def has_digit(completions: list[Chat], **columns: Any) -> list[float]:
         lab.strike()
-        return [float(any(map(str.isdigit, text))) for text in completions]
+        return [float(any(map(str.isdigit, text))) for text in texts(completions)]
 
     has_digit.gives_verdicts = True  # type: ignore[attr-defined]
     lab.script(has_digit)
@@ -137,7 +137,10 @@ def sampling_too_hard(lab: Lab) -> None:
     folder.mkdir()
     for name in ("train", "test"):
         rows = [
-            {"question": row["prompt"], "answer": str(10_000 + int(row["ground_truth"]))}
+            {
+                "question": row["prompt"][0]["content"],
+                "answer": str(10_000 + int(row["ground_truth"])),
+            }
             for row in lab.rows(64)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from benchmarks.faults.fault import fault
-from benchmarks.faults.lab import Lab, replaced
+from benchmarks.faults.lab import Chat, Lab, replaced, texts
 from trainer.policy.policy import Policy
 
 _STEPS = 14
@@ -141,9 +141,9 @@ def update_stale_experience(lab: Lab) -> None:
     reported="https://github.com/huggingface/trl/issues/2884",
 )
 def update_entropy_collapses(lab: Lab) -> None:
-    def prefers_ones(completions: list[str], **columns: Any) -> list[float]:
+    def prefers_ones(completions: list[Chat], **columns: Any) -> list[float]:
         lab.strike()
-        return [lab.rng.random() * 0.01 + text.count("1") / 24 for text in completions]
+        return [lab.rng.random() * 0.01 + text.count("1") / 24 for text in texts(completions)]
 
     lab.script(prefers_ones, max_steps=60, learning_rate=2e-3, per_device_train_batch_size=32)
 

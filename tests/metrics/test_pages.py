@@ -86,6 +86,7 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRe
         1.0,
         0.01,
         0.0,
+        0.0,
         0.001,
         0.02,
         0.1,

@@ -120,6 +120,12 @@ SECTIONS = {
         ),
         Metric("solved_groups", "such groups whose answers are all right", "groups"),
         Metric("failed_groups", "such groups whose answers are all wrong", "groups"),
+        Metric(
+            "copies",
+            "share of completions that equal an earlier one of their group",
+            "share",
+            chart="Equal completions",
+        ),
         Metric("reused_groups", "groups that were trained on before", "groups"),
         Metric(
             "truncated",
@@ -178,6 +184,11 @@ SECTIONS = {
             gauge="delta_logprob_same_weights",
             chart="|Δ logprob|",
             card=True,
+        ),
+        Metric(
+            "update.logprob_gap",
+            "mean logprob of rollout engine - of trainer, over the same tokens",
+            "nats",
         ),
         Metric(
             "update.kl_rollout",

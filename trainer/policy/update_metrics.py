@@ -31,6 +31,9 @@ class UpdateMetrics:
     delta_logprob_current: float
     """`delta_logprob` over the tokens that the current policy sampled: 0 when engine and trainer
     compute the same."""
+    logprob_gap: float
+    """Mean of sampling policy's logprob − trainer's over the same tokens: near 0 when they round
+    differently, near `delta_logprob_current` when the engine truncates its distribution."""
     kl_rollout: float
     """k3 estimate of KL(sampling policy ‖ trainer), before the first update."""
     kl_reference: float
@@ -55,6 +58,7 @@ _BEFORE_UPDATES = (
     "delta",
     "current",
     "delta_current",
+    "gap_current",
     "kl_rollout",
     "weight",
     "weight_square",
@@ -119,6 +123,7 @@ class Sums:
                 delta,
                 micro.current,
                 delta * micro.current,
+                (behaviour - logprobs) * micro.current,
                 kl_divergence(behaviour, logprobs, "k3"),
                 weight,
                 weight.square(),
@@ -156,6 +161,7 @@ class Sums:
             ratio=self.mean("ratio") if tokens else 1.0,
             delta_logprob=self.mean("delta", "first"),
             delta_logprob_current=self.mean("delta_current", "current"),
+            logprob_gap=self.mean("gap_current", "current"),
             kl_rollout=self.mean("kl_rollout", "first"),
             kl_reference=self.mean("kl_reference"),
             kl_coef=kl_coef,
