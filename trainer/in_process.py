@@ -259,11 +259,18 @@ class InProcessBackend:
         data = create_data_app(config, problems.train, problems.held_out)
         reward = create_reward_app(config.reward, max_body_bytes, self.rewards)
         replay = create_replay_app(config.replay, config.state_dir, max_body_bytes)
+        limit_s = config.trainer.service_timeout_s
         services = Services(
-            data=DataClient("data-server", _BASE, transport=httpx.ASGITransport(data)),
+            data=DataClient(
+                "data-server", _BASE, transport=httpx.ASGITransport(data), deadline_s=limit_s
+            ),
             rollout=new_rollout_client(),
-            reward=RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(reward)),
-            replay=ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
+            reward=RewardClient(
+                "reward-server", _BASE, transport=httpx.ASGITransport(reward), deadline_s=limit_s
+            ),
+            replay=ReplayClient(
+                "replay-buffer", _BASE, transport=httpx.ASGITransport(replay), deadline_s=limit_s
+            ),
             rewards_tried=self.rewards is not None,
         )
         services.reward.gets_tokens = self.rewards is not None

@@ -76,10 +76,16 @@ def inject(fault: Fault, seed: int, directory: Path, model: Path) -> Result:
     return Result(
         fault=fault,
         judgement=judge(fault, outcome.lines, at, ended_well=outcome.status == 0),
-        evidence=read_evidence(directory / "run", output.read_text(), fault.oracle),
+        evidence=read_evidence(_run_dir(directory), output.read_text(), fault.oracle),
         seconds=outcome.seconds,
         status=outcome.status,
     )
+
+
+def _run_dir(directory: Path) -> Path:
+    """Returns the directory of the run of a fault, which a job group has in its own folder."""
+    own = directory / "group" / "run"
+    return own if own.exists() else directory / "run"
 
 
 def chosen(names: Sequence[str]) -> list[Fault]:
@@ -176,10 +182,10 @@ def load_subjects() -> None:
     import torch
     import transformers.models.qwen2.modeling_qwen2
 
-    from benchmarks.faults import data, engine, rewards, runs, sampling, updates
+    from benchmarks.faults import data, engine, processes, rewards, runs, sampling, updates
 
     torch.set_num_threads(1)
-    _ = (data, engine, rewards, runs, sampling, updates, transformers)
+    _ = (data, engine, processes, rewards, runs, sampling, updates, transformers)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from benchmarks.faults.fault import Fault
 
 LIMIT_S = 60.0
 """A cause that is named later counts as not named, unless a configured timeout is longer."""
+_NODE = re.compile(r"^[\w-]+ +\| ")
+"""What the local runner writes before the lines of a node."""
 _STEP = re.compile(r"^step +\d+/\d+ ")
 _COMPLAINT = re.compile(
     r"^(alarm|hint|warning|error|diagnosis)\b|\b(WARNING|ERROR|CRITICAL)\b"
@@ -49,7 +51,7 @@ class Judgement:
 
 def complains(text: str) -> bool:
     """Whether a line is a complaint: an alarm, a hint, a warning or an error."""
-    return _COMPLAINT.search(text) is not None
+    return _COMPLAINT.search(_NODE.sub("", text)) is not None
 
 
 def judge(fault: Fault, lines: Sequence[Line], struck: float, ended_well: bool) -> Judgement:
@@ -63,7 +65,9 @@ def judge(fault: Fault, lines: Sequence[Line], struck: float, ended_well: bool) 
 
     steps = None
     if naming is not None:
-        counted = [line for line in after if line.at <= naming.at and _STEP.match(line.text)]
+        counted = [
+            line for line in after if line.at <= naming.at and _STEP.match(_NODE.sub("", line.text))
+        ]
         steps = len(counted)
 
     detected = [line.at - struck for line in (first, naming) if line is not None]

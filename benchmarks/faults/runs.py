@@ -99,7 +99,7 @@ def resume_other_tokenizer(lab: Lab) -> None:
     _trained(lab, model__name=model)
     path = model / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["added_tokens"][0]["normalized"] = not content["added_tokens"][0]["normalized"]
+    del content["model"]["merges"][lab.rng.randrange(10) :: 10]
     path.write_text(json.dumps(content))
     _resume(lab, model__name=model)
 
@@ -128,7 +128,7 @@ def resume_other_model(lab: Lab) -> None:
 )
 def resume_other_setting(lab: Lab) -> None:
     _trained(lab)
-    _resume(lab, sampling__group_size=8)
+    _resume(lab, sampling__group_size=4)
 
 
 @fault(

@@ -131,7 +131,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "same_answers",
         [{"zero_variance_groups": 10, "accuracy": 0.1, "copies": 0.8, "update": {"entropy": 0.3}}],
         {},
-        ("80% of the answers are the same", "certain (entropy 0.30 nats", "algorithm.entropy_coef"),
+        ("80% of the answers are the same", "certain (entropy 0.3 nats", "algorithm.entropy_coef"),
     ),
     (
         "reward_hacking",
