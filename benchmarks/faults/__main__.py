@@ -70,8 +70,12 @@ def inject(fault: Fault, seed: int, directory: Path, model: Path) -> Result:
         lab = labs.Lab(fault.name, seed, directory, model)
         return labs.run(fault.run, lab)
 
-    outcome = run_child(work, output, _LIMIT_S)
     struck = directory / labs.STRUCK
+
+    def is_named(line: str) -> bool:
+        return struck.exists() and fault.is_named_by(line)
+
+    outcome = run_child(work, output, _LIMIT_S, is_named)
     at = float(struck.read_text()) if struck.exists() else outcome.began
     return Result(
         fault=fault,
@@ -158,7 +162,9 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="faults-", dir=options.keep))
     results: list[Result] = []
     for fault in faults:
-        result = inject(fault, options.seed, place / fault.name, options.base_model.resolve())
+        # Not its name: lines with a path would seem to name the cause.
+        directory = place / f"{len(results):03}"
+        result = inject(fault, options.seed, directory, options.base_model.resolve())
         results.append(result)
         seen = result.judgement
         took = f"{result.seconds:.0f} s"

@@ -13,6 +13,8 @@ from pathlib import Path
 from benchmarks.faults.judge import Line
 
 _READ = 65536
+_GRACE_S = 15.0
+"""For the end of the run, whose stores are looked at."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,13 @@ class Outcome:
     """The exit status, negative for a signal; None when it was killed at the limit."""
 
 
-def run_child(work: Callable[[], int], output: Path, limit_s: float) -> Outcome:
+def run_child(
+    work: Callable[[], int], output: Path, limit_s: float, is_enough: Callable[[str], bool]
+) -> Outcome:
     """Forks a process that does `work`; returns its output, which `output` gets too.
 
-    It is killed, with everything that it started, after `limit_s` seconds.
+    It is killed, with everything that it started, after `limit_s` seconds, or `_GRACE_S` seconds
+    after a line that `is_enough`.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -52,27 +57,38 @@ def run_child(work: Callable[[], int], output: Path, limit_s: float) -> Outcome:
     os.close(writing)
 
     lines: list[Line] = []
-    status = None
     with output.open("w", encoding="utf-8") as log:
-        for line in _lines(reading, began + limit_s, pid):
+        until = began + limit_s
+        for line in _lines(reading, lambda: until, pid):
+            if is_enough(line.text):
+                until = min(until, line.at + _GRACE_S)
             lines.append(line)
             log.write(f"{line.at - began:8.2f} {line.text}\n")
     os.close(reading)
-    ended, code = os.waitpid(pid, os.WNOHANG)
-    if ended:
-        status = os.waitstatus_to_exitcode(code)
+    status = _status(pid, until)
     _kill(pid)
-    if not ended:
+    if status is None:
         os.waitpid(pid, 0)
     return Outcome(lines, began, time.monotonic() - began, status)
 
 
-def _lines(reading: int, until: float, pid: int) -> Iterator[Line]:
+def _status(pid: int, until: float) -> int | None:
+    """Returns the exit status; None if the process still runs at that time."""
+    while True:
+        ended, code = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(code)
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.02)
+
+
+def _lines(reading: int, until: Callable[[], float], pid: int) -> Iterator[Line]:
     """Yields the lines until the process has ended or the time has passed."""
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(reading, selectors.EVENT_READ)
-        while time.monotonic() < until:
+        while time.monotonic() < until():
             if not selector.select(0.05):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     break

@@ -294,12 +294,11 @@ def disk_slow_replay(lab: Lab) -> None:
 
 
 @fault(
-    "the log of the replay-buffer's store is damaged",
+    "the file of the replay-buffer's store is cut",
     r"replay",
-    r"changes|groups",
-    r"gone|lost|damaged",
+    r"damaged|malformed|cannot be read|corrupt",
 )
-def replay_log_damaged(lab: Lab) -> None:
+def replay_store_cut(lab: Lab) -> None:
     from tests.support.in_process import stored
 
     config = lab.settings(trainer__max_steps=4)
