@@ -8,6 +8,7 @@ exit status is 1 if one was not. `--list` prints the faults and who reported the
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from benchmarks.faults.child import run_child
 from benchmarks.faults.evidence import Evidence, read_evidence
 from benchmarks.faults.fault import FAULTS, Fault
 from benchmarks.faults.judge import Judgement, judge
+from benchmarks.faults.trl_side import SIDES
 from common.process.cli import run
 from common.process.imports import heavy_imports
 
@@ -61,12 +63,19 @@ class Result:
         }
 
 
-def inject(fault: Fault, seed: int, directory: Path, model: Path) -> Result:
-    """Runs one fault in `directory`, which is made, and measures it."""
+def inject(
+    fault: Fault, seed: int, directory: Path, model: Path, trl: Path | None = None
+) -> Result:
+    """Runs one fault in `directory`, which is made, and measures it; with `trl`, the Python that
+    has it, in a script of TRL.
+    """
     directory.mkdir(parents=True)
     output = directory / "output.txt"
 
     def work() -> int:
+        if trl is not None:
+            words = [str(trl), "-m", "benchmarks.faults.trl_side", fault.name, str(seed)]
+            return subprocess.run([*words, str(directory), str(model)], check=False).returncode
         lab = labs.Lab(fault.name, seed, directory, model)
         return labs.run(fault.run, lab)
 
@@ -146,6 +155,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moment and the place")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here")
+    parser.add_argument(
+        "--trl",
+        type=Path,
+        metavar="PYTHON",
+        help="inject those that it can have into a script of TRL instead, with this Python",
+    )
     parser.add_argument("--list", action="store_true", help="print the faults and end")
     parser.add_argument("--base-model", type=Path, default=labs.ROOT / ".cache" / "tiny-base")
     options = parser.parse_args()
@@ -154,6 +169,8 @@ def main() -> None:
     with heavy_imports():
         load_subjects()
     faults = chosen(options.names)
+    if options.trl:
+        faults = [fault for fault in faults if fault.name in SIDES]
     if options.list:
         for fault in faults:
             console.print(f"{fault.name}: {fault.cause} ({fault.reported})", markup=False)
@@ -164,7 +181,8 @@ def main() -> None:
     for fault in faults:
         # Not its name: lines with a path would seem to name the cause.
         directory = place / f"{len(results):03}"
-        result = inject(fault, options.seed, directory, options.base_model.resolve())
+        model = options.base_model.resolve()
+        result = inject(fault, options.seed, directory, model, options.trl)
         results.append(result)
         seen = result.judgement
         took = f"{result.seconds:.0f} s"
@@ -188,10 +206,31 @@ def load_subjects() -> None:
     import torch
     import transformers.models.qwen2.modeling_qwen2
 
-    from benchmarks.faults import data, engine, processes, rewards, runs, sampling, updates
+    from benchmarks.faults import (
+        data,
+        engine,
+        episodes,
+        processes,
+        rewards,
+        runs,
+        sampling,
+        settings,
+        updates,
+    )
 
     torch.set_num_threads(1)
-    _ = (data, engine, processes, rewards, runs, sampling, updates, transformers)
+    _ = (
+        data,
+        engine,
+        episodes,
+        processes,
+        settings,
+        rewards,
+        runs,
+        sampling,
+        updates,
+        transformers,
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,14 @@ _GRACE_S = 15.0
 """For the end of the run, whose stores are looked at."""
 
 
+@dataclass
+class _Deadline:
+    """When a process is killed."""
+
+    at: float
+    """Seconds of the monotonic clock."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a process said, and how it ended."""
@@ -56,16 +64,16 @@ def run_child(
             os._exit(status)
     os.close(writing)
 
+    deadline = _Deadline(began + limit_s)
     lines: list[Line] = []
     with output.open("w", encoding="utf-8") as log:
-        until = began + limit_s
-        for line in _lines(reading, lambda: until, pid):
+        for line in _lines(reading, deadline, pid):
             if is_enough(line.text):
-                until = min(until, line.at + _GRACE_S)
+                deadline.at = min(deadline.at, line.at + _GRACE_S)
             lines.append(line)
             log.write(f"{line.at - began:8.2f} {line.text}\n")
     os.close(reading)
-    status = _status(pid, until)
+    status = _status(pid, deadline.at)
     _kill(pid)
     if status is None:
         os.waitpid(pid, 0)
@@ -83,12 +91,12 @@ def _status(pid: int, until: float) -> int | None:
         time.sleep(0.02)
 
 
-def _lines(reading: int, until: Callable[[], float], pid: int) -> Iterator[Line]:
+def _lines(reading: int, deadline: _Deadline, pid: int) -> Iterator[Line]:
     """Yields the lines until the process has ended or the time has passed."""
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(reading, selectors.EVENT_READ)
-        while time.monotonic() < until():
+        while time.monotonic() < deadline.at:
             if not selector.select(0.05):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     break

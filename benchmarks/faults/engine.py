@@ -51,7 +51,10 @@ class _Asks(httpx.AsyncBaseTransport):
 
 
 def _asked(lab: Lab, **sampling: Any) -> None:
-    config = lab.settings(trainer__max_steps=_STEPS)
+    config = lab.settings(
+        trainer__max_steps=_STEPS, trainer__batch_size=16, sampling__temperature=1.5
+    )
+    lab.strike_step = 0
     lab.log(config)
     train_in_process(config, rollout_transport=lambda app: _Asks(app, lab, sampling))
 
@@ -287,7 +290,9 @@ def engine_empty_answers(lab: Lab) -> None:
 
 
 @fault(
-    "the engine returns fewer answers than were asked for", r"\d answers?", r"instead|of|for|not \d"
+    "the engine returns fewer answers than were asked for",
+    r"\d (answers?|completions?)",
+    r"instead|of|for|not \d",
 )
 def engine_fewer_answers(lab: Lab) -> None:
     _answers(lab, lambda answers: answers[:-1])

@@ -86,6 +86,8 @@ def _verdict(
 ) -> str:
     if fault.harmless:
         return "untouched" if ended_well and first is None else "disturbed"
+    if naming is not None and fault.in_steps:
+        return "named"  # how many steps it takes is for the table
     if naming is not None:
         limit = max(LIMIT_S, 2 * fault.timeout_s)
         return "named" if naming.at - struck <= limit else "late"

@@ -139,7 +139,9 @@ class Lab:
             rows.append({"prompt": chat, "ground_truth": str(problem.answer)})
         return rows
 
-    def script(self, *rewards: Any, rows: Any = None, **arguments: Any) -> None:
+    def script(
+        self, *rewards: Any, rows: Any = None, environment: Any = None, **arguments: Any
+    ) -> None:
         """Trains as a script with TRL's names does."""
         small: dict[str, Any] = {
             "output_dir": str(self.run_dir),
@@ -156,9 +158,10 @@ class Lab:
         small |= arguments
         trainer = GRPOTrainer(
             model=str(self.model),
-            reward_funcs=list(rewards),
+            reward_funcs=list(rewards) or None,
             args=GRPOConfig(**small),
             train_dataset=self.rows() if rows is None else rows,
+            environment_factory=environment,
         )
         trainer.train()
 

@@ -87,6 +87,8 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRe
         0.01,
         0.0,
         0.0,
+        0.0,
+        0.01,
         0.001,
         0.02,
         0.1,

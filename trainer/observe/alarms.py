@@ -22,8 +22,22 @@ MAX_FIRST_KL_REFERENCE = 0.05
 _ONE_SIDED = 0.5
 """Share of |Δ logprob| that has one sign, above which the engine samples from another
 distribution; rounding has both signs."""
+_MAX_FILTERED = 1.0
+"""Nats: filters leave out less. Other weights give an engine's own samples far higher ones, too."""
+_LIKELIER = 0.15
+"""Share of the entropy by which sampled tokens may be likelier than the policy makes them: only
+groups of differing rewards are measured, and which those are depends on what was sampled."""
+_SURE = 8.0
+"""Standard errors of independent tokens; those of one answer are not independent."""
 _JUMP = 5.0
 """Ratio to the step before above which |Δ logprob| did not grow but jump."""
+
+
+_OWN_DEFAULTS = (
+    "the distribution or samples at another temperature than it was asked to, as with a filter "
+    "(top_k, top_p, min_p) or temperature among its own defaults (rollout.engine_args, "
+    "generation_config.json of the model)"
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ def alarms(
     elif dropout:
         cause = _dropout(dropout)
     else:
-        cause = "the engine's numbers differ from the trainer's: see its precision and filters"
+        cause = mismatch
     texts = {
         "delta_logprob": (
             "mean |Δ logprob| between rollout engine and trainer is "
@@ -105,20 +119,38 @@ def alarms(
             f"{cause}"
         ),
     }
-    return {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
+    raised = {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
+    if metrics.trained_tokens and not config.sampling.truncation():
+        raised |= _likelier(metrics)
+    return raised
+
+
+def _likelier(metrics: "UpdateMetrics") -> dict[str, str]:
+    """Returns the alarm about tokens that were not sampled from the policy, although their
+    log-probabilities are right.
+    """
+    gap = metrics.likelihood_gap
+    if gap < _LIKELIER * metrics.entropy or gap < _SURE * metrics.likelihood_error or gap <= 0:
+        return {}
+    return {
+        "likelihood": (
+            f"the sampled tokens are likelier than sampling from the policy makes them, by "
+            f"{gap:.2g} nats per token (entropy is {metrics.entropy:.2g}): the engine truncates "
+            f"{_OWN_DEFAULTS}"
+        )
+    }
 
 
 def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) -> str:
     """Returns the likely cause of a difference between engine and trainer on the same weights."""
     delta = metrics.delta_logprob_current
-    if metrics.logprob_gap > _ONE_SIDED * delta:
-        return (
-            f"the engine's log-probabilities are higher, by {metrics.logprob_gap:.2g} on average: "
-            "it samples from fewer tokens or at another temperature than it was asked to, as with "
-            "a top_k, top_p, min_p or temperature among its own defaults (rollout.engine_args, "
-            "generation_config.json of the model)"
-        )
     if not agreement.step:
+        is_one_sided = metrics.logprob_gap > _ONE_SIDED * delta
+        if is_one_sided and delta < _MAX_FILTERED:
+            return (
+                f"the engine's log-probabilities are higher, by {metrics.logprob_gap:.2g} on "
+                f"average: it truncates {_OWN_DEFAULTS}"
+            )
         return (
             f"another precision or a quantised engine (model.dtype is {config.model.dtype}, look "
             "at rollout.engine_args), a sampling filter in the engine that the trainer does not "

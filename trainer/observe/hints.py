@@ -215,8 +215,9 @@ def _zero_variance_groups(steps: _Steps) -> str:
     constant = steps.constant("reward") if share == 1 else None
     if constant == 0:
         cause = (
-            ": every answer got the reward 0, so either none is right, or a reward function fails "
-            "and returns 0 (an error or a time-out that it catches itself)"
+            ": every answer got the reward 0, so either all answers are wrong (the prompts are too "
+            "hard), or a reward function fails and returns 0 (an error or a time-out that it "
+            "catches itself)"
         )
         remedy = (
             "Grade one right answer by hand with reward.functions; then take easier prompts "

@@ -191,6 +191,13 @@ SECTIONS = {
             "nats",
         ),
         Metric(
+            "update.likelihood_gap",
+            "mean of entropy + logprob of sampled tokens: above 0 when they are likelier than "
+            "sampling from the policy makes them",
+            "nats",
+        ),
+        Metric("update.likelihood_error", "standard error of it", "nats"),
+        Metric(
             "update.kl_rollout",
             "KL(rollout policy || trainer) per token",
             "nats/token",

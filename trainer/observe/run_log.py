@@ -204,7 +204,7 @@ class LeaderRunLog(RunLog):
         )
         self._lost_before = lost
         self._refused_before = refused
-        if update.metrics.trained_tokens and "delta_logprob" not in raised:
+        if 0 in ages and "delta_logprob" not in raised:
             self._agreement = Agreement(step, update.metrics.delta_logprob_current)
         return record
 

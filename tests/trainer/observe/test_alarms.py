@@ -81,8 +81,24 @@ def test_a_difference_that_grew_is_a_drift() -> None:
 def test_a_difference_of_one_sign_is_another_distribution() -> None:
     measured = replace(WELL, delta_logprob_current=0.2, logprob_gap=0.18)
     text = alarms(measured, 0.0, Config())["delta_logprob"]
-    assert "higher, by 0.18 on average: it samples from fewer tokens" in text
+    assert "higher, by 0.18 on average: it truncates the distribution" in text
     assert "temperature" in text
+
+
+def test_tokens_that_are_too_likely_were_not_sampled_from_the_policy() -> None:
+    """Their log-probabilities may be right all the same: no other alarm is raised."""
+    measured = replace(
+        WELL, trained_tokens=9, entropy=0.5, likelihood_gap=0.1, likelihood_error=0.005
+    )
+    found = alarms(measured, 0.0, Config())
+    assert set(found) == {"likelihood"}
+    assert "likelier than sampling from the policy makes them, by 0.1 nats" in found["likelihood"]
+    assert "top_p" in found["likelihood"]
+    few_tokens = replace(measured, likelihood_error=0.03)
+    assert alarms(few_tokens, 0.0, Config()) == {}
+    config = Config()
+    config.sampling.top_p = 0.9  # which the trainer knows
+    assert alarms(measured, 0.0, config) == {}
 
 
 def test_a_reference_that_differs_in_the_first_step_is_another_model() -> None:
