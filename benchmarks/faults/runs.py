@@ -340,18 +340,18 @@ def clock_jumps(lab: Lab) -> None:
 @fault(
     "the experiment tracker fails",
     r"tracker",
-    r"quota|fails|failed|without|off",
+    r"quota",
 )
 def tracker_fails(lab: Lab) -> None:
     lab.strike()
-    lab.train(lab.settings(trackers__names=["benchmarks.faults.trackers:Fails"]))
+    lab.train(lab.settings(trackers__names=["benchmarks.faults.trackers:Refusing"]))
 
 
 @fault(
     "the experiment tracker hangs",
     r"tracker",
-    r"hang|behind|not answer|waits?|within|slow|gives? up|longer",
+    r"hang|behind|not (answer|accept)|within|in time|too slow|gives? up|longer",
 )
 def tracker_hangs(lab: Lab) -> None:
     lab.strike()
-    lab.train(lab.settings(trackers__names=["benchmarks.faults.trackers:Hangs"]))
+    lab.train(lab.settings(trackers__names=["benchmarks.faults.trackers:Sleeping"]))

@@ -6,7 +6,7 @@ from typing import Any
 from trainer.trackers.base import Cell, RunInfo
 
 
-class Fails:
+class Refusing:
     """Refuses every record."""
 
     where = "nowhere"
@@ -25,7 +25,7 @@ class Fails:
         """Does nothing."""
 
 
-class Hangs(Fails):
+class Sleeping(Refusing):
     """Accepts a record and never returns."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
