@@ -49,16 +49,18 @@ def data_without_answers(lab: Lab) -> None:
 
 
 @fault(
-    "the column of answers is not that of the answers",
+    "the column of answers is another one: the numbers of pages",
     r"ground truths?|answers?",
     r"column|answer_field",
+    in_steps=True,
 )
 def data_wrong_column(lab: Lab) -> None:
     train, test = (
-        [row | {"notes": f"see page {row['answer']} of the book, please"} for row in rows]
+        [row | {"page": lab.rng.randrange(1000, 9999)} for row in rows]
         for rows in (_rows(lab), _rows(lab, 8))
     )
-    _train(lab, _files(lab, train, test), data__answer_field="notes")
+    folder = _files(lab, train, test)
+    _train(lab, folder, data__answer_field="page", trainer__max_steps=14)
 
 
 @fault(

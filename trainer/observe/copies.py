@@ -70,7 +70,8 @@ def copied_answers(found: Copies) -> dict[str, str]:
         "copied_answers": (
             f"{found.share:.0%} of the answers are the same as another one of their group, token "
             f"for token, and that is no coincidence: the model gives such an answer a probability "
-            f"of {found.example:.1g}. They were sampled with one seed, or one answer was returned "
-            "several times: make the engine sample every answer with a seed of its own"
+            f"of {found.example:.1g}. They were sampled with one seed, or greedily (a top_k 1 or a "
+            "temperature 0 among the engine's own defaults), or one answer was returned several "
+            "times: make the engine sample every answer with a seed of its own"
         )
     }

@@ -220,8 +220,9 @@ def _zero_variance_groups(steps: _Steps) -> str:
             "catches itself)"
         )
         remedy = (
-            "Grade one right answer by hand with reward.functions; then take easier prompts "
-            "(data.source, data.levels), or a reward with intermediate steps (reward.functions)"
+            "Grade one right answer by hand with reward.functions, and see whether the column "
+            "data.answer_field has the answers; then take easier prompts (data.source, "
+            "data.levels), or a reward with intermediate steps (reward.functions)"
         )
     elif accuracy is None:
         cause = "" if constant is None else f": every answer got the same reward, {constant:g}"
