@@ -354,4 +354,5 @@ def tracker_fails(lab: Lab) -> None:
 )
 def tracker_hangs(lab: Lab) -> None:
     lab.strike()
-    lab.train(lab.settings(trackers__names=["benchmarks.faults.trackers:Sleeping"]))
+    names = ["benchmarks.faults.trackers:Sleeping"]
+    lab.train(lab.settings(trackers__names=names, trainer__max_steps=200))
