@@ -6,12 +6,14 @@ import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.fault import Oracle
 from common.wire.codec import decode
 from common.wire.schemas import Group
 
 _SKIPPED = re.compile(r"prompt \S+ at (\d+) is skipped after")
+_INTEGER = re.compile(r"-?\d+")
 _TOLERANCE = 1e-5
 
 
@@ -32,10 +34,13 @@ class Evidence:
 def read_evidence(run_dir: Path, output: str, oracle: Oracle | None) -> Evidence:
     """Reads the stores of a run that has ended."""
     groups = _groups(_replay(run_dir))
+    if oracle is None and _is_built_in(run_dir):
+        oracle = built_in
     checked = 0
     falsified = 0
-    for group in groups if oracle is not None else ():
-        assert oracle is not None
+    for group in groups:
+        if oracle is None or not _INTEGER.fullmatch(group.ground_truth):
+            continue
         for answer in group.completions:
             checked += 1
             right = oracle(answer.text, group.ground_truth, answer.finish_reason)
@@ -43,6 +48,25 @@ def read_evidence(run_dir: Path, output: str, oracle: Oracle | None) -> Evidence
                 falsified += 1
     skipped = {int(position) for position in _SKIPPED.findall(output)}
     return Evidence(checked, falsified, len(_lost(run_dir, skipped)), len(skipped))
+
+
+def built_in(text: str, ground_truth: str, finish_reason: str) -> float:
+    """Returns the right reward of the built-in task: 1 for an answer that ended by itself with
+    `#### N`, where N is the ground truth.
+    """
+    found = re.search(r"####\s*(-?\d+)\s*$", text)
+    if finish_reason != "stop" or found is None:
+        return 0.0
+    return float(int(found[1]) == int(ground_truth))
+
+
+def _is_built_in(run_dir: Path) -> bool:
+    """Whether the run had single answers, graded by `math` alone."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        return False
+    config: dict[str, Any] = json.loads(path.read_text())
+    return bool(config["reward"]["functions"] == ["math"] and not config["environment"]["name"])
 
 
 def _replay(run_dir: Path) -> Path | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.__main__ import inject, load_subjects
+from benchmarks.faults.evidence import built_in
 from benchmarks.faults.fault import FAULTS, OWN, Fault
 from benchmarks.faults.judge import LIMIT_S, Line, judge
 from benchmarks.faults.trl_side import SIDES
@@ -66,6 +67,23 @@ def test_a_harmless_fault_may_not_disturb_the_run() -> None:
     assert judge(harmless, [HEALTHY], STRUCK, ended_well=False).verdict == "disturbed"
     warned = [said("warning: the clock jumped")]
     assert judge(harmless, warned, STRUCK, ended_well=True).verdict == "disturbed"
+
+
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "reward"),
+    [
+        ("3+4=7.\n#### 7", "stop", 1.0),
+        ("#### 07 ", "stop", 1.0),
+        ("#### 7", "length", 0.0),
+        ("#### 8", "stop", 0.0),
+        ("7", "stop", 0.0),
+        ("#### 7 apples", "stop", 0.0),
+    ],
+)
+def test_the_right_reward_of_the_built_in_task(
+    text: str, finish_reason: str, reward: float
+) -> None:
+    assert built_in(text, "7", finish_reason) == reward
 
 
 @pytest.mark.integration
