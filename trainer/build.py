@@ -50,6 +50,8 @@ from trainer.weights.gpu_lease import EngineMemory, GpuLease, SharedGpuLease
 from trainer.weights.sync import LeaderWeightSync, WeightSync
 
 _WAITING = "waiting for the services and the first publishing"
+_TRIAL_STEPS = 10
+"""A run of so few steps is a trial, whose learning rate does not matter."""
 
 
 def build_run(
@@ -250,6 +252,15 @@ def _build_leader(
     critic.restore(models.saved)
     policy.total_steps = rollouts.prepare(policy.step, models.continues)
 
+    warmup = config.trainer.warmup_steps
+    is_trial = policy.total_steps <= _TRIAL_STEPS
+    if warmup >= policy.total_steps and not is_trial:
+        text = (
+            f"warning: the warm-up (trainer.warmup_steps {warmup}) is not shorter than the run of "
+            f"{policy.total_steps} steps: the learning rate stays below trainer.learning_rate, and "
+            "little is learned"
+        )
+        say(text, level=logging.WARNING)
     trained = TrainedPrompts.of(models.saved or config.model.name)
 
     # All checks have passed: only now may the recorder remove the lines of lost steps.

@@ -23,6 +23,7 @@ from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
+from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.process.security import tls
 from common.settings.config import Config
@@ -128,6 +129,7 @@ def train_in_process(
             stack=stack,
             listener=listener,
         )
+        stack.enter_context(watchdog.interpreter_guarded())
         train(run)
         return run.finish()
 
@@ -289,11 +291,18 @@ class InProcessBackend:
         data = create_data_app(config, problems.train, problems.held_out)
         reward = create_reward_app(config.reward, max_body_bytes, self.rewards)
         replay = create_replay_app(config.replay, config.state_dir, max_body_bytes)
+        limit_s = config.trainer.service_timeout_s
         services = Services(
-            data=DataClient("data-server", _BASE, transport=httpx.ASGITransport(data)),
+            data=DataClient(
+                "data-server", _BASE, transport=httpx.ASGITransport(data), deadline_s=limit_s
+            ),
             rollout=new_rollout_client(),
-            reward=RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(reward)),
-            replay=ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
+            reward=RewardClient(
+                "reward-server", _BASE, transport=httpx.ASGITransport(reward), deadline_s=limit_s
+            ),
+            replay=ReplayClient(
+                "replay-buffer", _BASE, transport=httpx.ASGITransport(replay), deadline_s=limit_s
+            ),
             rewards_tried=self.rewards is not None,
         )
         services.reward.gets_tokens = self.rewards is not None

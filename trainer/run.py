@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from common.errors import ServiceError
 from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
@@ -39,6 +42,12 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.timing import StageClock
 from trainer.weights.gpu_lease import GpuLease
 from trainer.weights.sync import WeightSync
+
+
+class OutOfMemory(ServiceError):
+    """A device has no memory left for the training loop; the message says what takes less."""
+
+    code = "out_of_memory"
 
 
 class Listener:
@@ -114,8 +123,21 @@ class Run:
             try:
                 yield
                 self.weights.wait()
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(error) from error
             finally:
                 self.weights.close()
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> OutOfMemory:
+        settings = self.config.trainer
+        return OutOfMemory(
+            f"rank {self.ranks.rank} is out of GPU memory in step {self.policy.step + 1}: {error}",
+            field="trainer.micro_batch_tokens",
+            value=settings.micro_batch_tokens,
+            remedy="lower it, set trainer.activation_checkpointing, shorten answers "
+            "(sampling.max_new_tokens), or spread the models over more GPUs (trainer.shard_size); "
+            "`python -m jobgroup.doctor` computes what fits",
+        )
 
     def begin_step(self) -> None:
         """Raises CheckpointFailed if the last checkpoint was not written, ServiceError if another

@@ -340,11 +340,19 @@ def completion_from_answer(
             reason, field="/generate", value=meta["finish_reason"], remedy=OTHER_ENGINE
         )
 
-    complete = len(token_ids) > 0 and len(token_ids) == len(logprobs)
+    complete = len(token_ids) == len(logprobs)
     if truncated or len(kept.counts):
         complete &= len(token_ids) == len(kept.counts)
-    if not complete or not matches or not np.isfinite(logprobs).all():
+    reason = ""
+    if not len(token_ids):
+        reason = "the completion is empty: it has no tokens, not even the one that ends it"
+    elif not complete or not matches:
         reason = "tokens and logprobs of the completion do not match"
+    elif not np.isfinite(logprobs).all():
+        reason = (
+            "a log-probability of the completion is not a finite number (NaN, infinite or null)"
+        )
+    if reason:
         raise GenerationFailed(reason, field="/generate", value=answer, remedy=OTHER_ENGINE)
 
     return Completion(

@@ -3,7 +3,8 @@ threads and asyncio tasks.
 
 Reports go to the log when a long wait is given up, when the training loop stalls, and on SIGUSR1.
 SIGQUIT writes only the thread stacks, directly to standard error, even when the interpreter cannot
-run.
+run. So do, after `STUCK_S` seconds, the stacks of a process in which no Python can run
+(`interpreter_guarded`).
 """
 
 import asyncio
@@ -35,6 +36,9 @@ LONG_S = 60.0
 """Deadlines of at least this many seconds write a report when they pass."""
 _REPORT_INTERVAL_S = 60.0
 """Hundreds of deadlines may pass at once; one report per minute is enough."""
+STUCK_S = 30.0
+"""Seconds in which a single call keeps the interpreter's lock, after which stacks are written."""
+_GUARD_TICK_S = 5.0
 _TICK_S = 0.5
 _MAX_TASK_STACKS = 40
 
@@ -172,6 +176,35 @@ def start() -> None:
     faulthandler.register(signal.SIGUSR1, _wakeup[1], all_threads=False)
     faulthandler.register(signal.SIGQUIT, sys.__stderr__ or 2, all_threads=True)
     threading.Thread(target=_watch, args=(_wakeup[0],), name="watchdog", daemon=True).start()
+
+
+@contextmanager
+def interpreter_guarded(stuck_s: float = STUCK_S) -> Iterator[None]:
+    """Inside this context, writes the stacks of all threads to standard error when one of them
+    keeps the interpreter's lock for `stuck_s` seconds, as a regular expression of a reward function
+    may: then no thread, log or timeout of this process works.
+
+    A thread postpones a timer of the C library again and again, which it cannot when it is stuck.
+    """
+    if sys.__stderr__ is None:
+        yield
+        return
+    ended = threading.Event()
+    tick_s = min(_GUARD_TICK_S, stuck_s / 4)
+
+    def postpone() -> None:
+        while not ended.is_set():
+            faulthandler.dump_traceback_later(stuck_s, file=sys.__stderr__)
+            ended.wait(tick_s)
+
+    thread = threading.Thread(target=postpone, name="interpreter-guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def ask_other_ranks_with(ask: Callable[[], list[RankWhere]] | None) -> None:

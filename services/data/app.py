@@ -3,6 +3,7 @@ cursor blocks.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
@@ -28,7 +29,10 @@ from services.data.stream import PromptStream, StreamStats
 from services.http.app import create_app
 from services.http.openapi import errors
 
+log = logging.getLogger(__name__)
 MAX_POSITION = 2**53
+MAX_REPEATED = 0.1
+"""A larger share of training problems that are there more than once is worth a warning."""
 BatchSize = Annotated[int, Query(ge=1, le=256)]
 RequestId = Annotated[
     str | None,
@@ -75,6 +79,8 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     used.
     """
     by_id = _by_id(train, evaluation, config.data.source)
+    if not config.environment.name:  # episodes of one task differ by themselves
+        _warn_of_repeats(train)
     difficulty = Difficulty() if config.data.curriculum == "difficulty" else None
     stream = PromptStream(train, config.seed, config.state_dir, difficulty)
 
@@ -98,6 +104,22 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     _drawing_routes(app, stream, answered)
     _inspection_routes(app, stream, train, evaluation=evaluation, by_id=by_id)
     return app
+
+
+def _warn_of_repeats(train: list[Prompt]) -> None:
+    """Warns when many training problems are the same: an epoch then trains on them several
+    times.
+    """
+    different = len({(prompt.prompt, prompt.ground_truth) for prompt in train})
+    repeated = len(train) - different
+    if repeated > MAX_REPEATED * len(train):
+        log.warning(
+            "warning: %d of %d training problems repeat another one: only %d are different, and an "
+            "epoch trains on them several times; leave the repeated rows out of data.source",
+            repeated,
+            len(train),
+            different,
+        )
 
 
 def _drawing_routes(app: FastAPI, stream: PromptStream, answered: Counter) -> None:

@@ -31,7 +31,7 @@ QUEUE_LIMIT = 4 * MAX_BATCH_ITEMS
 CALL_ITEMS = 64
 """Completions per call of a function; larger batches are spread over the workers."""
 _REASONS = 20
-"""Distinct reasons for missing scores that are logged as warnings."""
+"""Distinct outcomes of failed calls that are logged as warnings."""
 _RESERVED = frozenset(("self", "completions"))
 Check = Callable[[RewardItem, str], object]
 """Raises InvalidInput for an item that the function cannot score; the second argument is the prefix
@@ -116,23 +116,21 @@ class Host(ABC):
             return await self._call(completions, columns, batch)
         except CallFailed as error:
             if len(items) == 1 or error.always:
-                self._report(str(error))
+                self._report("has no score", str(error))
                 return [Score(None, error.status, reason=str(error))] * len(items)
+            self._report(f"failed for {len(items)} answers, now one by one", str(error))
         return await self._score_chunks([[item] for item in items], batch)
 
-    def _report(self, reason: str) -> None:
-        """Logs a reason only once, because a function often fails in the same way for many
-        answers.
+    def _report(self, outcome: str, reason: str) -> None:
+        """Logs an outcome with its reason only once, because a function often fails in the same way
+        for many answers.
         """
-        known = reason in self._reasons or len(self._reasons) >= _REASONS
+        text = f"{outcome}: {reason}"
+        known = text in self._reasons or len(self._reasons) >= _REASONS
         if not known:
-            self._reasons.add(reason)
-        log.log(
-            logging.DEBUG if known else logging.WARNING,
-            "the reward function %s has no score: %s",
-            self.name,
-            reason,
-        )
+            self._reasons.add(text)
+        level = logging.DEBUG if known else logging.WARNING
+        log.log(level, "the reward function %s %s", self.name, text)
 
     @abstractmethod
     async def _call(

@@ -55,6 +55,14 @@ def other_template(model: Path) -> None:
     tokenizer.write_text(json.dumps(text))
 
 
+def other_merges(model: Path) -> None:
+    """The vocabulary stays, and so may the tokens of most texts."""
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    del content["model"]["merges"][-1]
+    path.write_text(json.dumps(content))
+
+
 @pytest.fixture
 def own(config: Config, tmp_path: Path) -> Config:
     """The settings of a small run with its own model directory."""
@@ -82,6 +90,7 @@ def saved(config: Config, *steps: int) -> Path:
         (retrained, "model.name"),
         (shallower, "model.name"),
         (other_template, "the tokenizer of model.name"),
+        (other_merges, "the merges of the tokenizer of model.name"),
     ],
 )
 def test_another_model_in_place_of_the_first_is_refused(

@@ -17,6 +17,27 @@ MAX_KL = 1e-2
 it by design."""
 MAX_KL_CURRENT_POLICY = 1e-3
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
+MAX_FIRST_KL_REFERENCE = 0.05
+"""Nats per token in the first step, in which the policy still is the model that it started from."""
+_ONE_SIDED = 0.5
+"""Share of |Δ logprob| that has one sign, above which the engine samples from another
+distribution; rounding has both signs."""
+_MAX_FILTERED = 1.0
+"""Nats: filters leave out less. Other weights give an engine's own samples far higher ones, too."""
+_LIKELIER = 0.15
+"""Share of the entropy by which sampled tokens may be likelier than the policy makes them: only
+groups of differing rewards are measured, and which those are depends on what was sampled."""
+_SURE = 8.0
+"""Standard errors of independent tokens; those of one answer are not independent."""
+_JUMP = 5.0
+"""Ratio to the step before above which |Δ logprob| did not grow but jump."""
+
+
+_OWN_DEFAULTS = (
+    "the distribution or samples at another temperature than it was asked to, as with a filter "
+    "(top_k, top_p, min_p) or temperature among its own defaults (rollout.engine_args, "
+    "generation_config.json of the model)"
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +66,22 @@ def limits(old: bool) -> dict[str, Limit]:
     }
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How well engine and trainer agreed in the steps before."""
+
+    step: int = 0
+    """The last step in which |Δ logprob| was below the alarm; 0: none."""
+    delta: float = 0.0
+    """Its |Δ logprob|."""
+
+
 def alarms(
-    metrics: "UpdateMetrics", staleness: float, config: Config, dropout: Collection[str] = ()
+    metrics: "UpdateMetrics",
+    staleness: float,
+    config: Config,
+    dropout: Collection[str] = (),
+    agreement: Agreement = Agreement(),
 ) -> dict[str, str]:
     """Returns the texts of raised alarms by name; empty when there are none.
 
@@ -57,23 +92,17 @@ def alarms(
         config: the settings of the run.
         dropout: the settings of the model that make updates, and nothing else, drop some of its
             numbers.
+        agreement: how engine and trainer agreed before.
     """
     old = staleness > 0
     bounds = limits(old)
-    if dropout:
-        mismatch = _dropout(dropout)
-    else:
-        mismatch = (
-            f"another precision or a quantised engine (model.dtype is {config.model.dtype}, look "
-            "at rollout.engine_args), a sampling filter in the engine that the trainer does not "
-            "know, or weights that did not arrive whole"
-        )
+    mismatch = _dropout(dropout) if dropout else _mismatch(metrics, config, agreement)
     if old:
         cause = _age(staleness, config)
     elif dropout:
         cause = _dropout(dropout)
     else:
-        cause = "the engine's numbers differ from the trainer's: see its precision and filters"
+        cause = mismatch
     texts = {
         "delta_logprob": (
             "mean |Δ logprob| between rollout engine and trainer is "
@@ -90,7 +119,72 @@ def alarms(
             f"{cause}"
         ),
     }
-    return {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
+    raised = {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
+    if metrics.trained_tokens and not config.sampling.truncation():
+        raised |= _likelier(metrics)
+    return raised
+
+
+def _likelier(metrics: "UpdateMetrics") -> dict[str, str]:
+    """Returns the alarm about tokens that were not sampled from the policy, although their
+    log-probabilities are right.
+    """
+    gap = metrics.likelihood_gap
+    if gap < _LIKELIER * metrics.entropy or gap < _SURE * metrics.likelihood_error or gap <= 0:
+        return {}
+    return {
+        "likelihood": (
+            f"the sampled tokens are likelier than sampling from the policy makes them, by "
+            f"{gap:.2g} nats per token (entropy is {metrics.entropy:.2g}): the engine truncates "
+            f"{_OWN_DEFAULTS}"
+        )
+    }
+
+
+def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) -> str:
+    """Returns the likely cause of a difference between engine and trainer on the same weights."""
+    delta = metrics.delta_logprob_current
+    if not agreement.step:
+        is_one_sided = metrics.logprob_gap > _ONE_SIDED * delta
+        if is_one_sided and delta < _MAX_FILTERED:
+            return (
+                f"the engine's log-probabilities are higher, by {metrics.logprob_gap:.2g} on "
+                f"average: it truncates {_OWN_DEFAULTS}"
+            )
+        return (
+            f"another precision or a quantised engine (model.dtype is {config.model.dtype}, look "
+            "at rollout.engine_args), a sampling filter in the engine that the trainer does not "
+            "know, or weights that did not arrive whole"
+        )
+    if delta < _JUMP * agreement.delta:
+        return (
+            f"it grew from {agreement.delta:.2g} in step {agreement.step}: numbers that drift "
+            "apart as the weights change, as with a quantised engine or one of lower precision "
+            f"(model.dtype is {config.model.dtype}, look at rollout.engine_args), or engines that "
+            "no longer load new weights"
+        )
+    return (
+        f"weights: until step {agreement.step} both agreed ({agreement.delta:.2g}), so the engines "
+        "do not serve the weights of their version: an update was confirmed and not loaded (they "
+        "serve old weights), or it arrived damaged or in part; restart the engines"
+    )
+
+
+def other_reference(kl_reference: float, config: Config) -> dict[str, str]:
+    """Returns the alarm about a reference that is not the model that training starts from.
+
+    `kl_reference`: of the first step of a run, in nats per token.
+    """
+    if kl_reference <= MAX_FIRST_KL_REFERENCE:
+        return {}
+    return {
+        "reference": (
+            f"KL to the reference is {kl_reference:.2g} nats per token in the first step already: "
+            "model.reference is not the model that training starts from "
+            f"({config.model.reference or config.model.name}), and algorithm.kl_coef pulls the "
+            "policy to another model; leave model.reference empty unless you want that"
+        )
+    }
 
 
 def refused_calls(calls: int, refusal: str, rewards: Collection[float]) -> dict[str, str]:

@@ -16,10 +16,16 @@ WINDOW = 10
 FIRST = 5
 """Number of first steps whose entropy is the baseline."""
 MAX_EQUAL = 0.75
+MAX_COPIES = 0.75
+COLD = 0.5
+"""Temperature below which sampling leaves little choice."""
 MAX_UNPARSABLE = 0.3
 MAX_TRUNCATED = 0.25
 LOW_ACCURACY = 0.5
 """Truncation harms learning below this accuracy."""
+NEVER_ENDS = 0.95
+LENGTH_LEFT = 0.4
+ACCURACY_LOST = 0.05
 FLAT = 0.02
 """Smallest rise of a mean from the first to the second half of the window that counts as a rise."""
 MAX_KL_REFERENCE = 0.5
@@ -120,8 +126,12 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
     steps = _Steps(history, config)
     found = {
         "zero_variance_groups": _zero_variance_groups(steps),
+        "same_answers": _same_answers(steps),
+        "dead_reward": _dead_reward(steps),
+        "reward_hacking": _reward_hacking(steps),
         "format": _format(steps),
         "truncated": _truncated(steps),
+        "short_answers": _short_answers(steps),
         "policy_moves": _policy_moves(steps),
         "not_finite": _not_finite(steps),
         "entropy": _entropy(steps),
@@ -161,6 +171,11 @@ class _Steps:
         known = all("accuracy" in row for row in self.last)
         return self.mean("accuracy") if known else None
 
+    def constant(self, name: str) -> float | None:
+        """Returns the value that a number had in all known steps; None if it changed."""
+        values = {row.get(name) for row in (*self.first, *self.last)}
+        return values.pop() if len(values) == 1 else None
+
     def rose(self, name: str) -> bool:
         """Returns whether the mean rose from the first to the second half of the steps."""
         half = len(self.last) // 2
@@ -187,6 +202,8 @@ def _zero_variance_groups(steps: _Steps) -> str:
     if share < MAX_EQUAL:
         return ""
     config = steps.config
+    if _same_answers(steps):
+        return ""  # which is why the rewards are equal
     accuracy = steps.accuracy()
     solved = steps.sum("solved_groups")
     failed = steps.sum("failed_groups")
@@ -194,8 +211,21 @@ def _zero_variance_groups(steps: _Steps) -> str:
     mostly_right = accuracy is not None and accuracy >= 0.5
     easy = solved > failed if solved + failed else mostly_right
 
-    if accuracy is None:
-        cause = ""
+    # Rewards that differ between groups alone have a mean that changes.
+    constant = steps.constant("reward") if share == 1 else None
+    if constant == 0:
+        cause = (
+            ": every answer got the reward 0, so either all answers are wrong (the prompts are too "
+            "hard), or a reward function fails and returns 0 (an error or a time-out that it "
+            "catches itself)"
+        )
+        remedy = (
+            "Grade one right answer by hand with reward.functions, and see whether the column "
+            "data.answer_field has the answers; then take easier prompts (data.source, "
+            "data.levels), or a reward with intermediate steps (reward.functions)"
+        )
+    elif accuracy is None:
+        cause = "" if constant is None else f": every answer got the same reward, {constant:g}"
         remedy = (
             "The reward does not tell answers to one prompt apart: use one with intermediate steps "
             "(reward.functions), more tries (sampling.group_size), or other prompts (data.source)"
@@ -221,6 +251,71 @@ def _zero_variance_groups(steps: _Steps) -> str:
     if not config.algorithm.dynamic_sampling:
         text += "; algorithm.dynamic_sampling replaces such groups at the cost of generating more"
     return text
+
+
+def _same_answers(steps: _Steps) -> str:
+    share = steps.mean("copies")
+    accuracy = steps.accuracy()
+    solved = accuracy is not None and accuracy >= SOLVED
+    if share < MAX_COPIES or solved:
+        return ""
+    temperature = steps.config.sampling.temperature
+    seen = (
+        f"{share:.0%} of the answers are the same as another one of their group, token for token: "
+        "a group has nothing to compare"
+    )
+    if temperature < COLD:
+        return (
+            f"{seen}. sampling.temperature ({temperature:g}) is nearly greedy: set it to 1, at "
+            "which the policy itself samples"
+        )
+    return (
+        f"{seen}. The policy is certain (entropy {steps.mean('update.entropy'):.2g} nats per "
+        "token): start from a model that is less so (model.name), or raise sampling.temperature "
+        f"({temperature:g}) or algorithm.entropy_coef"
+    )
+
+
+def _dead_reward(steps: _Steps) -> str:
+    names = [name for name in steps.last[-1] if name.startswith("rewards.")]
+    if len(names) < 2:
+        return ""
+    dead = {name: steps.constant(name) for name in names}
+    found = [
+        f"{name.removeprefix('rewards.')} ({value:g})"
+        for name, value in dead.items()
+        if value is not None
+    ]
+    if not found:
+        return ""
+    return (
+        f"reward functions that gave every answer the same score since the first step: "
+        f"{', '.join(found)}. They teach nothing: correct what they look for, or leave them out of "
+        "reward.functions"
+    )
+
+
+def _reward_hacking(steps: _Steps) -> str:
+    accuracy = steps.accuracy()
+    if accuracy is None:
+        return ""
+    reward_first = steps.mean("reward", steps.first)
+    reward = steps.mean("reward")
+    accuracy_first = steps.mean("accuracy", steps.first)
+    if reward - reward_first < FLAT or accuracy_first - accuracy < ACCURACY_LOST:
+        return ""
+    grown = [
+        f"{name.removeprefix('rewards.')} ({steps.mean(name, steps.first):.2f} → "
+        f"{steps.mean(name):.2f})"
+        for name in steps.last[-1]
+        if name.startswith("rewards.") and steps.mean(name) > steps.mean(name, steps.first) + FLAT
+    ]
+    return (
+        f"the reward rose from {reward_first:.3f} to {reward:.3f}, and accuracy fell from "
+        f"{accuracy_first:.3f} to {accuracy:.3f}: the policy learns what another reward function "
+        f"pays for{': ' if grown else ''}{', '.join(grown)}. Lower its weight, or give it only to "
+        "right answers (reward.functions)"
+    )
 
 
 def _format(steps: _Steps) -> str:
@@ -251,9 +346,30 @@ def _truncated(steps: _Steps) -> str:
         f"{share:.0%} of the completions are cut at sampling.max_new_tokens "
         f"({steps.config.sampling.max_new_tokens}), and {seen}. Raise sampling.max_new_tokens"
     )
+    if share >= NEVER_ENDS:
+        text += (
+            "; as hardly any answer ends by itself, see also whether the model's end token is the "
+            "one that it was trained with (eos_token_id in its generation_config.json, "
+            "sampling.stop_token_ids, sampling.ignore_eos)"
+        )
     if not steps.config.algorithm.overlong_buffer:
         text += ", or make long answers cost something before the end (algorithm.overlong_buffer)"
     return text
+
+
+def _short_answers(steps: _Steps) -> str:
+    began = steps.mean("completion_tokens", steps.first)
+    now = steps.mean("completion_tokens")
+    learns = steps.accuracy() is not None and steps.rose("accuracy")
+    if now > LENGTH_LEFT * began or began == 0 or learns:
+        return ""
+    aggregation = steps.config.algorithm.aggregation
+    return (
+        f"answers became shorter, from {began:.0f} to {now:.0f} tokens: what is paid for collapses "
+        "to short answers. Look at what the reward pays for (reward.functions), whether long "
+        "answers are cut (sampling.max_new_tokens) or lost, and how the loss weighs length "
+        f"(algorithm.aggregation {aggregation})"
+    )
 
 
 def _policy_moves(steps: _Steps) -> str:

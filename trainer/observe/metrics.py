@@ -120,6 +120,12 @@ SECTIONS = {
         ),
         Metric("solved_groups", "such groups whose answers are all right", "groups"),
         Metric("failed_groups", "such groups whose answers are all wrong", "groups"),
+        Metric(
+            "copies",
+            "share of completions that equal an earlier one of their group",
+            "share",
+            chart="Equal completions",
+        ),
         Metric("reused_groups", "groups that were trained on before", "groups"),
         Metric(
             "truncated",
@@ -179,6 +185,18 @@ SECTIONS = {
             chart="|Δ logprob|",
             card=True,
         ),
+        Metric(
+            "update.logprob_gap",
+            "mean logprob of rollout engine - of trainer, over the same tokens",
+            "nats",
+        ),
+        Metric(
+            "update.likelihood_gap",
+            "mean of entropy + logprob of sampled tokens: above 0 when they are likelier than "
+            "sampling from the policy makes them",
+            "nats",
+        ),
+        Metric("update.likelihood_error", "standard error of it", "nats"),
         Metric(
             "update.kl_rollout",
             "KL(rollout policy || trainer) per token",

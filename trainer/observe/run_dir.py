@@ -89,6 +89,7 @@ class StepRecord:
     refused_calls: int = 0
     weights_checksum: str | None = None
     """Of the weights after the step, with `reproducible`."""
+    copies: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 

@@ -15,7 +15,8 @@ from common.wire.schemas import Completion, CriticMetrics, Group
 from trainer.algorithms.batch import Batch
 from trainer.evaluation.evaluation import Evaluation
 from trainer.evaluation.verdicts import Verdicts
-from trainer.observe.alarms import alarms, refused_calls
+from trainer.observe.alarms import Agreement, alarms, other_reference, refused_calls
+from trainer.observe.copies import copied_answers, copies
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
@@ -95,6 +96,7 @@ class LeaderRunLog(RunLog):
         self._step = step
         self._lost_before: Counter[str] = Counter()
         self._refused_before = 0
+        self._agreement = Agreement()
         self._measured = measured
         self._gpus = gpus
         self._dropout = dropout
@@ -158,7 +160,17 @@ class LeaderRunLog(RunLog):
 
         lost = Counter(drops.lost_episodes)
         refused = drops.refused_calls
-        raised = alarms(update.metrics, _mean(ages), self._config, dropout=self._dropout)
+        equal_answers = copies(batch.fresh)
+        raised = alarms(
+            update.metrics,
+            _mean(ages),
+            self._config,
+            dropout=self._dropout,
+            agreement=self._agreement,
+        )
+        if step == 1:
+            raised |= other_reference(update.metrics.kl_reference, self._config)
+        raised |= copied_answers(equal_answers)
         raised |= refused_calls(
             refused - self._refused_before,
             drops.refusal,
@@ -186,6 +198,7 @@ class LeaderRunLog(RunLog):
             dropped=dict(drops.counts),
             lost_episodes=dict(lost - self._lost_before),
             refused_calls=refused - self._refused_before,
+            copies=equal_answers.share,
             seconds=seconds,
             generating=generating,
             in_flight=generations * self._config.sampling.group_size,
@@ -201,6 +214,8 @@ class LeaderRunLog(RunLog):
         )
         self._lost_before = lost
         self._refused_before = refused
+        if 0 in ages and "delta_logprob" not in raised:
+            self._agreement = Agreement(step, update.metrics.delta_logprob_current)
         return record
 
     @contextmanager

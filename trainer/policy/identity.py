@@ -15,7 +15,6 @@ from transformers.utils import cached_file
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from common.settings.sections import ModelSection
 from trainer.policy.scorer import cannot_load, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -25,6 +24,7 @@ Facts = dict[str, list[str]]
 LearnsFrom = Literal["rewards", "answers"]
 _LEARNS_FROM = "learning from"
 _TOKENIZER = "tokenizer of model.name"
+_MERGES = "merges of the tokenizer of model.name"
 """Facts that are not settings."""
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
@@ -81,7 +81,9 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     facts["algorithm.advantage"] = [algorithm.advantage, critic]
     facts["teacher.url"] = [config.teacher.url, teacher]
     facts["data.source"] = [config.data.source, _data(config.data.source)]
-    facts[_TOKENIZER] = [model.name, _tokenizer(model)]
+    tokenizer = load_tokenizer(model)
+    facts[_TOKENIZER] = [model.name, _tokenizer(tokenizer)]
+    facts[_MERGES] = [model.name, _merges(tokenizer)]
     facts["model.name"] = _model(model.name)
     for name, other in models.items():
         facts[name] = _model(other) if other else ["", ""]
@@ -115,6 +117,9 @@ def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
     field = name
     if name == _TOKENIZER:
         name = f"the {name} with its chat template"
+        field = "model.name"
+    if name == _MERGES:
+        name = f"the {name}"
         field = "model.name"
     if was == is_now:
         message = f"the content of {name} ({was}) has changed since {checkpoint}"
@@ -168,11 +173,10 @@ def _samples(file: Path) -> Iterator[bytes]:
             yield stream.read(_SAMPLE_BYTES)
 
 
-def _tokenizer(config: ModelSection) -> str:
+def _tokenizer(tokenizer: Any) -> str:
     """Identifies a tokenizer by its vocabulary, its chat template and the tokens of a probe
     text.
     """
-    tokenizer: Any = load_tokenizer(config)
     facts = [
         sorted(tokenizer.get_vocab().items()),
         tokenizer.chat_template,
@@ -180,3 +184,16 @@ def _tokenizer(config: ModelSection) -> str:
         tokenizer(_PROBE).input_ids,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _merges(tokenizer: Any) -> str:
+    """Identifies how a tokenizer puts its tokens together, which a probe text shows in part only;
+    empty for a tokenizer that does not say.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ""
+    model = json.loads(backend.to_str())["model"]
+    vocabulary = model.get("vocab")
+    scores = vocabulary if isinstance(vocabulary, list) else None  # of a unigram model
+    return hashlib.sha256(json.dumps([model.get("merges"), scores]).encode()).hexdigest()

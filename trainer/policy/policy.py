@@ -75,6 +75,10 @@ def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) 
     return settings.learning_rate * float(factor(step + 1 if step < warmup else step))
 
 
+_COMPARED_ROWS = 8
+"""Rows of a batch without a gradient on which engine and trainer are compared."""
+
+
 @dataclass(frozen=True)
 class PolicyUpdate:
     """The result of an update on a batch."""
@@ -356,6 +360,8 @@ class Policy:
             has_gradient = [bool(batch.advantages[i].any()) for i in loss_rows.tolist()]
             gradient_rows = loss_rows[np.array(has_gradient, bool)]
 
+        if first and len(gradient_rows) == 0:
+            self._compare(batch, loss_rows[:_COMPARED_ROWS], sums)
         total_tokens = sum(len(batch.rows[i].targets) for i in loss_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
         for indices, are_own in passes(
@@ -387,6 +393,26 @@ class Policy:
         had_pass = set(gradient_rows.tolist())
         by_rows = by_row(scored, batch.lengths, self.ranks)  # 0 for rows without a pass
         return sums, [logprobs if i in had_pass else None for i, logprobs in enumerate(by_rows)]
+
+    def _compare(self, batch: Batch, rows: Indices, sums: Sums) -> None:
+        """Adds the comparison of engine and trainer over a few rows of a batch that has no
+        gradient: an engine with damaged weights gives wrong answers only, and would not be seen.
+        """
+        settings = self.config.trainer
+        layout = self.scorer.layout
+        with torch.no_grad():
+            for indices, are_own in passes(
+                self.scorer,
+                self.ranks,
+                batch.sizes(layout.shared),
+                rows=rows,
+                max_tokens=settings.micro_batch_tokens,
+                max_rows=settings.micro_batch_size,
+            ):
+                micro = MicroBatch.of(batch, indices, layout, device=self.ranks.device)
+                scores = self._score(micro)
+                if are_own:
+                    sums.compare(micro, scores)
 
     def _backward(
         self,

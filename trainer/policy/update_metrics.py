@@ -2,6 +2,7 @@
 their means.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,14 @@ class UpdateMetrics:
     delta_logprob_current: float
     """`delta_logprob` over the tokens that the current policy sampled: 0 when engine and trainer
     compute the same."""
+    logprob_gap: float
+    """Mean of sampling policy's logprob − trainer's over the same tokens: near 0 when they round
+    differently, near `delta_logprob_current` when the engine truncates its distribution."""
+    likelihood_gap: float
+    """Mean of entropy + logprob over the same tokens, in nats: 0 when they were sampled from the
+    policy, above 0 when they are likelier."""
+    likelihood_error: float
+    """Standard error of `likelihood_gap`, of independent tokens."""
     kl_rollout: float
     """k3 estimate of KL(sampling policy ‖ trainer), before the first update."""
     kl_reference: float
@@ -55,6 +64,9 @@ _BEFORE_UPDATES = (
     "delta",
     "current",
     "delta_current",
+    "gap_current",
+    "likelier",
+    "likelier_square",
     "kl_rollout",
     "weight",
     "weight_square",
@@ -95,7 +107,6 @@ class Sums:
             first: whether the policy has not been updated on this batch yet.
         """
         logprobs = scores.logprobs
-        behaviour = micro.rollout_logprobs
         ones = torch.ones_like(logprobs)
         kl_reference = torch.zeros_like(logprobs)
         if micro.ref_logprobs is not None:
@@ -110,21 +121,33 @@ class Sums:
             kl_reference,
             scores.entropy,
         ]
-        if first:
-            weight = probability_ratio(logprobs, behaviour)
-            delta = (logprobs - behaviour).abs()
-            # In the order of `_BEFORE_UPDATES`.
-            columns += [
-                ones,
-                delta,
-                micro.current,
-                delta * micro.current,
-                kl_divergence(behaviour, logprobs, "k3"),
-                weight,
-                weight.square(),
-            ]
         sums = torch.stack([loss, *(column.sum() for column in columns)]).double()
         self.values[: len(sums)] += sums
+        if first:
+            self.compare(micro, scores)
+
+    def compare(self, micro: MicroBatch, scores: TokenScores) -> None:
+        """Adds the comparison of sampling policy and trainer, before the first update."""
+        logprobs = scores.logprobs
+        behaviour = micro.rollout_logprobs
+        weight = probability_ratio(logprobs, behaviour)
+        delta = (logprobs - behaviour).abs()
+        likelier = (scores.entropy + logprobs) * micro.current
+        # In the order of `_BEFORE_UPDATES`.
+        columns = [
+            torch.ones_like(logprobs),
+            delta,
+            micro.current,
+            delta * micro.current,
+            (behaviour - logprobs) * micro.current,
+            likelier,
+            likelier.square(),
+            kl_divergence(behaviour, logprobs, "k3"),
+            weight,
+            weight.square(),
+        ]
+        sums = torch.stack([column.sum() for column in columns]).double()
+        self.values[len(_ALL) :] += sums
 
     def mean(self, name: str, over: str = "tokens") -> float:
         """Returns the sum `name` per `over`, a count; 0 where there is nothing to count."""
@@ -147,6 +170,8 @@ class Sums:
         first = self["first"]
         tokens = int(self["tokens"])
         updates = len(grad_norms)
+        current = max(1.0, self["current"])
+        spread = self["likelier_square"] / current - (self["likelier"] / current) ** 2
         sample_size = self["weight"] ** 2 / self["weight_square"] / first if first else 1.0
         return UpdateMetrics(
             loss=self["loss"] / max(1, updates + stopped),
@@ -156,6 +181,9 @@ class Sums:
             ratio=self.mean("ratio") if tokens else 1.0,
             delta_logprob=self.mean("delta", "first"),
             delta_logprob_current=self.mean("delta_current", "current"),
+            logprob_gap=self.mean("gap_current", "current"),
+            likelihood_gap=self.mean("likelier", "current"),
+            likelihood_error=math.sqrt(max(0.0, spread) / current),
             kl_rollout=self.mean("kl_rollout", "first"),
             kl_reference=self.mean("kl_reference"),
             kl_coef=kl_coef,

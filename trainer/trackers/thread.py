@@ -16,6 +16,8 @@ from trainer.trackers.base import RunInfo, load
 
 QUEUE = 1000
 """Maximum number of queued records: hundreds of steps, at one or two records each."""
+HANGS_S = 20.0
+"""Seconds in one record after which a tracker is said to hang."""
 _PREFIX = "tracker "
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class TrackerThread:
         self._closed = False
         self._reported = False
         self._run_finished = False
+        self._began: float | None = None
+        """When the tracker got the record that it has not accepted yet."""
         # A daemon: a tracker that hangs must not keep the interpreter from ending.
         self._thread = threading.Thread(
             target=self._run, args=(run,), name=f"{_PREFIX}{name}", daemon=True
@@ -58,6 +62,9 @@ class TrackerThread:
     def put(self, call: str, **arguments: Any) -> None:
         """Queues a record and returns at once."""
         self._received += 1
+        began = self._began
+        if began is not None and time.monotonic() - began > HANGS_S:
+            self._report(f"it hangs: one record takes longer than {HANGS_S:.0f} s")
         if self._closed:
             self._record("lost")
         elif self._queue.qsize() >= self._limit:
@@ -89,6 +96,7 @@ class TrackerThread:
             self._say(f"tracker {self.name}: {tracker.where}")
             while (record := self._queue.get()) is not None and not self._closed:
                 call, arguments = record
+                self._began = time.monotonic()
                 try:
                     getattr(tracker, call)(**arguments)
                 except Exception as error:
@@ -96,6 +104,7 @@ class TrackerThread:
                     self._report_error(error)
                 else:
                     self._record("written")
+                self._began = None
             if not self._closed:
                 tracker.close(self._run_finished)
         except (Exception, SystemExit) as error:  # a library's sys.exit ends only this thread

@@ -135,3 +135,27 @@ def test_a_missed_long_deadline_is_reported_once_for_all_calls(hanging: Hanging)
     while (text := hanging.says("this call is over")).count("this call is over") < 3:
         time.sleep(0.05)
     assert text.count("did not answer GET /prompts within 2 s") == 1
+
+
+def test_a_call_that_keeps_the_interpreter_to_itself_is_shown() -> None:
+    """No Python can run meanwhile: neither a thread nor a signal handler."""
+    program = (
+        "import re\n"
+        "from common.process import watchdog\n"
+        "def stuck_in_a_pattern():\n"
+        "    re.match('(a+)+$', 'a' * 60 + '!')\n"
+        "with watchdog.interpreter_guarded(stuck_s=0.5):\n"
+        "    print('ready', flush=True)\n"
+        "    stuck_in_a_pattern()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")
+        assert any("in stuck_in_a_pattern" in line for line in lines)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

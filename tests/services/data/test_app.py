@@ -176,3 +176,17 @@ async def test_pass_rates_are_refused_without_a_curriculum(client: DataClient) -
 def test_an_id_in_both_splits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'t/2' is in both the training and the evaluation split"):
         create_data_app(config(tmp_path), TRAIN, [TRAIN[2]])
+
+
+@pytest.mark.parametrize(("copies", "warned"), [(1, False), (3, True)])
+async def test_problems_that_repeat_are_counted_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, copies: int, warned: bool
+) -> None:
+    repeated = [
+        prompt.model_copy(update={"id": f"{prompt.id}-{copy}"})
+        for prompt in TRAIN[:10]
+        for copy in range(copies)
+    ]
+    create_data_app(config(tmp_path), repeated, EVAL)
+    text = "20 of 30 training problems repeat another one: only 10 are different"
+    assert (text in caplog.text) == warned

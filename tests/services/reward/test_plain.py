@@ -151,3 +151,23 @@ async def test_a_plain_function_by_its_import_path_grades_on_a_cluster() -> None
         (None, "inapplicable"),
     ]
     assert found[0].components == {"plain_length": 4.0}
+
+
+async def test_a_call_that_fails_once_is_repeated_one_by_one_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No score is missing in the end, and yet somebody has to know why grading was slow."""
+
+    def length(completions: list[str]) -> list[float]:
+        if len(completions) > 1:
+            raise ConnectionError("the cache is away")
+        return [float(len(text)) for text in completions]
+
+    items = [RewardItem(response=text, ground_truth="") for text in ("four", "three")]
+    async with RewardScorer(RewardSection(), functions=[PlainFunction(length)]) as scorer:
+        found = await scorer.score(items)
+    assert [result.reward for result in found] == [4.0, 5.0]
+    assert (
+        "length failed for 2 answers, now one by one: ConnectionError: the cache is away"
+        in caplog.text
+    )

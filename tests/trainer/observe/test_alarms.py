@@ -6,7 +6,7 @@ import pytest
 
 from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config
-from trainer.observe.alarms import alarms
+from trainer.observe.alarms import Agreement, alarms, other_reference
 from trainer.policy.update_metrics import Sums
 
 WELL = replace(
@@ -61,3 +61,50 @@ def test_off_policy_the_cause_is_the_age_and_the_remedy_names_the_settings(reuse
     assert (
         "rollout_correction" not in alarms(replace(WELL, kl_rollout=1.0), 1.5, config)["kl_rollout"]
     )
+
+
+def test_weights_are_the_cause_when_both_agreed_before() -> None:
+    measured = replace(WELL, delta_logprob_current=0.2)
+    text = alarms(measured, 0.0, Config(), agreement=Agreement(step=7, delta=3e-7))["delta_logprob"]
+    assert "until step 7 both agreed (3e-07)" in text
+    assert "the engines do not serve the weights of their version" in text
+    assert "precision" not in text
+
+
+def test_a_difference_that_grew_is_a_drift() -> None:
+    measured = replace(WELL, delta_logprob_current=0.022)
+    agreement = Agreement(step=7, delta=0.017)
+    text = alarms(measured, 0.0, Config(), agreement=agreement)["delta_logprob"]
+    assert "it grew from 0.017 in step 7: numbers that drift apart" in text
+
+
+def test_a_difference_of_one_sign_is_another_distribution() -> None:
+    measured = replace(WELL, delta_logprob_current=0.2, logprob_gap=0.18)
+    text = alarms(measured, 0.0, Config())["delta_logprob"]
+    assert "higher, by 0.18 on average: it truncates the distribution" in text
+    assert "temperature" in text
+
+
+def test_tokens_that_are_too_likely_were_not_sampled_from_the_policy() -> None:
+    """Their log-probabilities may be right all the same: no other alarm is raised."""
+    measured = replace(
+        WELL, trained_tokens=9, entropy=0.5, likelihood_gap=0.1, likelihood_error=0.005
+    )
+    found = alarms(measured, 0.0, Config())
+    assert set(found) == {"likelihood"}
+    assert "likelier than sampling from the policy makes them, by 0.1 nats" in found["likelihood"]
+    assert "top_p" in found["likelihood"]
+    few_tokens = replace(measured, likelihood_error=0.03)
+    assert alarms(few_tokens, 0.0, Config()) == {}
+    config = Config()
+    config.sampling.top_p = 0.9  # which the trainer knows
+    assert alarms(measured, 0.0, config) == {}
+
+
+def test_a_reference_that_differs_in_the_first_step_is_another_model() -> None:
+    assert other_reference(1e-6, Config()) == {}
+    config = Config()
+    config.model.reference = "some/other"
+    text = other_reference(0.7, config)["reference"]
+    assert "0.7 nats per token in the first step already" in text
+    assert "(some/other)" in text

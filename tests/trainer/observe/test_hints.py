@@ -20,6 +20,8 @@ HEALTHY: dict[str, Any] = {
     "staleness": 0.0,
     "truncated": 0.02,
     "unparsable": 0.05,
+    "copies": 0.1,
+    "completion_tokens": 300.0,
     "dropped": {},
     "generating": 0.5,
     "seconds": {
@@ -118,6 +120,36 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
             "model.name",
             "sampling.group_size",
         ),
+    ),
+    (
+        "same_answers",
+        [{"zero_variance_groups": 10, "failed_groups": 10, "accuracy": 0.1, "copies": 0.97}],
+        {"sampling__temperature": 0.01},
+        ("97% of the answers are the same", "sampling.temperature (0.01) is nearly greedy"),
+    ),
+    (
+        "same_answers",
+        [{"zero_variance_groups": 10, "accuracy": 0.1, "copies": 0.8, "update": {"entropy": 0.3}}],
+        {},
+        ("80% of the answers are the same", "certain (entropy 0.3 nats", "algorithm.entropy_coef"),
+    ),
+    (
+        "reward_hacking",
+        [{"reward": 0.8, "accuracy": 0.3, "rewards": {"math": 0.3, "style": 0.9}}],
+        {},
+        ("rose from 0.500 to 0.800", "accuracy fell from 0.500 to 0.300", "style (0.00 → 0.90)"),
+    ),
+    (
+        "short_answers",
+        [{"completion_tokens": 60.0, "accuracy": 0.5}],
+        {},
+        ("from 300 to 60 tokens", "sampling.max_new_tokens", "algorithm.aggregation"),
+    ),
+    (
+        "truncated",
+        [{"truncated": 0.99, "accuracy": 0.2}],
+        {},
+        ("99% of the completions are cut", "hardly any answer ends by itself", "eos_token_id"),
     ),
     (
         "format",
@@ -314,6 +346,39 @@ def test_there_is_no_hint_for_what_improves_by_itself() -> None:
     assert (
         hints(history({"truncated": 0.4, "accuracy": 0.7}), config()) == {}
     )  # long answers, but right ones
+
+
+def test_a_reward_that_never_changed_is_named_with_its_value() -> None:
+    """A function that catches its own errors and returns 0 looks like answers that are all
+    wrong."""
+    equal = {"zero_variance_groups": 10, "solved_groups": 0, "failed_groups": 10, "accuracy": 0.0}
+    zero = [HEALTHY | equal | {"reward": 0.0} for _ in range(FIRST + WINDOW)]
+    text = only("zero_variance_groups", zero)
+    assert "every answer got the reward 0" in text
+    assert "an error or a time-out that it catches itself" in text
+
+    unrated = equal | {"accuracy": None, "solved_groups": None, "failed_groups": None}
+    same = [HEALTHY | unrated | {"reward": 0.25} for _ in range(FIRST + WINDOW)]
+    assert "every answer got the same reward, 0.25" in only("zero_variance_groups", same)
+    changes = [same[0] | {"reward": 0.1}, *same[1:]]
+    assert "every answer got" not in only("zero_variance_groups", changes)
+
+
+def test_a_reward_function_that_never_tells_answers_apart_is_named_among_several() -> None:
+    numbers = [{"math": 0.1 * (i % 5), "tagged": 0.0} for i in range(FIRST + WINDOW)]
+    lines = [HEALTHY | {"rewards": rewards} for rewards in numbers]
+    assert "since the first step: tagged (0)" in only("dead_reward", lines)
+    learned = [HEALTHY | {"rewards": {"math": 0.1, "tagged": 0.9}}, *lines[1:]]
+    assert hints(learned, config()) == {}
+
+
+def test_shorter_answers_that_are_right_more_often_are_no_problem() -> None:
+    better = [{"completion_tokens": 60.0, "accuracy": 0.5 + 0.04 * i} for i in range(WINDOW)]
+    assert hints(history(*better), config()) == {}
+
+
+def test_a_reward_that_rises_with_accuracy_is_no_hack() -> None:
+    assert hints(history({"reward": 0.8, "accuracy": 0.7}), config()) == {}
 
 
 def test_replaced_groups_of_dynamic_sampling_count_too() -> None:

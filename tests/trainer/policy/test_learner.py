@@ -23,6 +23,7 @@ from tests.support.ranks import run_ranks
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.policy.policy import Policy, learning_rate
 from trainer.policy.scorer import Scorer
+from trainer.policy.scoring import score_batch
 
 
 @pytest.fixture
@@ -438,3 +439,17 @@ def test_arguments_that_a_schedule_does_not_have_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping({"trainer.lr_schedule": schedule, "trainer.lr_schedule_args": arguments})
+
+
+def test_engine_and_trainer_are_compared_on_a_batch_without_a_gradient(
+    config: Config, groups: list[Group]
+) -> None:
+    """An engine with damaged weights gives wrong answers only: all rewards are equal then."""
+    policy = Policy(config, Ranks())
+    batch = prepared(policy, [groups[2]])
+    own = score_batch(policy.scorer, batch, config, Ranks())
+    sampled = [completion.logprobs for completion in groups[2].completions]
+    differences = np.concatenate([abs(a - b) for a, b in zip(own, sampled, strict=True)])
+    metrics = policy.update(batch).metrics
+    assert metrics.delta_logprob_current == pytest.approx(float(differences.mean()), rel=1e-4)
+    assert metrics.trained_tokens == 0

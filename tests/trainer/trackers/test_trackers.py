@@ -155,6 +155,18 @@ def run_info(directory: Path) -> RunInfo:
     return RunInfo("abc", "run", "p", directory, {"seed": 0, "trackers": {}}, 0)
 
 
+def test_a_tracker_that_does_not_return_is_said_to_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.trackers.thread.HANGS_S", 0.0)
+    told = list[str]()
+    thread = TrackerThread(f"{FAKES}:Hangs", run_info(tmp_path), told.append, lambda _: None)
+    while not any("it hangs: one record takes longer" in line for line in told):
+        thread.put("metrics", step=1, values={})
+        time.sleep(0.01)
+    assert sum("it hangs" in line for line in told) == 1
+
+
 def test_a_queue_that_is_full_loses_records_at_once_and_says_so_once(tmp_path: Path) -> None:
     told, counted = list[str](), list[str]()
     thread = TrackerThread(

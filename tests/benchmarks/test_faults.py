@@ -1,0 +1,119 @@
+"""`benchmarks.faults`: what counts as named, and one fault that is really injected."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.__main__ import inject, load_subjects
+from benchmarks.faults.evidence import built_in
+from benchmarks.faults.fault import FAULTS, OWN, Fault
+from benchmarks.faults.judge import LIMIT_S, Line, judge
+from benchmarks.faults.trl_side import SIDES
+
+STRUCK = 100.0
+NAN = Fault(
+    name="nan",
+    subject="rewards",
+    cause="the reward is NaN",
+    words=(r"\bnan\b", "reward"),
+    reported=OWN,
+    run=lambda lab: None,
+)
+HEALTHY = Line(STRUCK + 1, "step    2/9  reward 0.5  tokens 9  1.0 s (gen 0.5, train 0.5)")
+
+
+def said(text: str, after: float = 2.0) -> Line:
+    return Line(STRUCK + after, text)
+
+
+def test_a_line_names_the_cause_when_it_has_all_the_words() -> None:
+    lines = [HEALTHY, said("WARNING reward 3 is NaN"), said("error: nan rewards", after=5)]
+    found = judge(NAN, lines, STRUCK, ended_well=False)
+    assert found.verdict == "named"
+    assert (found.named_s, found.detected_s, found.steps) == (2.0, 2.0, 1)
+    assert found.line == "WARNING reward 3 is NaN"
+    assert found.before == ()
+
+
+def test_what_is_said_before_the_fault_does_not_count() -> None:
+    lines = [Line(STRUCK - 1, "error: the reward is nan")]
+    assert judge(NAN, lines, STRUCK, ended_well=False).verdict == "silent"
+
+
+def test_a_complaint_about_something_else_is_a_wrong_name() -> None:
+    lines = [said("hint: lower trainer.learning_rate"), said("the banana is a reward")]
+    found = judge(NAN, lines, STRUCK, ended_well=True)
+    assert found.verdict == "misnamed"
+    assert found.before == ("hint: lower trainer.learning_rate",)
+
+
+def test_a_name_that_comes_late_does_not_count_unless_a_timeout_rules() -> None:
+    lines = [said("error: the reward is nan", after=LIMIT_S + 1)]
+    assert judge(NAN, lines, STRUCK, ended_well=False).verdict == "late"
+    ruled = replace(NAN, timeout="reward.function_timeout_s", timeout_s=LIMIT_S)
+    assert judge(ruled, lines, STRUCK, ended_well=False).verdict == "named"
+
+
+def test_lines_of_a_node_are_read_without_its_name() -> None:
+    line = said("ppo-trainer-0    | alarm: mean |Δ logprob| is 0.3")
+    assert judge(NAN, [line], STRUCK, ended_well=False).verdict == "misnamed"
+
+
+def test_a_harmless_fault_may_not_disturb_the_run() -> None:
+    harmless = replace(NAN, words=(), harmless=True)
+    assert judge(harmless, [HEALTHY], STRUCK, ended_well=True).verdict == "untouched"
+    assert judge(harmless, [HEALTHY], STRUCK, ended_well=False).verdict == "disturbed"
+    warned = [said("warning: the clock jumped")]
+    assert judge(harmless, warned, STRUCK, ended_well=True).verdict == "disturbed"
+
+
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "reward"),
+    [
+        ("3+4=7.\n#### 7", "stop", 1.0),
+        ("#### 07 ", "stop", 1.0),
+        ("#### 7", "length", 0.0),
+        ("#### 8", "stop", 0.0),
+        ("7", "stop", 0.0),
+        ("#### 7 apples", "stop", 0.0),
+    ],
+)
+def test_the_right_reward_of_the_built_in_task(
+    text: str, finish_reason: str, reward: float
+) -> None:
+    assert built_in(text, "7", finish_reason) == reward
+
+
+@pytest.mark.integration
+def test_there_are_a_hundred_faults_and_each_says_who_reported_it() -> None:
+    load_subjects()
+    assert len(FAULTS) >= 100
+    for fault in FAULTS.values():
+        assert bool(fault.words) != fault.harmless, fault.name
+        assert fault.reported == OWN or re.fullmatch(
+            r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", fault.reported
+        )
+    assert SIDES.keys() <= FAULTS.keys()
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_fault_is_injected_named_and_falsifies_nothing(base_model: Path, tmp_path: Path) -> None:
+    load_subjects()
+    fault = FAULTS["reward_nan"]
+    result = inject(fault, 0, tmp_path / "run", base_model)
+    assert result.judgement.verdict == "named"
+    assert "nan is not a number" in result.judgement.line
+    assert result.evidence.checked > 0
+    assert (result.evidence.falsified, result.evidence.lost) == (0, 0)
+
+    def wrong(text: str, truth: str, finish: str) -> float:
+        return 7.0
+
+    # The same run with other words and another oracle: the measurement can fail.
+    other = replace(fault, words=("the moon",), oracle=wrong)
+    result = inject(other, 0, tmp_path / "other", base_model)
+    assert result.judgement.verdict == "misnamed"
+    assert result.evidence.falsified == result.evidence.checked > 0

@@ -1,0 +1,39 @@
+"""What an engine's answer lacks is named: an empty completion is not one whose numbers are NaN."""
+
+from typing import Any
+
+import pytest
+
+from common.clients.rollout import GenerationFailed, completion_from_answer
+
+
+def answer(ids: list[int], pairs: list[list[Any]]) -> dict[str, Any]:
+    """An answer of SGLang with these tokens."""
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": pairs,
+        "weight_version": "3",
+        "weight_versions": [{"version": "3", "start": 0, "end": len(ids)}] if ids else [],
+    }
+    return {"text": "", "output_ids": ids, "meta_info": meta}
+
+
+@pytest.mark.parametrize(
+    ("ids", "pairs", "reason"),
+    [
+        ([], [], "the completion is empty: it has no tokens"),
+        ([5], [[None, 5, None]], r"not a finite number \(NaN, infinite or null\)"),
+        ([5], [[float("nan"), 5, None]], r"not a finite number \(NaN, infinite or null\)"),
+        ([5, 6], [[-1.0, 5, None]], "tokens and logprobs of the completion do not match"),
+        ([5], [[-1.0, 6, None]], "tokens and logprobs of the completion do not match"),
+    ],
+)
+def test_the_reason_says_what_is_missing(
+    ids: list[int], pairs: list[list[Any]], reason: str
+) -> None:
+    with pytest.raises(GenerationFailed, match=reason):
+        completion_from_answer(answer(ids, pairs))
+
+
+def test_a_whole_answer_is_read() -> None:
+    assert completion_from_answer(answer([5], [[-1.0, 5, None]])).token_ids.tolist() == [5]
