@@ -54,11 +54,16 @@ def complains(text: str) -> bool:
     return _COMPLAINT.search(_NODE.sub("", text)) is not None
 
 
+def _is_step(line: Line) -> bool:
+    return _STEP.match(_NODE.sub("", line.text)) is not None
+
+
 def judge(fault: Fault, lines: Sequence[Line], struck: float, ended_well: bool) -> Judgement:
     """Judges the lines that came after the fault struck."""
     after = [line for line in lines if line.at >= struck]
     complaints = [line for line in after if complains(line.text)]
-    naming = next((line for line in after if fault.is_named_by(line.text)), None)
+    said = [line for line in after if not _is_step(line)]  # its numbers explain nothing
+    naming = next((line for line in said if fault.is_named_by(line.text)), None)
     first = complaints[0] if complaints else None
     shown = naming or first
     earlier = [line.text for line in complaints if naming is None or line.at < naming.at]

@@ -42,6 +42,11 @@ def test_what_is_said_before_the_fault_does_not_count() -> None:
     assert judge(NAN, lines, STRUCK, ended_well=False).verdict == "silent"
 
 
+def test_the_numbers_of_a_step_explain_nothing() -> None:
+    line = said("step    3/9  reward nan  tokens 9")
+    assert judge(NAN, [line], STRUCK, ended_well=False).verdict == "silent"
+
+
 def test_a_complaint_about_something_else_is_a_wrong_name() -> None:
     lines = [said("hint: lower trainer.learning_rate"), said("the banana is a reward")]
     found = judge(NAN, lines, STRUCK, ended_well=True)

@@ -335,8 +335,8 @@ def _truncated(steps: _Steps) -> str:
     share = steps.mean("truncated")
     accuracy = steps.accuracy()
     if accuracy is None:
-        is_harmless = steps.rose("reward")
-        seen = "the reward does not rise"
+        is_harmless = steps.rose("reward") and share < NEVER_ENDS
+        seen = "the reward does not rise" if not steps.rose("reward") else "hardly any ends"
     else:
         is_harmless = accuracy >= LOW_ACCURACY
         seen = f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
