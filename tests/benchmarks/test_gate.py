@@ -89,7 +89,7 @@ def test_a_wrong_sign_of_the_advantages_fails(
         advantages, returns = right(*arguments)
         return [-each for each in advantages], returns
 
-    monkeypatch.setattr("trainer.loop.compute_advantages", wrong)
+    monkeypatch.setattr("trainer.policy.learn.compute_advantages", wrong)
     outside = _outside(gate.measure({**gate.ARMS["rloo"], "model.name": base_model}, seed=0))
     assert {"accuracy", "reward"} <= outside
 
