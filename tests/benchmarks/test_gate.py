@@ -65,10 +65,9 @@ def test_what_is_outside_or_no_number_fails_and_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("arm", gate.ARMS)
-def test_the_recorded_history_has_bands_and_its_own_runs_are_inside(arm: str) -> None:
+def test_the_recorded_runs_of_the_history_are_inside_their_own_bands(arm: str) -> None:
     history = read(arm)
-    assert len(history) >= 5
-    assert len({line.seed for line in history}) >= 5
+    assert len({line.seed for line in history}) == len(history) > 0
     for line in history:
         assert set(line.figures) <= set(RULES)
         verdicts = judge(arm, line.figures, line.machine)
@@ -90,7 +89,7 @@ def test_a_wrong_sign_of_the_advantages_fails(
         advantages, returns = right(*arguments)
         return [-each for each in advantages], returns
 
-    monkeypatch.setattr("trainer.loop.compute_advantages", wrong)
+    monkeypatch.setattr("trainer.policy.learn.compute_advantages", wrong)
     outside = _outside(gate.measure({**gate.ARMS["rloo"], "model.name": base_model}, seed=0))
     assert {"accuracy", "reward"} <= outside
 
