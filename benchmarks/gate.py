@@ -5,12 +5,15 @@ which takes a core about a minute, and compares every figure with the recorded r
 `benchmarks/history`. It ends with status 1 and names the figures that are outside. `--record` also
 appends them: do so for a commit that changes a figure on purpose, and say why in its message.
 
-Machines differ in speed, so costs are ratios to a fixed computation that runs before every step,
-and are judged only against runs on the same kind of machine. Time in which this thread waits for a
+The built-in model is made on this machine, and its training rounds otherwise on other processors:
+only runs of the same model are compared. Machines differ in speed, so costs are ratios to a fixed
+computation that runs before every step, and are judged only against runs on the same kind of
+machine. Time in which this thread waits for a
 processor does not count, but time in which an update sleeps does.
 """
 
 import argparse
+import hashlib
 import os
 import platform
 import subprocess
@@ -156,7 +159,9 @@ def _figures(records: list[dict[str, Any]], costs: _Costs) -> dict[str, float]:
 
 
 def machine() -> dict[str, str]:
-    """Returns what decides how the costs compare with the reference."""
+    """Returns what decides how the costs compare with the reference, and which model is trained."""
+    model = Path(load(["--config", CONFIG], {}).model.name)
+    weights = (model / "model.safetensors").read_bytes()
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -169,6 +174,7 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(torch.__version__).partition("+")[0],
+        "base_model": hashlib.sha256(weights).hexdigest()[:12],
     }
 
 

@@ -33,7 +33,7 @@ class Rule:
     relative_floor: float = 0.0
     """The same, as a share of the mean."""
     of_machine: bool = False
-    """Whether only lines of the same kind of machine count."""
+    """Whether only lines of the same kind of machine count, not all with the same base model."""
 
 
 RULES = {
@@ -132,7 +132,7 @@ def band(name: str, lines: Sequence[Line], machine: Machine) -> Band | None:
     values = [
         line.figures[name]
         for line in lines
-        if name in line.figures and (not rule.of_machine or line.machine == machine)
+        if name in line.figures and _is_comparable(line.machine, machine, rule)
     ]
     if len(values) < MIN_LINES:
         return None
@@ -141,6 +141,12 @@ def band(name: str, lines: Sequence[Line], machine: Machine) -> Band | None:
     low = -math.inf if rule.fails == "above" else middle - half
     high = math.inf if rule.fails == "below" else middle + half
     return Band(low, high, len(values))
+
+
+def _is_comparable(recorded: Machine, here: Machine, rule: Rule) -> bool:
+    if rule.of_machine:
+        return recorded == here
+    return recorded.get("base_model") == here.get("base_model")
 
 
 def judge(arm: str, figures: Figures, machine: Machine, directory: Path = HISTORY) -> list[Verdict]:

@@ -50,6 +50,13 @@ def test_a_cost_is_judged_only_beside_the_same_kind_of_machine() -> None:
     assert found.high == pytest.approx(5.5)
 
 
+def test_what_is_learned_is_judged_only_beside_the_same_base_model() -> None:
+    here = HERE | {"base_model": "0f"}
+    other = lines("accuracy", [0.9] * 9, HERE | {"base_model": "e1"})
+    assert band("accuracy", other, here) is None
+    assert band("accuracy", lines("accuracy", [0.9] * 5, {"base_model": "0f"}), here) is not None
+
+
 def test_what_is_outside_or_no_number_fails_and_is_named(tmp_path: Path) -> None:
     for line in lines("accuracy", [0.9] * 5):
         append("demo", line, tmp_path)
@@ -75,7 +82,8 @@ def test_the_recorded_runs_of_the_history_are_inside_their_own_bands(arm: str) -
 
 
 def _outside(figures: dict[str, float]) -> set[str]:
-    return {verdict.name for verdict in judge("rloo", figures, HERE, HISTORY) if verdict.fails}
+    recorded = read("rloo")[0].machine
+    return {verdict.name for verdict in judge("rloo", figures, recorded, HISTORY) if verdict.fails}
 
 
 @pytest.mark.integration
