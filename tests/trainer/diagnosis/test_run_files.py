@@ -243,3 +243,7 @@ def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: P
     assert says(run) == line
     write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "group-2", "step": 0}])
     assert not says(run).startswith("The run ended")
+
+    with diagnosed(run, Config()):
+        pass
+    assert not list(run.glob("diagnosis.*"))  # a run that ends well has none
