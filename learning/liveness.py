@@ -51,6 +51,7 @@ discards sent data."""
 _MAX_LINE_BYTES = 1 << 16
 _MAX_STACKS_CHARS = 40_000
 _MAX_AWAITED = 20
+_MAX_STUCK_CHARS = 2000
 _ANSWER_S = 2.0
 """Seconds in which a rank says where it is; its thread is free unless the process is stopped."""
 _MAX_UNAUTHENTICATED = 64
@@ -325,7 +326,7 @@ class Liveness:
         where = "; ".join(
             f"{self._name(rank)}: {doing}" for rank, doing in sorted(self._doing.items())
         )
-        self._stuck_at = shorten(where, _MAX_LINE_BYTES // 2)
+        self._stuck_at = shorten(where, _MAX_STUCK_CHARS)
         self._broadcast(f"stuck {self._stuck_at}")
 
     async def _end_stuck(self, where: str) -> None:

@@ -34,6 +34,9 @@ def group(tmp_path: Path, base_model: Path) -> Iterator[LocalRun]:
     yield run
     for process in run.marked():
         process.kill()
+    assert run.process is not None
+    assert run.process.stderr is not None
+    run.process.stderr.close()
 
 
 def steps(run_dir: Path) -> int:
@@ -79,7 +82,7 @@ def test_a_stuck_a_killed_and_an_interrupted_run_are_told_apart(group: LocalRun)
 
     assert group.process is not None
     group.process.terminate()
-    group.process.wait()
+    group.finish()
     last = diagnose(group)
     assert last["state"] == "ended"
     assert str(last["first_line"]).startswith((names.INTERRUPTED, names.RANK_DIES))

@@ -8,7 +8,9 @@ from trainer.diagnosis.facts import Facts, Finding, Level, LogLine
 from trainer.diagnosis.unreachable import problem_of
 
 _UNANSWERED = re.compile(r"(\S+) did not answer ([A-Z]+ \S+)(?: in time)?: (.*)", re.DOTALL)
-_NOT_HEALTHY = re.compile(r"not healthy after \d+ s: (\S+) at \S+ \((.*)", re.DOTALL)
+_NOT_HEALTHY = re.compile(
+    r"not healthy after \S+ s(?: without progress)?: (\S+) at \S+ \((.*)", re.DOTALL
+)
 _WAITED = re.compile(r"waited (\d+) s so far for (\S+) to answer (.*)", re.DOTALL)
 _LOST_RANK = re.compile(
     r"(rank \d+ on \S+ \([^)]*\)|rank \d+ on \S+) "
@@ -43,7 +45,7 @@ _DROPS = {
 }
 _LAST_DROP = re.compile(r"groups in a row were dropped, the last one because of (\w+): (.*)", re.S)
 _FULL = re.compile(r"No space left|disk_full|Disk quota exceeded|HTTP 507|File too large")
-_PROBLEMS_OF_NODES = re.compile(r"rollout nodes serve weights (\d+); missing: (.*)", re.DOTALL)
+_PROBLEMS_OF_NODES = re.compile(r"rollout nodes serve weights (\d+)[;,:] (.*)", re.DOTALL)
 _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_dir\b")
 _BEFORE_THE_END_S = 90.0
 
@@ -82,7 +84,7 @@ def classify(text: str) -> str:
         return _DROPS.get(dropped[1], names.NOT_GENERATED) if inner == names.ENDED else inner
     if _PROBLEMS_OF_NODES.search(text):
         return names.OLD_WEIGHTS
-    if "no batch of" in text:
+    if "no batch of" in text or re.search(r"no progress for \S+ s of waiting for", text):
         return names.NO_BATCH
     return names.ENDED
 
@@ -113,8 +115,15 @@ def _recent(facts: Facts) -> Iterator[LogLine]:
 
 def _lost_ranks(facts: Facts, lines: Iterable[LogLine]) -> Iterator[Finding]:
     for line in lines:
+        if facts.lives:
+            return
+        if "no rank has made progress for" in line.text:
+            what = line.text.partition(". ")[0]
+            evidence = [_said(line), *_place(lines)]
+            yield _finding(names.RANK_STUCK, what, line.time, level="stopped", evidence=evidence)
+            return
         match = _LOST_RANK.search(line.text)
-        if match is None or facts.lives:
+        if match is None:
             continue
         reason = match["reason"] or ""
         if reason:

@@ -13,7 +13,7 @@ from common.process.topology import Topology
 from common.settings.config import Config
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import ask
-from trainer.diagnosis.report import first_line, write
+from trainer.diagnosis.report import JSON, TEXT, first_line, write
 from trainer.diagnosis.run_files import read_facts
 
 log = logging.getLogger(__name__)
@@ -24,8 +24,9 @@ _PATIENCE_S = 8.0
 def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -> Iterator[None]:
     """Writes the diagnosis of this run when an error leaves the block, and when the run stalls.
 
-    The error gets a note that names what was found and the file. `topology` finds the services;
-    None: they are in this process, and are not asked.
+    The error gets a note that names what was found and the file. A run that ends well has no
+    report: one of an earlier attempt is removed. `topology` finds the services; None: they are in
+    this process, and are not asked.
     """
 
     def stalled(reason: str) -> None:
@@ -41,6 +42,10 @@ def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -
         if said:
             error.add_note(said)
         raise
+    else:
+        for name in (TEXT, JSON):
+            with suppress(OSError):
+                (run_dir / name).unlink(missing_ok=True)
     finally:
         watchdog.after_report(None)
 

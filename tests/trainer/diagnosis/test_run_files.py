@@ -142,6 +142,8 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
         ("error: not healthy after 60 s: data-server at http://data-server-0.x:8000 (Cannot connect to host data-server-0.x:8000 ssl:default [Name or service not known])", names.UNKNOWN_NAME),
         ("error: reward-server: the graders did not start 5 times in a row: died · remedy: see", names.CANNOT_START),
         ("error: rank 0 is out of GPU memory in step 3: CUDA · field: trainer.micro_batch_tokens", names.RANK_MEMORY),
+        ("error: not healthy after 12 s without progress: data-server at http://data-server-0.x:8000 (Connection refused)", names.DATA_DIES),
+        ("error: no progress for 1800 s of waiting for a batch of 4 groups · field: trainer.stuck_after_s", names.NO_BATCH),
         ("error: something that no heading is about · remedy: do this", names.ENDED),
         ("interrupted; start again with the same run directory to continue from its newest checkpoint", names.INTERRUPTED),
     ],
@@ -241,3 +243,7 @@ def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: P
     assert says(run) == line
     write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "group-2", "step": 0}])
     assert not says(run).startswith("The run ended")
+
+    with diagnosed(run, Config()):
+        pass
+    assert not list(run.glob("diagnosis.*"))  # a run that ends well has none
