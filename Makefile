@@ -26,7 +26,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all test-oldest lint style types docs fuzz check-jobgroup bench bench-trl gpu-check gpu-bundle chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all test-oldest lint style types docs fuzz check-jobgroup bench bench-gate bench-trl gpu-check gpu-bundle chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -43,6 +43,7 @@ help:
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
+	@echo 'make bench-gate      does training learn and cost what it did before? About a minute [GATE=--record]'
 	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one; three parts of eight minutes [PART=1]'
 	@echo '     NO_ENV=1        the same with the packages of PYTHON=python3 as they are; no environment is made, nothing downloaded'
 	@echo 'make gpu-bundle      packs that check for a machine without a network; INSTALLED=its pip list [GPU_PYTHON=3.12]'
@@ -164,6 +165,9 @@ check-jobgroup: $(SKY)/.made
 
 bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards sandbox replay groups update publish overlap collector router learning agents; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+
+bench-gate: $(VENV)/.made $(BASE)/config.json
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.gate $(GATE)
 
 # NO_ENV=1 uses $(PYTHON) as it is, with the torch and transformers that the machine has.
 gpu-check: $(if $(NO_ENV),,$(VENV)/.made)

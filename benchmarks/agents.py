@@ -5,7 +5,7 @@
 engine that takes two seconds per turn. Measures the latency that a call adds to a call of the
 engine itself, which the same programs make first, and the CPU time per 1,000 turns of each process;
 that of the server also for episodes whose turns it plays itself and, for comparison, for no-op
-requests. `tools`: an engine that runs 32 sequences at a time,
+requests, as often and all at once. `tools`: an engine that runs 32 sequences at a time,
 and tools that sleep for 1 to 30 seconds. Measures the engine's throughput with enough episodes in
 flight to keep it busy, relative to episodes without tools. `verifiers`: the CPU time of an episode
 of a verifiers environment whose harness asks twice, with the interpreter of `.venv-verifiers`.
@@ -270,15 +270,20 @@ async def calls() -> None:
                 *(client.episodes(episodes("Talks", i, 8)) for i in range(SESSIONS // 8))
             )
         print(f"turns of the server's own: {spent}")
-        spent = Spent(served)
 
-        async def nothing() -> None:
+        async def nothing(pause_s: float) -> list[float]:
             for _ in range(TURNS):
+                await asyncio.sleep(pause_s)
                 async with http.get(f"{url}/environments") as answer:
                     await answer.read()
+            return []
 
-        await asyncio.gather(*(nothing() for _ in range(SESSIONS)))
-        print(f"requests that do nothing: {spent}")
+        spent = Spent(served)
+        await all_programs(lambda _: nothing(TURN_S))
+        print(f"requests that do nothing, as often: {spent}")
+        spent = Spent(served)
+        await asyncio.gather(*(nothing(0.0) for _ in range(SESSIONS)))
+        print(f"requests that do nothing, all at once: {spent}")
 
 
 def episodes(environment: str, number: int, n: int) -> EpisodeRequest:

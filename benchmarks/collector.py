@@ -28,6 +28,7 @@ from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient, completion_from_answer
+from common.process.cli import positive
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
@@ -207,7 +208,8 @@ def measure(
 
         gc.freeze()  # as the trainer does before its first batch
         task = loop.start(collector.run(1 << 40, in_flight // COMPLETIONS))
-        marks = [in_flight, *range((in_flight // 10_000 + 1) * 10_000, completions + 1, 10_000)]
+        marks = [in_flight, *range((in_flight // 10_000 + 1) * 10_000, completions, 10_000)]
+        marks.append(completions)
         begin = 0.0
         used = 0.0
         for mark in marks:
@@ -243,10 +245,18 @@ def measure(
 def main() -> None:
     parser = command_parser("collector", __doc__)
     parser.add_argument(
-        "--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8"
+        "--in-flight", type=positive, default=4096, help="completions in flight, a multiple of 8"
     )
-    parser.add_argument("--completions", type=int, default=40_000)
+    parser.add_argument(
+        "--completions", type=positive, default=40_000, help="completions in all (default 40000)"
+    )
     arguments = parser.parse_args()
+    if arguments.completions < 2 * arguments.in_flight:
+        # The measurement begins when as many completions have been stored as are in flight.
+        parser.error(
+            f"argument --completions: {arguments.completions} are less than twice --in-flight "
+            f"({arguments.in_flight}): raise it"
+        )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     engines = free_port()
     services = free_port()

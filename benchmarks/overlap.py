@@ -22,11 +22,11 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from trainer.algorithms.batch import Batch
 from trainer.backend import BackendContext
 from trainer.build import build_run
 from trainer.loop import train
+from trainer.observe.audit import Given
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.update_metrics import Sums
@@ -207,8 +208,10 @@ def serve_engine(port: int, token_s: float, load_s: float) -> None:
 class SleepingPolicy:
     """A policy with a few weights, whose update sleeps for `seconds`."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, config: Config) -> None:
         self.seconds = seconds
+        self.config = config
+        self.ranks = Ranks()
         self.step = 0
         self.seed = 0
         self.kl_coef = 0.0
@@ -271,6 +274,13 @@ class Sockets:
         context.stack.callback(lambda: loop.call(close()))
         return services, DirectPublisher(context.run_dir / "weights", engine, loop)
 
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        return "sglang"
+
+    def given(self) -> Sequence[Given]:
+        return ()
+
     def agents(self) -> list[Client]:
         return []
 
@@ -294,7 +304,7 @@ def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, An
             backend=Sockets(engine_url),
             stack=stack,
         )
-        parts.policy = cast(Policy, SleepingPolicy(training_s))
+        parts.policy = cast(Policy, SleepingPolicy(training_s, config))
         train(parts)
     return read_lines(config.trainer.run_dir / "metrics.jsonl")
 

@@ -287,8 +287,14 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh_of = _Rank(0, ranks, shard_size=settings.shard_size)
-        mesh_of.mesh()  # the mesh needs real tensors
+        mesh_of = _Rank(
+            0,
+            ranks,
+            shard_size=settings.shard_size,
+            context_size=settings.context_parallel_size,
+        )
+        mesh_of.mesh()  # the meshes need real tensors
+        mesh_of.context()
         with _gpu_paths(recorder), FakeTensorMode(allow_non_fake_inputs=True), recorder:
             policy = Policy(config, mesh_of)
             reference = Reference(policy)

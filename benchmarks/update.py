@@ -217,14 +217,15 @@ def full_groups(config: Config, ranks: int = 1) -> list[Group]:
     size = config.sampling.group_size
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
     vocabulary = shape["vocab_size"]
-    tokens = config.trainer.micro_batch_tokens // GROUPS
+    together = config.trainer.context_parallel_size
+    tokens = together * config.trainer.micro_batch_tokens // GROUPS
     prompt = min(200, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, size)
     # The last token of a completion is not computed.
     lengths = 2 + (shares / shares.sum() * (tokens - prompt - size)).astype(int)
     lengths[-1] += tokens - prompt - (lengths - 1).sum()
     groups = []
-    for number in range(2 * ranks * GROUPS):
+    for number in range(2 * ranks // together * GROUPS):
         ids = rng.integers(10, vocabulary, prompt).tolist()
         group = random_group(str(number), ids, lengths.tolist(), rng=rng, vocabulary=vocabulary)
         groups.append(group)
@@ -294,9 +295,7 @@ def measure(case: Case) -> Result:
     }
     config = load([*setting_words(settings), *case.settings], {})
     trainer = config.trainer
-    with Ranks.from_env(
-        600, trainer.device, trainer.shard_size, trainer.offload_optimizer
-    ) as ranks:
+    with Ranks.from_env(600, trainer) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         groups = make_groups(case, load_tokenizer(config.model))

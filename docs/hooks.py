@@ -28,7 +28,9 @@ COMMANDS = (
     "trainer.export",
     "trainer.report",
     "trainer.compare",
+    "trainer.replay",
     "trainer.dashboard",
+    "trainer.diagnose",
     "trainer.tiny_model",
     "jobgroup.local",
     "jobgroup.sweep",
@@ -263,8 +265,8 @@ def http_api() -> str:
         "# HTTP API\n",
         "Generated from the OpenAPI description of each service, which it serves itself at `/docs`",
         "and `/openapi.json`. Errors, tokens, retries and encodings are the same everywhere:",
-        "[conventions](http-conventions.md). `GET /health`, `GET /metrics` and `POST /flush` are",
-        "the same in every service and listed once.\n",
+        "[conventions](http-conventions.md). `GET /health`, `GET /metrics`, `POST /flush` and",
+        "`GET /where` are the same in every service and listed once.\n",
     ]
     with TemporaryDirectory() as directory:
         described = asyncio.run(_described(apps, base, Path(directory)))

@@ -72,13 +72,15 @@ def _too_few_gpus(task: Placed, config: Config) -> Iterator[str]:
         for gpus in task.gpus:
             if needed > gpus > 0:
                 yield f"{told}, but a node has {gpus}: request more GPUs per node"
-    size = config.trainer.shard_size
-    if task.name == TRAINER and size:
-        for gpus in task.gpus:
+    groups = {
+        "trainer.shard_size": config.trainer.shard_size or 1,
+        "trainer.context_parallel_size": config.trainer.context_parallel_size,
+    }
+    for setting, size in groups.items():
+        for gpus in task.gpus if task.name == TRAINER else ():
             ranks = task.nodes * max(1, gpus)
             if ranks % size:
-                told = f"{ranks} processes cannot be divided into groups of {size}"
-                yield f"{told} (trainer.shard_size)"
+                yield f"{ranks} processes cannot be divided into groups of {size} ({setting})"
 
 
 def _unequal(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:

@@ -328,14 +328,15 @@ def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str,
 def _environment(
     task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables of a task, literally. An empty secret comes from `--secret` or this
-    environment.
+    """Returns the variables of a task, literally. An empty secret comes from `--secret`, `--env` or
+    this environment.
     """
     values: dict[str, Any] = {str(key): value for key, value in task.envs.items()} | dict(env)
     declared = task.secrets if isinstance(task.secrets, dict) else dict.fromkeys(task.secrets)
+    given = {**env, **secrets}
     for key, default in declared.items():
         name = key.removeprefix("secrets:")
-        values[name] = secrets.get(name, default or os.environ.get(name, default))
+        values[name] = given.get(name, default or os.environ.get(name, default))
     values |= secrets
     for name, value in values.items():
         variable(name, f"{task.name}.envs")

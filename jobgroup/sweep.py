@@ -174,6 +174,13 @@ def _settings(field: str, content: object) -> Settings:
     if not isinstance(content, dict):
         raise _wrong(field, content, "this is not a mapping of settings, such as {seed: 1}")
     for name, value in content.items():
+        if isinstance(value, dict) and str(name) not in names():
+            raise ConfigError(
+                f"{name} is a section, not a setting",
+                field=f"{field}.{name}",
+                value=_text(value),
+                remedy=f"write each setting by its full name: {name}.{next(iter(value), 'name')}",
+            )
         if name not in names():
             raise unknown(names(), str(name), f"{field}.{name}", _text(value))
     return dict(content)

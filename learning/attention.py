@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.errors import ConfigError
+from learning.context import ContextGroup
 
 _Array = NDArray[np.int64]
 
@@ -160,9 +161,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Returns [1, T, heads, size] from [1, heads, T, size], as transformers calls it.
 
-    Keys and values may have fewer heads (GQA). `sliding_window` includes the token itself.
+    Keys and values may have fewer heads (GQA). `sliding_window` includes the token itself. With
+    `context`, T are the tokens of this rank's part of the line.
     """
     segments: Segments | None = options.pop("segments", None)
+    context: ContextGroup | None = options.pop("context", None)
     if segments is None:
         has_placeholder = attention_mask is not None and attention_mask.shape == (1, 1, 1, 1)
         if has_placeholder and query.shape[2] > 1:  # it is a packed line
@@ -183,15 +186,26 @@ def _attention(
         query = query.to(dtype)
         key = key.to(dtype)
         value = value.to(dtype)
+    query = query[0].transpose(0, 1)
+    key = key[0].transpose(0, 1)
+    value = value[0].transpose(0, 1)
+
+    if context is not None:
+        length = len(segments.back)
+        query = context.heads_of_line(query, length)
+        key = context.heads_of_line(key, length)
+        value = context.heads_of_line(value, length)
     attend = _attend_segments if _has_kernel(query) else _attend_rows
     result = attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query,
+        key,
+        value,
         segments=segments,
         scaling=options.get("scaling"),
         window=options.get("sliding_window"),
     )
+    if context is not None:
+        result = context.tokens_of_line(result)
     return result[None], None
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.process import progress
 from common.wire.schemas import Float32, Int32
 from learning.ranks import Ranks
 
@@ -99,20 +100,20 @@ def mini_batches(count: int, parts: int, seed: int) -> list[Indices]:
     return [part for part in np.array_split(order, parts) if len(part)]
 
 
-def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
-    """Splits `indices` into one part per rank of similar cost, above the mean by at most twice the
+def shares(sizes: Sizes, indices: Indices, count: int) -> list[Indices]:
+    """Splits `indices` into `count` parts of similar cost, above the mean by at most twice the
     costliest row.
 
-    Rows that share a prompt stay together, except at the border between two ranks, where both
+    Rows that share a prompt stay together, except at the border between two parts, which both
     compute the prompt.
     """
     order = sizes.order(indices)
     if not sizes.shared:
-        return [order[rank::world_size] for rank in range(world_size)]
+        return [order[part::count] for part in range(count)]
     costs = sizes.costs(order)
     middles = np.cumsum(costs) - costs / 2
-    ranks = np.minimum(middles * world_size // max(costs.sum(), 1.0), world_size - 1)
-    return [order[ranks == rank] for rank in range(world_size)]
+    parts = np.minimum(middles * count // max(costs.sum(), 1.0), count - 1)
+    return [order[parts == part] for part in range(count)]
 
 
 def micro_batches(
@@ -121,12 +122,14 @@ def micro_batches(
     """Splits this rank's share of `indices` into micro-batches; all ranks get equally many, so some
     may be empty.
 
-    A micro-batch has at most `max_tokens` computed tokens (or a single row) and at most `max_rows`
-    rows, if given. Their number is minimal and their sizes are as even as possible.
+    A micro-batch has at most `max_tokens` computed tokens for each rank that computes it (or a
+    single row) and at most `max_rows` rows, if given. Their number is minimal and their sizes are
+    as even as possible.
     """
-    parts = shares(sizes, indices, ranks.world_size)
+    parts = shares(sizes, indices, ranks.shares)
+    max_tokens *= ranks.context_size
     count = max(len(_filled(sizes, part, max_tokens, max_rows=max_rows)) for part in parts)
-    own_rows = parts[ranks.rank]
+    own_rows = parts[ranks.share]
 
     # Find by bisection the lowest budget that needs no more parts: they are then as even as can be.
     too_low = 0
@@ -198,6 +201,7 @@ def score_shared(
             scored.append((part, score(part)))
         elif ranks.sharded:  # take part in the other ranks' collective calls
             score(np.zeros(1, np.int64))
+        progress.moved()
     return by_row(scored, lengths, ranks)
 
 
@@ -216,4 +220,4 @@ def by_row(
             [np.arange(ends[i] - lengths[i], ends[i]) for i in indices.tolist()]
         )
         flat[torch.from_numpy(places)] = numbers.float().cpu()
-    return split(ranks.sum(flat).numpy(), lengths)
+    return split(ranks.sum_shares(flat).numpy(), lengths)

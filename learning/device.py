@@ -4,12 +4,14 @@ reward models.
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
 from common.errors import ConfigError
-from common.process.topology import assigned_gpus, hidden_gpus
+from common.process.topology import INSTALL_CUDA_BUILD, assigned_gpus, hidden_gpus
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -53,6 +55,28 @@ def choose_device(
     return torch.device("cpu")
 
 
+@contextmanager
+def reproducible_numbers(wanted: bool) -> Iterator[None]:
+    """If `wanted`, torch computes the same numbers inside the block in every process with the same
+    inputs, devices and threads.
+    """
+    if not wanted:
+        yield
+        return
+    # Read when CUDA starts; without it cuBLAS may sum in another order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # It is for finding reads of memory that nobody wrote, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
 def dtype_on(device: torch.device, name: str) -> torch.dtype:
     """Returns the precision named by `model.dtype` for a GPU; a CPU computes in float32."""
     return torch.float32 if device.type == "cpu" else getattr(torch, name)
@@ -62,11 +86,7 @@ def _why_none() -> tuple[str, str]:
     """Returns why torch finds no GPU, and the remedy."""
     version = torch.version.cuda
     if version is None and torch.version.hip is None:
-        remedy = (
-            "install the CUDA build of the same version "
-            "(`bash jobgroup/setup.sh trainer` does so where it finds nvidia-smi)"
-        )
-        return f"torch {torch.__version__} is a CPU build", remedy
+        return f"torch {torch.__version__} is a CPU build", INSTALL_CUDA_BUILD
     if hidden_gpus():
         found = os.environ["CUDA_VISIBLE_DEVICES"]
         return (

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from common.errors import ConfigError
 from common.wire.schemas import Int32
 from learning.attention import NAME, Segments, register, unpackable
+from learning.context import ContextGroup, check_heads
 
 Packing = Literal["auto", "on", "off"]
 _Array = NDArray[np.int64]
@@ -60,10 +61,16 @@ class Padded:
         predicts = _kept(_ranges(first, _lengths(completions)), completions, masks)
         return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts))
 
-    def hidden(self, body: nn.Module) -> Tensor:
+    def own(self, context: ContextGroup | None) -> _Array | None:
+        """Returns None: padded rows are never computed by several ranks together."""
+        assert context is None, "`layout_for` refuses it"
+        return None
+
+    def hidden(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
         """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict
         the completions.
         """
+        assert context is None, "`layout_for` refuses it"
         states = body(input_ids=self.input_ids, use_cache=False).last_hidden_state
         return nn.functional.embedding(self.predicts, states.flatten(0, 1))
 
@@ -88,6 +95,8 @@ class Packed:
     per completion."""
     segments: Segments
     """Which tokens attend to which."""
+    places: _Array
+    """[C] `predicts`, which stays in CPU memory."""
 
     @classmethod
     def of(
@@ -126,39 +135,71 @@ class Packed:
         segment_sizes = _alternating(sizes, computed)[there]
         prefix_starts = _alternating(prompt_starts, prompt_starts)[there]
         prefixes = _alternating(np.zeros_like(sizes), sizes)[there]
+        places = _kept(predicts, completions, masks)
         return cls(
             input_ids=torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
             position_ids=torch.from_numpy(_ranges(prefixes, segment_sizes))[None],
-            predicts=torch.from_numpy(_kept(predicts, completions, masks)),
+            predicts=torch.from_numpy(places),
             segments=Segments.of(
                 segment_starts, segment_sizes, prefix_starts=prefix_starts, prefixes=prefixes
             ),
+            places=places,
         )
 
-    def hidden(self, body: nn.Module) -> Tensor:
-        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict
-        the completions.
+    def own(self, context: ContextGroup | None) -> _Array | None:
+        """Returns which of the C completion tokens this rank's part of the line predicts, as
+        indices; None when it has the whole line.
         """
-        states = body(
-            input_ids=self.input_ids,
-            position_ids=self.position_ids,
+        if context is None:
+            return None
+        start, end = context.bounds(self.input_ids.shape[1])
+        return np.flatnonzero((self.places >= start) & (self.places < end))
+
+    def hidden(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
+        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict
+        the completions; with `context` only this rank's `own` ones.
+        """
+        states = self._states(body, context)
+        own = self.own(context)
+        if context is None or own is None:
+            return nn.functional.embedding(self.predicts, states)
+        start, _ = context.bounds(self.input_ids.shape[1])
+        places = torch.from_numpy(self.places[own] - start)
+        return nn.functional.embedding(moved(places, states.device), states)
+
+    def _states(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
+        """Returns the final hidden states of the line [T, H], or of this rank's part of it."""
+        input_ids = self.input_ids
+        position_ids = self.position_ids
+        if context is not None:
+            input_ids = context.part(input_ids)
+            position_ids = context.part(position_ids)
+        states: Tensor = body(
+            input_ids=input_ids,
+            position_ids=position_ids,
             attention_mask=self.segments.mask,
             use_cache=False,
             segments=self.segments,
-        ).last_hidden_state
-        return nn.functional.embedding(self.predicts, states[0])
+            context=context,
+        ).last_hidden_state[0]
+        return states
 
 
 Layout = Padded | Packed
 
 
-def layout_for(model: Any, packing: Packing) -> type[Layout]:
+def layout_for(model: Any, packing: Packing, context: ContextGroup | None = None) -> type[Layout]:
     """Returns the layout for a transformers model and prepares the model for it.
 
     `auto` packs if the model supports it; with `on`, raises ConfigError naming `trainer.packing` if
-    it does not.
+    it does not. With `context`, raises ConfigError for a model that these ranks cannot compute
+    together.
     """
     reason = unpackable(model) if packing != "off" else "it is off"
+    if context is not None:
+        if reason:
+            raise not_together(reason, context)
+        check_heads(model, context)
     if packing == "on" and reason:
         raise ConfigError(
             f"this model does not support packing: {reason}",
@@ -171,6 +212,19 @@ def layout_for(model: Any, packing: Packing) -> type[Layout]:
     register()
     model.set_attn_implementation(NAME)
     return Packed
+
+
+def not_together(reason: str, context: ContextGroup) -> ConfigError:
+    """Returns the error for rows that cannot be packed, although several ranks should compute each
+    of them.
+    """
+    return ConfigError(
+        f"only packed rows are computed by several ranks together, and this model does not "
+        f"support packing: {reason}",
+        field="trainer.context_parallel_size",
+        value=context.size,
+        remedy="set it to 1, or trainer.packing to auto if it is off",
+    )
 
 
 def moved(value: _T, device: torch.device) -> _T:

@@ -1,13 +1,17 @@
 """Watches the ranks of a run: when one is lost, the others exit and name it instead of waiting for
 it in a collective.
 
-    rank k ──beat, "gone k …"──► rank 0 ──beat, "gone j …"──► every other rank
+    rank k ──beat, "gone k …"──► rank 0 ──beat, "gone j …", "stuck …"──► every other rank
 
 A thread of every rank holds one TCP connection to rank 0, which relays what it receives. A closed
 connection means a killed process and is noticed at once; silence means a node without power or
 network, or a stopped process. A rank in a long computation still sends beats, because torch
 releases the interpreter lock in kernels and collectives. A rank that ends by itself first sends the
 reason. ADR 6 explains why this is not part of rank 0's HTTP server.
+
+A beat also carries the rank's count of progress (`common.process.progress`) and what it is doing.
+A collective waits as long as it must for a slow rank that works. Only when no rank makes progress
+any more does rank 0 end all of them, and each says where it stands.
 """
 
 import asyncio
@@ -18,14 +22,18 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
 from common.errors import shorten
-from common.process import watchdog
+from common.process import progress, watchdog
+from common.process.progress import Progress
 from common.process.security import is_loopback
 from common.process.topology import LOST, TRAINER, Topology
+from common.process.watchdog import RankWhere, Where
 from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -40,7 +48,11 @@ _VERDICT_S = 10.0
 _SHUTDOWN_S = 5.0
 """Seconds that an ending rank waits for others to read why: closing a socket with unread input
 discards sent data."""
-_MAX_LINE_BYTES = 4096
+_MAX_LINE_BYTES = 1 << 16
+_MAX_STACKS_CHARS = 40_000
+_MAX_AWAITED = 20
+_ANSWER_S = 2.0
+"""Seconds in which a rank says where it is; its thread is free unless the process is stopped."""
 _MAX_UNAUTHENTICATED = 64
 _HANDSHAKE_S = 10.0
 """Connections that have not sent a valid token yet: how many may be open, and for how many
@@ -54,14 +66,35 @@ class _Departure(NamedTuple):
     at: float
 
 
+class _Doing:
+    """What a rank does, and for how long it has made no progress."""
+
+    def __init__(self) -> None:
+        self.moves = -1
+        self.since = time.monotonic()
+        self.place = "starting"
+
+    def heard(self, moves: int, place: str) -> None:
+        if moves != self.moves:
+            self.moves = moves
+            self.since = time.monotonic()
+        self.place = place
+
+    def __str__(self) -> str:
+        return f"{self.place} (no progress for {time.monotonic() - self.since:.0f} s)"
+
+
 class Liveness:
     """A context manager that watches the other ranks while inside; does nothing in a single
     process.
 
-    A rank is lost after `lost_after_s` seconds of silence.
+    A rank is lost after `lost_after_s` seconds of silence. All ranks end when none has made
+    progress for `stuck_after_s` seconds.
     """
 
-    def __init__(self, ranks: Ranks, topology: Topology, lost_after_s: float) -> None:
+    def __init__(
+        self, ranks: Ranks, topology: Topology, lost_after_s: float, *, stuck_after_s: float
+    ) -> None:
         self._ranks = ranks
         self._topology = topology
         self._lost_after_s = lost_after_s
@@ -73,10 +106,19 @@ class Liveness:
         self._all_joined = threading.Event()
         self._heard: dict[int, float] = {}  # the last sign of life of each watched rank
         self._gone: dict[int, _Departure] = {}
+        self._doing: dict[int, _Doing] = {}  # what each rank last said of itself
+        self._stuck_after_s = stuck_after_s
+        self._stuck_at = ""  # where all ranks stand, once none makes progress any more
         self._verdict_wanted = False  # the main thread waits for a verdict: no grace
         self._failed_at = ""
         self._final_message: str | None = None
         self._thread: threading.Thread | None = None
+        self.before_end: Callable[..., str] = lambda reason: ""
+        """Called with `reason` before this rank ends because of another; returns the last line."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._answers: dict[int, Where] = {}
+        self._answered = asyncio.Event()
+        self._asking = threading.Lock()
 
     def __enter__(self) -> "Liveness":
         if self._ranks.world_size > 1:
@@ -87,6 +129,8 @@ class Liveness:
                 target=lambda: asyncio.run(self._watch(endpoint)), name="liveness", daemon=True
             )
             self._thread.start()
+            if self._ranks.is_rank_zero:
+                watchdog.ask_other_ranks_with(self.where_others_are)
         return self
 
     def __exit__(
@@ -97,6 +141,8 @@ class Liveness:
     ) -> None:
         if self._thread is None:
             return
+        if self._ranks.is_rank_zero:
+            watchdog.ask_other_ranks_with(None)
         # Torch raises RuntimeError, perhaps in a collective with a lost rank.
         if isinstance(value, RuntimeError):
             log.warning(
@@ -119,6 +165,37 @@ class Liveness:
         self._final_message = f"gone {self._ranks.rank} {how} {shorten(reason)}"
         self._thread.join()
 
+    def where_others_are(self) -> list[RankWhere]:
+        """Asks the other ranks what they are doing; called on rank 0, in any thread but the one of
+        this class. A rank that does not answer in `_ANSWER_S` is in the list too.
+        """
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return []
+        with self._asking:
+            asked = asyncio.run_coroutine_threadsafe(self._ask(), loop)
+            try:
+                answers = asked.result(2 * _ANSWER_S)
+            except (TimeoutError, CancelledError):
+                answers = {}
+        found = list[RankWhere]()
+        for rank in range(1, self._ranks.world_size):
+            where = answers.get(rank) or Where()
+            found.append(RankWhere(rank=rank, name=self._name(rank), **where.model_dump()))
+        return found
+
+    async def _ask(self) -> dict[int, Where]:
+        self._answers = {}
+        self._answered.clear()
+        asked = len(self._connections)
+        self._broadcast("where")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                while len(self._answers) < asked:
+                    await self._answered.wait()
+                    self._answered.clear()
+        return self._answers
+
     def _endpoint(self) -> socket.socket:
         """Opens the socket: rank 0 listens at torchrun's rendezvous address, the others connect to
         it.
@@ -137,6 +214,7 @@ class Liveness:
 
     async def _watch(self, endpoint: socket.socket) -> None:
         """Runs the thread: listens, beats and judges until this rank ends."""
+        self._loop = asyncio.get_running_loop()
         if self._ranks.is_rank_zero:
             self._server = await asyncio.start_server(
                 self._accept, sock=endpoint, limit=_MAX_LINE_BYTES
@@ -146,7 +224,8 @@ class Liveness:
             self._connections[0] = writer
             self._broadcast(f"hello {self._token} {self._ranks.rank}")
             self._listeners.add(asyncio.create_task(self._listen(0, reader, writer)))
-        beat_s = self._lost_after_s / _BEATS
+        beat_s = min(self._lost_after_s, self._stuck_after_s) / _BEATS
+        all_ranks = Progress("all ranks", self._stuck_after_s, counts=False)
         before = beaten = time.monotonic()
         while self._final_message is None:
             await asyncio.sleep(_TICK_S)
@@ -158,8 +237,12 @@ class Liveness:
                     self._heard[rank] = min(now, heard + pause)
             before = now
             if now - beaten >= beat_s or self._verdict_wanted:
-                self._broadcast("beat")
+                self._broadcast(f"beat {progress.total(with_others=True)} {_place()}")
                 beaten = now
+            if self._ranks.is_rank_zero:
+                self._judge_progress(all_ranks)
+            if self._stuck_at:  # first, because the others end now too
+                await self._end_stuck(self._stuck_at)
             await self._judge(now)
         self._broadcast(self._final_message)
         await self._close()
@@ -187,7 +270,9 @@ class Liveness:
     async def _listen(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Reads `beat` and `gone RANK HOW REASON` until the connection ends."""
+        """Reads `beat MOVES PLACE`, `gone RANK HOW REASON`, `stuck WHERE`, the question `where` and
+        its answer `here JSON` until the connection ends.
+        """
         with suppress(ValueError, OSError):
             while (line := await reader.readline()).endswith(b"\n"):
                 self._heard[peer] = time.monotonic()
@@ -195,6 +280,16 @@ class Liveness:
                 if word == "gone":
                     rank, how, reason = rest.split(" ", 2)
                     self._depart(int(rank), how, reason)
+                elif word == "stuck":
+                    self._stuck_at = rest
+                elif word == "beat":
+                    moves, _, place = rest.partition(" ")
+                    self._doing.setdefault(peer, _Doing()).heard(int(moves), place)
+                elif word == "where":
+                    writer.write(_here())
+                elif word == "here":
+                    self._answers[peer] = Where.model_validate_json(rest)
+                    self._answered.set()
         del self._connections[peer]
         writer.close()
         self._depart(peer, "died", "")
@@ -221,6 +316,31 @@ class Liveness:
             if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
                 await self._end(rank, how, reason)
 
+    def _judge_progress(self, all_ranks: Progress) -> None:
+        """Tells the other ranks, from rank 0, when none has made progress for too long."""
+        self._doing.setdefault(0, _Doing()).heard(progress.total(with_others=True), _place())
+        all_ranks.saw(sum(doing.moves for doing in self._doing.values()))
+        if not all_ranks.is_stuck:
+            return
+        where = "; ".join(
+            f"{self._name(rank)}: {doing}" for rank, doing in sorted(self._doing.items())
+        )
+        self._stuck_at = shorten(where, _MAX_LINE_BYTES // 2)
+        self._broadcast(f"stuck {self._stuck_at}")
+
+    async def _end_stuck(self, where: str) -> None:
+        """Ends this process, because no rank makes progress and nobody knows when one would."""
+        reason = (
+            f"no rank has made progress for {self._stuck_after_s:g} s (trainer.stuck_after_s). "
+            f"{where}. All ranks end"
+        )
+        log.error(
+            "%s; the job's recovery (max_restarts_on_errors) starts them again, and the run "
+            "continues from its newest checkpoint",
+            reason,
+        )
+        await self._exit(reason, reports=self._ranks.is_rank_zero)
+
     async def _end(self, rank: int, how: str, reason: str) -> None:
         """Ends this process, because nothing else can end the collective in the main thread."""
         what = {
@@ -231,15 +351,23 @@ class Liveness:
             "node gone or process stuck",
         }[how]
         own_name = self._name(self._ranks.rank)
+        reason = f"{self._name(rank)} {what}. {own_name} ends too"
         log.error(
-            "%s %s. %s ends too. The job's recovery (max_restarts_on_errors) starts every trainer "
+            "%s. The job's recovery (max_restarts_on_errors) starts every trainer "
             "node again, and the run continues from its newest checkpoint",
-            self._name(rank),
-            what,
-            own_name,
+            reason,
         )
+        # One rank writes the report: rank 0, or the next one if that is lost.
+        await self._exit(reason, reports=self._ranks.rank == (1 if rank == 0 else 0))
+
+    async def _exit(self, reason: str, *, reports: bool) -> None:
+        own_name = self._name(self._ranks.rank)
         log.error("%s was here:\n%s", own_name, self._failed_at or watchdog.stacks())
         await self._close()
+        if reports:
+            said = await asyncio.to_thread(self.before_end, reason=reason)
+            if said:
+                log.error("%s", said)
         logging.shutdown()
         os._exit(LOST)
 
@@ -261,3 +389,23 @@ class Liveness:
         addresses = self._topology.node_ips
         address = f" ({addresses[node]})" if node < len(addresses) else ""
         return f"rank {rank} on {TRAINER}-{node}{address}"
+
+
+def _place() -> str:
+    """Returns what the training loop of this process is doing."""
+    place = watchdog.place()
+    return "outside the training loop" if place is None else place[0]
+
+
+def _here() -> bytes:
+    """Returns the line that says where this process is, shorter than `_MAX_LINE_BYTES`."""
+    where = watchdog.where()
+    where.awaited = where.awaited[:_MAX_AWAITED]
+    stacks = where.stacks
+    room = _MAX_STACKS_CHARS
+    while True:
+        where.stacks = shorten(stacks, room)
+        line = f"here {where.model_dump_json()}\n".encode()
+        if len(line) < _MAX_LINE_BYTES:
+            return line
+        room //= 2  # JSON escapes have made it longer

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, GenerationConfig
 
+from common.process import progress
 from common.settings.sections import TrainerSection
 from learning.hub_names import hub_shapes, learn, stacks, to_hub
 from learning.ranks import Ranks
@@ -42,6 +43,9 @@ _FILES = [
 
 _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Outputs that a saved configuration may ask of every forward pass."""
+
+_ALIGNMENT = 64
+"""Bytes; torch allocates memory at multiples of it."""
 
 
 def only_logits(config: Any) -> None:
@@ -212,6 +216,7 @@ def _damage_as_os_error() -> Iterator[None]:
         raise OSError(f"damaged safetensors file: {error}") from None
 
 
+@progress.working()
 @_damage_as_os_error()
 def load(
     pretrained: Pretrained,
@@ -230,6 +235,7 @@ def load(
     """
     if not ranks.sharded:
         model = pretrained.whole().to(ranks.device)
+        _align(model)
         ranks.broadcast_model(model)
         if low_precision:
             _keep_states_in_bfloat16(model)
@@ -273,6 +279,17 @@ def load(
         log.info("rank 0 reads %s and sends it to the others", directory)
     fill(targets, reader, ranks, everywhere)
     return root
+
+
+def _align(model: nn.Module) -> None:
+    """Moves weights that lie where they did in their file, at any address, to memory of their own.
+
+    On a CPU the last bits of a product depend on the alignment of its factors: without this, a
+    model would compute otherwise after a restart, with the same weights from another file.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % _ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def _keep_states_in_bfloat16(model: Any) -> None:
@@ -370,6 +387,7 @@ def fill(
                 own.copy_(whole[part])
             elif reader and own.numel():
                 own.copy_(reader.read(name, part))
+            progress.moved()
 
 
 def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:

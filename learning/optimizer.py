@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,6 +85,12 @@ class Optimizer:
             group["lr"] = learning_rate
         self._adam.step()
         return norm
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the gradients that there are, by the names of their parameters."""
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                yield name, parameter.grad
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the optimiser's tensors by "parameter.name", sharded like the parameters; empty

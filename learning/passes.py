@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from common.process import progress
 from learning.batching import Indices, Sizes, micro_batches
 from learning.ranks import Ranks
 from learning.sharding import sum_gradients_after
@@ -31,3 +32,4 @@ def passes(
             yield indices, True
         elif ranks.sharded:
             yield rows[:1], False
+        progress.moved()

@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.errors import ConfigError
 from common.settings.sections import TrainerSection
 from learning.allocator import configure_allocators
+from learning.context import ContextGroup
 from learning.device import DeviceKind, choose_device
 
 _T = TypeVar("_T")
+_NO_LIMIT = timedelta(days=365)
+"""Torch has no other word for it."""
 
 
 @dataclass
@@ -26,17 +30,21 @@ class Ranks:
     """This process among all trainer processes. A single process needs no process group.
 
     `device` follows `choose_device`. `shard_size` ranks share one copy of every model; None: all
-    ranks. Raises ConfigError when it does not divide their number. `offload` keeps trained models
-    in CPU memory, for which even a single process with a GPU shards.
+    ranks. `context_size` consecutive ranks compute each row together. Raises ConfigError when one
+    of them does not divide the number of ranks. `offload` keeps trained models in CPU memory, for
+    which even a single process with a GPU shards.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    timeout_s: float = 7200.0
+    join_s: float = 1800.0
+    """Seconds for all ranks to join. Collectives have no limit of their own: how long one waits for
+    a rank that works depends on sizes. `learning.liveness` ends ranks that make no progress."""
     device_kind: DeviceKind = "auto"
     shard_size: int | None = None
     offload: bool = False
+    context_size: int = 1
     device: torch.device = field(init=False)
     _meshes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -48,27 +56,30 @@ class Ranks:
                 value=self.shard_size,
                 remedy="use a divisor of the number of ranks, or leave it unset",
             )
+        if self.world_size % self.context_size:
+            raise ConfigError(
+                f"the {self.world_size} ranks cannot be divided into groups of {self.context_size}",
+                field="trainer.context_parallel_size",
+                value=self.context_size,
+                remedy="use a divisor of the number of ranks",
+            )
         self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
         if self.on_gpu:
             configure_allocators(os.environ)
 
     @classmethod
-    def from_env(
-        cls,
-        timeout_s: float,
-        device_kind: DeviceKind = "auto",
-        shard_size: int | None = None,
-        offload: bool = False,
-    ) -> "Ranks":
+    def from_env(cls, join_s: float, settings: TrainerSection | None = None) -> "Ranks":
         """Reads torchrun's variables; without torchrun this is a single process."""
+        settings = settings or TrainerSection()
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            timeout_s=timeout_s,
-            device_kind=device_kind,
-            shard_size=shard_size,
-            offload=offload,
+            join_s=join_s,
+            device_kind=settings.device,
+            shard_size=settings.shard_size,
+            offload=settings.offload_optimizer,
+            context_size=settings.context_parallel_size,
         )
 
     @classmethod
@@ -77,13 +88,15 @@ class Ranks:
             device_kind=settings.device,
             shard_size=settings.shard_size,
             offload=settings.offload_optimizer,
+            context_size=settings.context_parallel_size,
         )
 
     def __enter__(self) -> "Ranks":
         if self.on_gpu:
             torch.cuda.set_device(self.local_rank)
         if self.world_size > 1:
-            dist.init_process_group(self._backend, timeout=timedelta(seconds=self.timeout_s))
+            dist.init_process_group(self._backend, timeout=timedelta(seconds=self.join_s))
+            _without_limit(dist.group.WORLD)
         return self
 
     def __exit__(
@@ -122,8 +135,34 @@ class Ranks:
             copies = self.world_size // size
             shape = (size,) if copies == 1 else (copies, size)
             names = ("replicate", "shard")[-len(shape) :]
-            self._meshes[kind] = init_device_mesh(kind, shape, mesh_dim_names=names)
+            mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+            for group in mesh.get_all_groups():
+                _without_limit(group)
+            self._meshes[kind] = mesh
         return self._meshes[kind]
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a batch is split: one for each group of `context_size` ranks."""
+        return self.world_size // self.context_size
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's share of a batch."""
+        return self.rank // self.context_size
+
+    def context(self) -> ContextGroup | None:
+        """Returns the ranks that compute rows together with this one; None when it computes them
+        alone. A collective on the first call.
+        """
+        if self.context_size == 1:
+            return None
+        if "context" not in self._meshes:
+            shape = (self.shares, self.context_size)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("share", "context"))
+            _without_limit(mesh.get_group("context"))
+            self._meshes["context"] = mesh
+        return ContextGroup(self._meshes["context"].get_group("context"))
 
     def group(self) -> Any:
         """Returns a new group of all ranks, for a thread that communicates in parallel; None for a
@@ -131,7 +170,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return None
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return dist.new_group(backend="gloo", timeout=_NO_LIMIT)
 
     @property
     def _backend(self) -> str:
@@ -152,6 +191,14 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def gather(self, text: str) -> list[str]:
+        """Returns the text of every rank, on every rank. A collective."""
+        if self.world_size == 1:
+            return [text]
+        texts = [""] * self.world_size
+        dist.all_gather_object(texts, text)
+        return texts
+
     def all_equal(self, body: bytes) -> bool:
         """Whether `body` is the same on every rank, and not empty. A collective."""
         first = self.broadcast(body)
@@ -170,6 +217,14 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def sum_shares(self, values: Tensor) -> Tensor:
+        """Sums in place what the shares of a batch add to `values`, and returns them: of ranks with
+        the same share, which have the same values, one counts.
+        """
+        if self.rank % self.context_size:
+            values.zero_()
+        return self.sum(values)
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Replaces every gradient by its sum over all ranks, in one message; a rank without rows
@@ -193,6 +248,13 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+
+def _without_limit(group: Any) -> None:
+    """Lets the collectives of a group wait for a slow rank; by default torch ends the process after
+    10 or 30 minutes.
+    """
+    _set_pg_timeout(_NO_LIMIT, group)
 
 
 def end() -> NoReturn:

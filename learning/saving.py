@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from common.process import progress
 from learning.hub_names import hub_shapes, to_hub
 from learning.loading import fill
 from learning.optimizer import Optimizer
@@ -82,6 +83,7 @@ class Snapshot:
     """Whether every rank writes its share of `state`."""
 
     @classmethod
+    @progress.working()
     def take(
         cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool
     ) -> "Snapshot":
@@ -119,6 +121,7 @@ class Snapshot:
         texts = dict(model.texts) if ranks.is_rank_zero else {}
         return cls(texts=texts, files=files, state=state, together=spread)
 
+    @progress.working()
     def write_files(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts.items():
@@ -132,6 +135,7 @@ class Snapshot:
             save_file(tensors, path, metadata={"format": "pt"})
             path.chmod(mode)
 
+    @progress.working()
     def write_state(self, directory: Path, group: Any = None) -> None:
         """Writes the optimiser's state; with `together` a collective in `group`."""
         if self.state:
@@ -177,6 +181,7 @@ def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int
                 while chunk := file.read(_CHUNK_BYTES):
                     size += len(chunk)
                     crc = zlib.crc32(chunk, crc)
+                    progress.moved()
         except OSError:  # missing, or a sector that cannot be read
             return name, [-1, 0]
         return name, [size, crc]
@@ -185,6 +190,7 @@ def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int
         yield from threads.map(read, names)
 
 
+@progress.working()
 def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
     """Loads the state that a snapshot of any number of ranks left in `directory`, which at least
     rank 0 sees.

@@ -99,6 +99,22 @@ class Support:
             ends=[0, *np.cumsum(sizes).tolist()],
         )
 
+    def only_for(self, chosen: _Array) -> "Support":
+        """Returns the support of some of the tokens, `chosen` by their indices."""
+        ends = np.array(self.ends)
+        counts = np.diff(ends)[chosen]
+        new_ends = np.cumsum(counts)
+        # The pairs of the chosen tokens, which are consecutive for each.
+        shift = ends[chosen] - (new_ends - counts)
+        pairs = np.arange(counts.sum()) + np.repeat(shift, counts)
+        device = self.tokens.device
+        return Support(
+            rows=torch.from_numpy(np.repeat(np.arange(len(chosen)), counts)).to(device),
+            tokens=self.tokens[torch.from_numpy(pairs).to(device)],
+            only=self.only[torch.from_numpy(chosen).to(device)],
+            ends=[0, *new_ends.tolist()],
+        )
+
     def apply(self, logits: Tensor, first: int) -> Tensor:
         """Lowers, in place, the logits [N, V] of tokens that rows `first` and up could not
         sample.

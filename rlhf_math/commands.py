@@ -52,9 +52,19 @@ def compare() -> None:
     run("trainer.compare")
 
 
+def replay() -> None:
+    """`rlhf-replay`: re-executes a step of a run and compares every stage."""
+    run("trainer.replay")
+
+
 def doctor() -> None:
     """`rlhf-doctor`: checks this machine, or a pod from within."""
     run("jobgroup.doctor")
+
+
+def diagnose() -> None:
+    """`rlhf-diagnose`: says what is wrong with a run."""
+    run("trainer.diagnose")
 
 
 def dashboard() -> None:

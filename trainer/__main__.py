@@ -16,6 +16,13 @@ from common.process.topology import Topology, setting_status
 from common.settings.config import load
 from trainer.trackers.thread import exit_despite_hung_tracker
 
+_ABOUT = (
+    "One process of the trainer of a job group, which waits for the group's services. "
+    f"`{program('jobgroup.local')}` starts a whole group on this machine, and "
+    f"`{program('trainer.train_math')}` trains in one process without one. The settings below are "
+    "those of every program of a group."
+)
+
 
 def main() -> None:
     """Runs this rank; exits with `setting_status()` for a wrong setting, 1 for any other named
@@ -23,7 +30,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
-        config = load(prog=program("trainer"))
+        config = load(prog=program("trainer"), about=_ABOUT)
         topology = Topology.from_env()
         os.environ.update(config.rollout.nccl_env())
         check_models(config)

@@ -3,11 +3,11 @@
 `trainer/process.py` has the backend of a job group, `trainer/in_process.py` that of one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 
@@ -15,6 +15,7 @@ from common.clients.base import Client
 from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.settings.config import Config
+from trainer.observe.audit import Given
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.policy.policy import Policy
 from trainer.rollouts.services import Services
@@ -54,6 +55,13 @@ class Backend(Protocol):
         """Starts the services, or connects to them; returns their clients and the weight
         publisher.
         """
+
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        """What generates the completions."""
+
+    def given(self) -> Sequence[Given]:
+        """Returns what the caller gave in the place of settings, which the run does not keep."""
 
     def agents(self) -> list[Client]:
         """Returns clients of the rollout nodes' agents, which are flushed at the end."""

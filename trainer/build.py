@@ -5,7 +5,7 @@ number of steps and publish the first weights, in this order.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,9 @@ from learning.ranks import Ranks
 from trainer.backend import Backend, BackendContext
 from trainer.evaluation.evaluator import LeaderEvaluator
 from trainer.evaluation.verdicts import verdicts_of
+from trainer.observe.audit import Audit, Given, StepAudit
 from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder, read_lines, tell
+from trainer.observe.run_dir import STEP_FILES, Recorder, read_lines, tell
 from trainer.observe.run_log import LeaderRunLog
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
@@ -172,6 +173,7 @@ def _build_worker(config: Config, ranks: Ranks, run_dir: Path) -> Run:
         rollouts=rollouts,
         weights=WeightSync(lease),
         lease=lease,
+        audit=_audit(policy, None),
         total_steps=policy.total_steps,
     )
 
@@ -272,6 +274,7 @@ def _build_leader(
             run_id=run_id,
             data=backend.data(),
             verdicts=verdicts.decided,
+            files=(*STEP_FILES, "audit") if config.trainer.audit else STEP_FILES,
             words=listener.words,
         )
     )
@@ -301,13 +304,25 @@ def _build_leader(
         checkpoints=models.checkpoints,
         rollouts=rollouts,
         weights=LeaderWeightSync(
-            publisher, clock, in_background=config.trainer.max_staleness > 0, lease=lease
+            publisher,
+            clock,
+            in_background=config.trainer.max_staleness > 0,
+            lease=lease,
+            may_load=rollouts.wait_until_idle if config.reproducible else lambda: None,
+            has_checksums=config.reproducible,
         ),
         lease=lease,
         evaluator=LeaderEvaluator(
             config, services, prompter, loop=loop, verdicts=verdicts, trained=trained
         ),
         log=log,
+        audit=_audit(
+            policy,
+            run_dir,
+            run_id=run_id,
+            engine=backend.engine_kind,
+            given=backend.given(),
+        ),
         clock=clock,
         run_id=run_id,
         lock=lock,
@@ -320,6 +335,24 @@ def _build_leader(
     )
 
 
+def _audit(
+    policy: Policy,
+    run_dir: Path | None,
+    *,
+    run_id: str = "",
+    engine: str = "",
+    given: Sequence[Given] = (),
+) -> Audit:
+    """Returns the audit of this rank, whose start is recorded. A collective; `run_dir` and what
+    follows are rank 0's.
+    """
+    if not policy.config.trainer.audit:
+        return Audit()
+    audit = StepAudit(run_dir, run_id)
+    audit.begin(policy, engine, given)
+    return audit
+
+
 def _wait_ready(services: Services, context: BackendContext, say: Callable[[str], None]) -> None:
     """Waits until all services are healthy, and the teacher answers if there is one."""
     config = context.config
@@ -329,9 +362,9 @@ def _wait_ready(services: Services, context: BackendContext, say: Callable[[str]
         services.teacher = teacher
         context.stack.callback(lambda: loop.call(teacher.close()))
 
-    loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, say))
+    loop.call(wait_healthy(services.all(), config.trainer.stuck_after_s, say))
     if services.teacher is not None:
-        loop.call(services.teacher.check(context.tokenizer, config.trainer.wait_timeout_s))
+        loop.call(services.teacher.check(context.tokenizer, config.trainer.stuck_after_s))
 
 
 def _gpu_counter(ranks: Ranks, backend: Backend) -> Callable[[], int | None]:

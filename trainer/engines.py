@@ -3,6 +3,7 @@ running SGLang servers.
 """
 
 import asyncio
+import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from common.clients.base import Client
 from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ServiceLost
+from common.process.progress import Progress, bounded
 from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
 from common.wire.schemas import WeightManifest
@@ -33,8 +35,6 @@ from services.rollout.process import Supervised, Timing
 from trainer.backend import BackendContext
 from trainer.weights.versions import Weights, version_name, write_version
 
-_STARTUP_S = 3600.0
-"""Time to load a large model and to compile its kernels."""
 _REST_S = 5.0
 """A server that did not answer gets no request for this long while others are available."""
 
@@ -80,7 +80,13 @@ class ServersClient(RolloutClient):
         return "; ".join(named) or None
 
     async def _exchange(
-        self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
+        self,
+        method: str,
+        path: str,
+        timeout: httpx.Timeout,
+        arguments: dict[str, Any],
+        *,
+        moved: Callable[[int], None],
     ) -> httpx.Response:
         self._check()
         now = time.monotonic()
@@ -88,7 +94,7 @@ class ServersClient(RolloutClient):
         server.running += 1
         answered = False
         try:
-            response = await server.client._exchange(method, path, timeout, arguments)
+            response = await server.client._exchange(method, path, timeout, arguments, moved=moved)
             answered = not self._is_retryable(response)
             return response
         finally:
@@ -106,10 +112,16 @@ class OwnEngineClient(EngineClient):
         self._server = server
 
     async def _exchange(
-        self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
+        self,
+        method: str,
+        path: str,
+        timeout: httpx.Timeout,
+        arguments: dict[str, Any],
+        *,
+        moved: Callable[[int], None],
     ) -> httpx.Response:
         self._server.check_alive()
-        return await super()._exchange(method, path, timeout, arguments)
+        return await super()._exchange(method, path, timeout, arguments, moved=moved)
 
 
 class OwnSGLang:
@@ -133,11 +145,18 @@ class OwnSGLang:
             self._api.unhealthy_reason,
             env=engine_env(config) | self._topology.loopback_env(),
             log_file=self.log_file,
-            timing=Timing(startup_s=_STARTUP_S, hang_s=rollout.hang_timeout_s, max_failed_starts=1),
+            timing=Timing(
+                stuck_s=rollout.stuck_after_s, hang_s=rollout.hang_timeout_s, max_failed_starts=1
+            ),
+            stuck_field="rollout.stuck_after_s",
             on_up=self._came_up,
             on_down=lambda _: None,
             shown=False,
         )
+
+    def work(self) -> int:
+        """Returns a number that grows as long as the server loads something."""
+        return self._child.work()
 
     async def _launch(self) -> list[str]:
         model, label = self._publisher.starts_with()
@@ -198,7 +217,9 @@ class DirectPublisher:
     def __init__(self, context: BackendContext) -> None:
         self.engines: list[EngineClient] = []
         self._context = context
-        self._timeout_s = context.config.trainer.publish_timeout_s
+        self._limit_s = context.config.rollout.stuck_after_s
+        self.work: Callable[[], float] = lambda: 0
+        """A number that grows as long as the engines load; servers of others show none."""
         self._base: Path | None = None
         self._newest: tuple[WeightManifest, Path] | None = None
         if context.config.lora.publishes_adapter:
@@ -240,7 +261,7 @@ class DirectPublisher:
         """See `EngineMemory`."""
         memory = released_memory(self._context.config)
         self._context.loop.call(
-            _together(engine.sleep(memory, self._timeout_s) for engine in self.engines)
+            _together(engine.sleep(memory, self._limit_s) for engine in self.engines)
         )
 
     def wake(self) -> None:
@@ -255,13 +276,21 @@ class DirectPublisher:
         if manifest.kind == "adapter":
             kept = adapters_kept(self._context.config)
             await _together(
-                engine.load_adapter(path, manifest, kept, self._timeout_s)
-                for engine in self.engines
+                engine.load_adapter(path, manifest, kept, self._limit_s) for engine in self.engines
             )
         else:
-            await _together(
-                engine.load(path, str(manifest.version), self._timeout_s) for engine in self.engines
+            loading = _together(
+                engine.load(path, str(manifest.version), math.inf) for engine in self.engines
             )
+            waits = Progress(
+                f"the engine to load weights {manifest.version}",
+                self._limit_s,
+                unit="steps",
+                field="rollout.stuck_after_s",
+                remedy="look at the log of the engine",
+            )
+            first = self.work()
+            await bounded(loading, waits, lambda: self.work() - first)
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import torch
@@ -27,7 +28,7 @@ from common.process.run_lock import RunLock
 from common.process.security import tls
 from common.settings.config import Config
 from common.wire.schemas import Prompt
-from learning.device import choose_device
+from learning.device import choose_device, reproducible_numbers
 from learning.ranks import Ranks
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
@@ -47,8 +48,10 @@ from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
 from trainer.backend import BackendContext
 from trainer.build import build_run
+from trainer.diagnosis.own import diagnosed
 from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.loop import train
+from trainer.observe.audit import Given
 from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
 from trainer.rollouts.services import Services
@@ -111,7 +114,12 @@ def train_in_process(
         engine=engine,
         environment=environment,
     )
-    with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
+    with (
+        RunLock.of_new_run(run_dir, "in-process") as lock,
+        diagnosed(run_dir, config),
+        ExitStack() as stack,
+    ):
+        stack.enter_context(reproducible_numbers(config.reproducible))
         run = build_run(
             config,
             Ranks.alone(config.trainer),
@@ -145,6 +153,14 @@ class InProcessBackend:
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
         loop = context.loop
+        if context.config.reproducible and self.engine not in ("embedded", "sglang"):
+            raise ConfigError(
+                "reproducible needs engines that this run starts itself, since it cannot see how "
+                "others compute",
+                field="engine",
+                value=self.engine,
+                remedy="use embedded or sglang, or set reproducible false",
+            )
         publisher = DirectPublisher(context)
         embedded = None
         if self.engine == "embedded":
@@ -162,6 +178,20 @@ class InProcessBackend:
         if context.config.lora.publishes_adapter:
             return services, AdapterPublisher(publisher, services.rollout, context.run_id)
         return services, publisher
+
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        """See `Backend`."""
+        return "embedded" if self.engine == "embedded" else "sglang"
+
+    def given(self) -> list[Given]:
+        """See `Backend`."""
+        parts: dict[Given, object] = {
+            "prompts": self.problems,
+            "rewards": self.rewards,
+            "environment": self.environment,
+        }
+        return [name for name, part in parts.items() if part is not None]
 
     def agents(self) -> list[Client]:
         """Returns an empty list: there are no agents."""
@@ -187,6 +217,7 @@ class InProcessBackend:
                 device,
                 dtype=config.model.dtype,
                 fp32_head=config.model.fp32_head,
+                deterministic=config.reproducible,
             )
             if config.trainer.max_staleness:
                 # The trainer's concurrent device synchronisations would abort a capture.
@@ -233,6 +264,7 @@ class InProcessBackend:
             context.say(f"starting SGLang, whose log is {own.log_file}")
             await own.start(apps)
             publisher.engines = [OwnEngineClient(own)]
+            publisher.work = own.work
             new_client = partial(ServersClient, [own.url], own.check)
         else:
             urls = [self.engine] if isinstance(self.engine, str) else self.engine
@@ -274,6 +306,7 @@ class InProcessBackend:
             rewards_tried=self.rewards is not None,
         )
         services.reward.gets_tokens = self.rewards is not None
+        services.rollout.seeds_apart = config.reproducible and self.engine == "sglang"
 
         to_start = [data, reward, replay]
         if template is not None:

@@ -9,7 +9,7 @@ run are described in `trainer/run.py`, the life of a group in `trainer/rollouts/
 
 from common.process import watchdog
 from trainer.algorithms.batch import Batch
-from trainer.algorithms.compute_advantages import compute_advantages
+from trainer.policy.learn import learn
 from trainer.run import Run
 
 
@@ -29,20 +29,10 @@ def train(run: Run) -> None:
             watchdog.at(f"the update of step {policy.step + 1}")
             with run.clock.stage("update"):
                 run.lease.acquire()  # `push` releases it
-                # None where the algorithm needs none.
-                batch.old_logprobs = policy.logprobs(batch)
-                batch.ref_logprobs = run.reference.logprobs(batch)
-                batch.values = critic.values(batch)
-                batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
-
-                # A critic-server learns while the policy is updated here.
-                finish_critic_update = critic.start_update(batch, policy.seed)
-                warming_up = critic.warming_up(policy.step)
-                # Either one increments policy.step.
-                update = policy.skip_update(batch) if warming_up else policy.update(batch)
+                # Log-probabilities, values, advantages, updates; it increments policy.step.
+                update, critic_metrics = learn(policy, run.reference, critic, batch)
                 run.trained.add(batch.problems)
-                run.reference.refresh(policy)  # every `algorithm.reference_refresh` steps
-                critic_metrics = finish_critic_update()
+                run.audit.step(policy, critic, batch, update)  # with `trainer.audit`
 
             watchdog.at(f"publishing and recording step {policy.step}")
             finish_acknowledging = rollouts.start_ack(batch)
@@ -50,5 +40,12 @@ def train(run: Run) -> None:
             finish_acknowledging()
             run.evaluate()  # on idle engines with max_staleness 0: no slot is free yet
             rollouts.free_slots(batch, when=served)
-            record = run.log.step(policy.step, batch, update, critic_metrics, drops=rollouts.drops)
+            record = run.log.step(
+                policy.step,
+                batch,
+                update,
+                critic_metrics,
+                drops=rollouts.drops,
+                weights_checksum=run.weights.checksum,
+            )
             run.end_step(record)

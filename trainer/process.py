@@ -4,7 +4,7 @@ import gc
 import logging
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from common.clients.base import Client, wait_healthy
 from common.clients.critic import CriticClient
@@ -23,6 +23,7 @@ from trainer.backend import BackendContext
 from trainer.build import build_run
 from trainer.dashboard.live import dashboard_of_job_group
 from trainer.loop import train
+from trainer.observe.audit import Given
 from trainer.observe.run_dir import console
 from trainer.rank import started
 from trainer.rollouts.services import Services
@@ -128,6 +129,15 @@ class JobGroupBackend:
         context.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
         return services, self._publisher(context, services)
 
+    @property
+    def engine_kind(self) -> Literal["embedded", "sglang"]:
+        """See `Backend`."""
+        return self._config.rollout.engine
+
+    def given(self) -> tuple[Given, ...]:
+        """See `Backend`."""
+        return ()
+
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
         nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in self._board.workers())
@@ -158,7 +168,7 @@ class JobGroupBackend:
             self._board,
             context.static_files,
             context.run_id,
-            timeout_s=config.trainer.publish_timeout_s,
+            limit_s=config.trainer.fence_after_s,
             fence=fence,
             say=context.say,
             published=context.metrics.published,
@@ -180,7 +190,7 @@ class JobGroupBackend:
             self._board,
             context.static_files,
             context.run_id,
-            timeout_s=config.trainer.publish_timeout_s,
+            limit_s=config.trainer.fence_after_s,
             rendezvous=Rendezvous(
                 self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
             ),
@@ -204,6 +214,7 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
         replay=client(ReplayClient, names.REPLAY, config.replay.port),
     )
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
+    services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":
         services.critic = client(CriticClient, names.CRITIC, config.critic.port)
     if config.environment.name:

@@ -4,7 +4,8 @@ run directory.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -12,10 +13,13 @@ from common import VERSION
 from common.process import watchdog
 from common.process.logs import setup_logging
 from common.process.run_lock import RunLock
-from common.process.topology import Topology
+from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
+from learning.device import reproducible_numbers
 from learning.liveness import Liveness
 from learning.ranks import Ranks
+from trainer.diagnosis.own import diagnose, diagnosed
+from trainer.diagnosis.run_files import write_topology
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +34,7 @@ def started(
     settings = config.trainer
     torch.manual_seed(config.seed)
     assert settings.run_dir is not None, "`load` sets it"
-    patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
-    ranks = Ranks.from_env(
-        patience, settings.device, settings.shard_size, settings.offload_optimizer
-    )
+    ranks = Ranks.from_env(settings.stuck_after_s, settings)
     setup_logging(
         f"{task}-rank{ranks.rank}", config.state_dir / "logs", service=task, rank=ranks.rank
     )
@@ -49,9 +50,19 @@ def started(
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
-    liveness = Liveness(ranks, topology, settings.lost_after_s)
+    liveness = Liveness(
+        ranks, topology, settings.lost_after_s, stuck_after_s=settings.stuck_after_s
+    )
     group = topology.group or "local"
     # Rank 0 takes the lock before the ranks meet.
     own_lock = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()
-    with own_lock as lock, watchdog.stalls(), ranks, liveness:
+    with own_lock as lock, watchdog.stalls(), ExitStack() as stack:
+        services = topology if task == TRAINER else None
+        liveness.before_end = partial(diagnose, settings.run_dir, config, services)
+        if lock is not None:
+            write_topology(settings.run_dir, services, ranks.world_size)
+            stack.enter_context(diagnosed(settings.run_dir, config, services))
+        stack.enter_context(reproducible_numbers(config.reproducible))
+        stack.enter_context(ranks)
+        stack.enter_context(liveness)
         yield ranks, lock

@@ -10,6 +10,7 @@
 | `lease` | the GPUs that trainer and engines share | `trainer/weights/gpu_lease.py` |
 | `evaluator` | accuracy on the held-out problems | `trainer/evaluation/` |
 | `log` | run directory, metrics, trackers | `trainer/observe/` |
+| `audit` | what `rlhf-replay` needs to re-execute a step | `trainer/observe/audit.py` |
 | `checkpoints` | the run on disk | `trainer/policy/checkpoint.py` |
 
 No part depends on the run; rollouts, weights, evaluator and log do not depend on one another.
@@ -29,6 +30,7 @@ from common.process.run_lock import RunLock
 from common.settings.config import Config
 from learning.ranks import Ranks
 from trainer.evaluation.evaluator import Evaluator
+from trainer.observe.audit import Audit
 from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.critic import ValueFunction
@@ -86,6 +88,7 @@ class Run:
     total_steps: int
     evaluator: Evaluator = field(default_factory=Evaluator)
     log: RunLog = field(default_factory=RunLog)
+    audit: Audit = field(default_factory=Audit)
     clock: StageClock = field(default_factory=StageClock)
     run_id: str = ""
     lock: RunLock | None = None
@@ -137,15 +140,12 @@ class Run:
         )
 
     def begin_step(self) -> None:
-        """Seeds the step's randomness, such as dropout.
-
-        Raises CheckpointFailed if the last checkpoint was not written, ServiceError if another run
-        took the directory.
+        """Raises CheckpointFailed if the last checkpoint was not written, ServiceError if another
+        run took the directory.
         """
         self.checkpoints.check()
         if self.lock is not None:
             self.lock.check()
-        torch.manual_seed((self.policy.seed * 4096 + self.ranks.rank) % 2**63)
         self.listener.on_event(self, "step_begin")
         watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
 

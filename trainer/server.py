@@ -12,6 +12,7 @@ from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
+from common.process import watchdog
 from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.wire.schemas import (
@@ -31,6 +32,8 @@ _FILE = {"type": "string", "format": "binary"}
 _MAX_REQUESTS = 1024
 """Maximum number of concurrent requests. A rollout node has two: one waits for a new version, one
 downloads."""
+_FILES_S = 10.0
+"""Time to wait for files that are being written, if the caller names none."""
 
 
 class _LargeFile(FileResponse):
@@ -71,13 +74,13 @@ def create_trainer_app(
         files: bool = False,
         asleep: bool = False,
     ) -> WeightManifest:
-        """The newest weight version, as soon as it differs from the caller's; with `files` always
-        as files.
+        """The newest weight version, as soon as it differs from the caller's; with `files` as
+        files, or with the progress of writing them if they are not there within `wait_s` seconds.
 
         It also differs when the caller's engine should sleep and is not `asleep`, or vice versa.
         """
         latest = await board.latest_after(after_run, after_version, wait_s, asleep)
-        return await board.with_files(latest) if files else latest
+        return await board.with_files(latest, wait_s or _FILES_S) if files else latest
 
     @app.post("/weights/{version}/verify", responses=errors(404, 409))
     async def verify(version: Annotated[int, Path(ge=0)], body: WeightChecksums) -> WeightVerdict:
@@ -109,6 +112,12 @@ def create_trainer_app(
     async def workers() -> list[WorkerReport]:
         """The rollout nodes that are alive and what they serve."""
         return board.workers()
+
+    @app.get("/ranks")
+    async def ranks() -> list[watchdog.RankWhere]:
+        """What every rank of the trainer is doing; one that does not answer has the `pid` 0."""
+        own = watchdog.RankWhere(rank=0, name="rank 0", **watchdog.where().model_dump())
+        return [own, *await asyncio.to_thread(watchdog.other_ranks)]
 
     return app
 

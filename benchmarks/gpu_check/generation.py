@@ -31,7 +31,7 @@ def speed(found: Findings, setting: Setting) -> None:
     rng = np.random.default_rng(0)
     directory = setting.model("small" if setting.small else "0.5b")
     count, samples, length, new = (4, 2, 12, 8) if setting.small else (32, 8, 64, 128)
-    model = Model(directory, length + new, setting.device, "bfloat16")
+    model = Model(directory, length + new, setting.device, dtype="bfloat16")
     engine = Engine(model, max_running=count * samples)
     prompts = rng.integers(10, model.vocab_size, (count, length)).tolist()
     engine.start()

@@ -7,6 +7,7 @@ again, so a task that restarted at a new address is found.
 
 import asyncio
 import logging
+import math
 import random
 import ssl
 import time
@@ -19,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.clients.network import Network
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
-from common.process import logs, watchdog
+from common.process import logs, progress, watchdog
+from common.process.progress import Progress
 from common.process.security import authorization
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ _GRACE_S = 1.0
 """Time for a socket's own limits to come first: their errors say more. They cover neither sending
 nor names nor a trickle of bytes."""
 _WARN_EVERY_S = 10.0
+_PROGRESS_BYTES = 16 << 10
+"""So many further bytes of a body, sent or received, begin the time of a call again."""
 _url = lru_cache(256)(httpx.URL)
 
 
@@ -60,6 +64,46 @@ async def _with_id(request: httpx.Request) -> None:
     request.headers.update(logs.sent_headers())
 
 
+class _Patience:
+    """The time of one call, all its attempts together: `limit_s` seconds, which begin again with
+    every further piece of a body. What a repeated attempt sends or receives again does not count.
+
+    `math.inf`: whoever calls ends the call.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._ends = time.monotonic() + limit_s
+        self._most = 0
+        self._attempt: asyncio.Timeout | None = None
+
+    @property
+    def left_s(self) -> float:
+        return self._ends - time.monotonic()
+
+    @property
+    def timeout(self) -> httpx.Timeout:
+        """The limits of the next attempt's socket."""
+        left = self.left_s
+        return httpx.Timeout(left if left < math.inf else None, connect=min(left, 10))
+
+    def attempt(self) -> asyncio.Timeout:
+        """Returns the limit of an attempt as a whole."""
+        left = self.left_s
+        self._attempt = asyncio.timeout(left + _GRACE_S if left < math.inf else None)
+        return self._attempt
+
+    def moved(self, size: int) -> None:
+        """Records that `size` bytes of this attempt's bodies were sent or received."""
+        if size < self._most + _PROGRESS_BYTES or self._limit_s == math.inf:
+            return
+        self._most = size
+        self._ends = time.monotonic() + self._limit_s
+        if self._attempt is not None and not self._attempt.expired():
+            now = asyncio.get_running_loop().time()
+            self._attempt.reschedule(now + self._limit_s + _GRACE_S)
+
+
 class Client:
     """HTTP client of one service. Retries with backoff and jitter for `deadline_s` seconds; raises
     ServiceError.
@@ -82,6 +126,8 @@ class Client:
         self.service = service
         self.base_url = base_url
         self.deadline_s = deadline_s
+        self.progress = 0
+        """What the service last said of its progress while it was not healthy."""
         self._last_warning = 0.0
         own = authorization() if headers is None else headers
         self._default_headers = {"accept-encoding": "identity", **own}
@@ -106,7 +152,7 @@ class Client:
         self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any
     ) -> httpx.Response:
         """Sends a request, with retries, until it succeeds or its deadline passes; honours
-        Retry-After.
+        Retry-After. A large body may take longer, as long as its bytes move.
 
         All attempts share a request id (`common.process.logs`). Raises Unreachable at the deadline,
         and ServiceError for a response that is not 2xx and not worth a retry.
@@ -120,20 +166,22 @@ class Client:
         self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
     ) -> httpx.Response:
         start = time.monotonic()
-        limit = start + patience_s
+        patience = _Patience(patience_s)
         delay = 0.05
         reason = ""
 
-        while (left := limit - time.monotonic()) > 0:
+        while patience.left_s > 0:
             retry_after_s = 0.0
-            timeout = httpx.Timeout(left, connect=min(left, 10))
+            timeout = patience.timeout
             try:
-                async with asyncio.timeout(left + _GRACE_S):
-                    response = await self._exchange(method, path, timeout, arguments)
+                async with patience.attempt():
+                    response = await self._exchange(
+                        method, path, timeout, arguments, moved=patience.moved
+                    )
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
                 # An attempt that the deadline cut off says less than the one before.
-                if not reason or time.monotonic() < limit:
+                if not reason or patience.left_s > 0:
                     reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
@@ -146,7 +194,7 @@ class Client:
 
             self._warn(start, f"{method} {path}: {reason}")
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
-            await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
+            await asyncio.sleep(min(pause, max(0.0, patience.left_s)))
             delay = min(delay * 2, _MAX_BACKOFF_S)
 
         reason = reason or "no request was sent"
@@ -170,9 +218,15 @@ class Client:
             self._last_warning = now
 
     async def _exchange(
-        self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
+        self,
+        method: str,
+        path: str,
+        timeout: httpx.Timeout,
+        arguments: dict[str, Any],
+        *,
+        moved: Callable[[int], None],
     ) -> httpx.Response:
-        """Sends a request once.
+        """Sends a request once; calls `moved` with the bytes of its bodies so far.
 
         It bypasses httpx's client, whose work for redirects, cookies and merged URLs took four
         fifths of a small call. Raises RuntimeError when this client is closed.
@@ -180,14 +234,22 @@ class Client:
         if self.http.is_closed:
             raise RuntimeError(f"the client of {self.service} is closed")
         headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
-        request = httpx.Request(
-            method,
-            _url(self.base_url.rstrip("/") + path),
-            extensions={"timeout": timeout.as_dict()},
-            **(arguments | {"headers": headers}),
-        )
-        response = await self._transport.handle_async_request(request)
-        response.request = request
+        url = self.base_url.rstrip("/") + path
+        limits = timeout.as_dict()
+        if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
+            content = arguments.get("content", b"")
+            response = await self._transport.exchange(
+                method, url, headers, content=content, limits=limits, moved=moved
+            )
+        else:
+            request = httpx.Request(
+                method,
+                _url(url),
+                extensions={"timeout": limits, "moved": moved},
+                **(arguments | {"headers": headers}),
+            )
+            response = await self._transport.handle_async_request(request)
+            response.request = request
         try:
             await _not_compressed(response)
             await response.aread()
@@ -252,6 +314,7 @@ class Client:
         Returns None for 200, else the reason. Raises ServiceError for a wrong token or certificate,
         and ServiceLost when the service says that it will never be healthy.
         """
+        self.progress = 0
         try:
             response = await self.http.get("/health", timeout=5)
         except _NETWORK_ERRORS as error:
@@ -264,6 +327,7 @@ class Client:
         try:
             answer = response.json()
             reason = str(answer["reason"])
+            self.progress = int(answer.get("progress", 0))
             lost = answer.get("lost") is True
         except (ValueError, KeyError, TypeError, AttributeError):
             return f"HTTP {response.status_code}"
@@ -305,39 +369,45 @@ def parse_retry_after(response: httpx.Response) -> float:
 
 async def wait_healthy(
     clients: Sequence[Client],
-    timeout_s: float,
+    limit_s: float,
     say: Callable[[str], None] = log.info,
     every_s: float = 10.0,
 ) -> None:
     """Waits until every service is healthy. Reports the others after `every_s` seconds, then ever
     less often.
 
-    Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError
-    at once for a wrong token and for a service that will never be healthy.
+    A service may take as long as it makes progress (`/health`). Raises Unreachable, naming the
+    unhealthy services, after `limit_s` seconds without, and ServiceError at once for a wrong token
+    and for a service that will never be healthy.
     """
-    start = time.monotonic()
-    last_report = start
-    waiting = dict.fromkeys(clients, "not asked yet")
+    waits = {client: Progress(client.service, limit_s, counts=False) for client in clients}
+    last_report = time.monotonic()
     while True:
-        reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waiting))
-        answers = zip(waiting, reasons, strict=True)
-        waiting = {client: reason for client, reason in answers if reason is not None}
-        if not waiting:
+        reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waits))
+        unhealthy = dict[Client, str]()
+        for client, reason in zip(list(waits), reasons, strict=True):
+            if reason is None:
+                del waits[client]
+            else:
+                unhealthy[client] = reason
+                if waits[client].saw(client.progress):
+                    progress.others_moved()
+        if not waits:
             return
 
         text = "; ".join(
-            f"{client.service} at {client.base_url} ({why})" for client, why in waiting.items()
+            f"{client.service} at {client.base_url} ({why})" for client, why in unhealthy.items()
         )
+        if any(wait.is_stuck for wait in waits.values()):
+            message = f"not healthy after {limit_s:g} s without progress: {text}"
+            if limit_s >= watchdog.LONG_S:
+                watchdog.deadline_passed(message)
+            raise Unreachable(message, remedy="look at the logs of these tasks")
+
         now = time.monotonic()
-        if now - start > timeout_s:
-            if timeout_s >= watchdog.LONG_S:
-                watchdog.deadline_passed(f"not healthy after {timeout_s:.0f} s: {text}")
-            raise Unreachable(
-                f"not healthy after {timeout_s:.0f} s: {text}",
-                remedy="look at the logs of these tasks",
-            )
+        waited_s = max(wait.waited_s for wait in waits.values())
         if now - last_report > every_s:
-            say(f"waited {now - start:.0f} s so far for {text}")
+            say(f"waited {waited_s:.0f} s so far for {text}")
             last_report = now
             every_s = min(60.0, 2 * every_s)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(min(0.25, limit_s / 8))

@@ -4,8 +4,9 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 (docs/adr/0011-connections.md).
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import aiohttp
 import httpx
@@ -14,6 +15,9 @@ from common.process.security import trusted
 
 _READ_BYTES = 1 << 20
 """Largest chunk read from a response: each read costs about the same whatever its size."""
+_PIECES_FROM_BYTES = 1 << 20
+"""Requests of this size are sent in pieces, so that one sees how far they are."""
+_PIECE_BYTES = 64 << 10
 
 
 class Network(httpx.AsyncBaseTransport):
@@ -28,27 +32,80 @@ class Network(httpx.AsyncBaseTransport):
         self._session: aiohttp.ClientSession | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self._session is None:
-            self._session = self._open()
-        limits = request.extensions["timeout"]
+        """Sends a request of httpx; the response is a stream."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw
         ]
-        timeout = aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"])
+        moved = request.extensions.get("moved", _ignore)
         with _httpx_errors():
-            # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
-            # aiohttp's wrapper of one.
-            call = self._session.request(
+            answer = await self._send(
                 request.method,
                 str(request.url),
-                data=request.content or None,
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-                auto_decompress=False,
+                headers,
+                content=request.content,
+                limits=request.extensions["timeout"],
+                moved=moved,
             )
-            answer = await call.__aenter__()
-        return httpx.Response(answer.status, headers=answer.raw_headers, stream=_Body(answer))
+        return httpx.Response(
+            answer.status,
+            headers=answer.raw_headers,
+            stream=_Body(answer, len(request.content), moved),
+        )
+
+    async def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        content: bytes,
+        limits: Mapping[str, float | None],
+        moved: Callable[[int], None],
+    ) -> httpx.Response:
+        """Sends a request and reads the whole response, unless that is compressed; calls `moved`
+        with the bytes of both so far.
+
+        It builds no request and no stream of httpx, which cost as much as the call itself.
+        """
+        if content:  # aiohttp does not know the length of a body that it gets in pieces
+            headers = {**headers, "content-length": str(len(content))}
+        with _httpx_errors():
+            answer = await self._send(
+                method, url, headers, content=content, limits=limits, moved=moved
+            )
+            stream = _Body(answer, len(content), moved)
+            if "content-encoding" in answer.headers:
+                return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
+            body = b"".join([chunk async for chunk in stream])
+        return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
+
+    async def _send(
+        self,
+        method: str,
+        url: str,
+        headers: Any,
+        *,
+        content: bytes,
+        limits: Any,
+        moved: Callable[[int], None],
+    ) -> aiohttp.ClientResponse:
+        if self._session is None:
+            self._session = self._open()
+        body: bytes | AsyncIterator[bytes] | None = content or None
+        if len(content) >= _PIECES_FROM_BYTES:
+            body = _pieces(content, moved)
+        # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
+        # aiohttp's wrapper of one.
+        call = self._session.request(
+            method,
+            url,
+            data=body,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"]),
+            allow_redirects=False,
+            auto_decompress=False,
+        )
+        return await call.__aenter__()
 
     def _open(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
@@ -70,16 +127,37 @@ class Network(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+    """The body of an answer; calls `moved` with the bytes of the request and of the answer so
+    far.
+    """
+
+    def __init__(
+        self, answer: aiohttp.ClientResponse, sent: int, moved: Callable[[int], None]
+    ) -> None:
         self._answer = answer
+        self._bytes = sent
+        self._moved = moved
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         with _httpx_errors():
             async for chunk in self._answer.content.iter_chunked(_READ_BYTES):
+                self._bytes += len(chunk)
+                self._moved(self._bytes)
                 yield chunk
 
     async def aclose(self) -> None:
         self._answer.release()
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+async def _pieces(content: bytes, moved: Callable[[int], None]) -> AsyncIterator[bytes]:
+    """Yields a body in pieces; the next one is asked for when the connection takes more."""
+    for begin in range(0, len(content), _PIECE_BYTES):
+        yield content[begin : begin + _PIECE_BYTES]
+        moved(begin)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from common.wire.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+Tokens = Sequence[int] | Int32
 _PARSING_S = 0.1
 """Seconds of parsing after which other tasks of the event loop run."""
 
@@ -32,6 +33,18 @@ class GenerationFailed(ServiceError):
 OTHER_ENGINE = "look at the log of rollout-server; the engine may be another version of SGLang"
 _ENGINE_GONE = frozenset({"read_response_body_failed", "model_not_found"})
 """Error codes of the routers, besides `call_upstream_…`, for an engine that is gone."""
+
+
+_SGLANG_SEEDS = 0x7FFFFFFF
+"""The bits of a seed for SGLang, whose routers and tensors do not take all 64."""
+_SEED_STRIDE = 0xD1B54A32D192ED03
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Returns the seed of completion `index` of a request for n completions with this seed: a
+    request for one completion with it gives the same one.
+    """
+    return (seed + index * _SEED_STRIDE) & 0xFFFFFFFFFFFFFFFF
 
 
 class SamplingOptions(TypedDict):
@@ -61,6 +74,9 @@ class RolloutClient(Client):
     n > 1, SGLang (0.5.21) first sends itself a request for 0 tokens; as a result it miscounts the
     uses of the adapter and never finishes unloading it, and fails because that request has no
     sampling mask. Not for engines that honour `sampling_seed`."""
+    seeds_apart = False
+    """Request n completions with a seed as n requests, each with the seed of its completion.
+    SGLang, where it honours `sampling_seed`, gives all completions of a request the same seed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -68,7 +84,7 @@ class RolloutClient(Client):
         self._parsing_over = False
 
     async def generate(
-        self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]
+        self, input_ids: Tokens, **options: Unpack[SamplingOptions]
     ) -> list[Completion]:
         """Returns n completions (token ids) of one prompt given as token ids.
 
@@ -85,7 +101,7 @@ class RolloutClient(Client):
 
     async def answers(
         self,
-        input_ids: Sequence[int],
+        input_ids: Tokens,
         *,
         logprobs: bool = True,
         lora_path: str | None = None,
@@ -101,16 +117,48 @@ class RolloutClient(Client):
     async def _read(
         self,
         read: Callable[[list[dict[str, Any]]], list[_T]],
-        input_ids: Sequence[int],
+        input_ids: Tokens,
         options: SamplingOptions,
         lora_path: str | None,
         *,
         logprobs: bool = True,
     ) -> list[_T]:
+        seed = options.get("sampling_seed")
+        if self.seeds_apart and seed is not None and options["n"] > 1:
+            return await self._read_apart(
+                read, input_ids, options, seed, lora_path=lora_path, logprobs=logprobs
+            )
         content = await self._generate(input_ids, options, lora_path, logprobs=logprobs)
         await self._may_parse()
         with _without_cycle_collection():  # until the answers' lists are freed
             return read(_n_answers(content, options["n"]))
+
+    async def _read_apart(
+        self,
+        read: Callable[[list[dict[str, Any]]], list[_T]],
+        input_ids: Tokens,
+        options: SamplingOptions,
+        seed: int,
+        *,
+        lora_path: str | None,
+        logprobs: bool,
+    ) -> list[_T]:
+        """Makes one request for each completion. Raises the error of the first that fails."""
+        alone: list[SamplingOptions] = []
+        for index in range(options["n"]):
+            own_seed = sample_seed(seed, index) & _SGLANG_SEEDS
+            alone.append({**options, "n": 1, "sampling_seed": own_seed})
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = [
+                    tasks.create_task(
+                        self._read(read, input_ids, each, lora_path, logprobs=logprobs)
+                    )
+                    for each in alone
+                ]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return list(chain.from_iterable(task.result() for task in started))
 
     async def _may_parse(self) -> None:
         """Waits until it may parse an answer.
@@ -134,14 +182,13 @@ class RolloutClient(Client):
 
     async def _generate(
         self,
-        input_ids: Sequence[int],
+        input_ids: Tokens,
         options: SamplingOptions,
         lora_path: str | None,
         *,
         logprobs: bool,
     ) -> bytes:
         n = options["n"]
-        prompt = list(input_ids)
         asks_for_kept = logprobs and _truncates(options)
         repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
         sampling = {
@@ -156,7 +203,7 @@ class RolloutClient(Client):
         if seed is not None:
             sampling["sampling_seed"] = seed
         body: dict[str, Any] = {
-            "input_ids": [prompt] * n if repeated else prompt,
+            "input_ids": [input_ids] * n if repeated else input_ids,
             "sampling_params": sampling,
             "return_logprob": logprobs,
             "stream": False,
@@ -168,7 +215,7 @@ class RolloutClient(Client):
         response = await self.request(
             "POST",
             "/generate",
-            content=orjson.dumps(body),
+            content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
             headers={"content-type": "application/json"},
             deadline_s=options.get("deadline_s"),
         )

@@ -42,9 +42,12 @@ def check_models(config: "Config") -> None:
             check_model(name, field)
 
 
-def check_model(name: str, field: str = "model.name") -> None:
+def check_model(name: str, field: str = "model.name", *, needs_weights: bool = False) -> None:
     """Raises ConfigError, naming `field`, unless `name` is a model directory, or a model in the
     hub's cache or on the hub.
+
+    `needs_weights`: a directory also has to have the files of the weights, and if it is an adapter,
+    the directory of its model has to exist.
     """
     path = Path(name)
     if path.is_dir():
@@ -65,6 +68,8 @@ def check_model(name: str, field: str = "model.name") -> None:
                 name=name,
                 remedy="restore that file,",
             ) from None
+        if needs_weights:
+            _check_weights(path, field)
         return
 
     remedy = "correct the path, name a model of the hub as org/name,"
@@ -76,6 +81,35 @@ def check_model(name: str, field: str = "model.name") -> None:
         raise _not_found(problem, field=field, name=name, remedy=remedy)
 
     _check_hub(name, field)
+
+
+def _check_weights(directory: Path, field: str) -> None:
+    """Raises ConfigError for a model directory without weights, or an adapter without its model."""
+    if not any(next(directory.glob(f"*{kind}"), None) for kind in (".safetensors", ".bin")):
+        raise _not_found(
+            "the directory has no weights (*.safetensors or *.bin)",
+            field=field,
+            name=str(directory),
+            remedy="copy them there, name another,",
+        )
+    adapter = directory / "adapter_config.json"
+    if not adapter.is_file():
+        return
+    with suppress(ValueError):  # whoever loads the adapter reports the error
+        base = json.loads(adapter.read_bytes()).get("base_model_name_or_path")
+        if isinstance(base, str) and not _REPOSITORY.fullmatch(base) and not Path(base).is_dir():
+            raise ConfigError(
+                f"this is an adapter of the model {base}, which is not there",
+                field=field,
+                value=str(directory),
+                remedy="restore that model, or correct base_model_name_or_path in "
+                "adapter_config.json",
+            )
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name can only be that of a directory on this machine."""
+    return Path(name).exists() or not _REPOSITORY.fullmatch(name)
 
 
 def _check_hub(name: str, field: str) -> None:

@@ -226,6 +226,15 @@ def group_size(config: Config, ranks: int) -> int:
     return size
 
 
+def pass_tokens(config: Config) -> int:
+    """Returns the tokens that one rank computes in its largest pass: `trainer.micro_batch_tokens`,
+    or its part of the longest answer, which is never divided into passes.
+    """
+    together = config.trainer.context_parallel_size
+    longest = -(-config.sampling.max_new_tokens // together)
+    return max(config.trainer.micro_batch_tokens, longest)
+
+
 def trainer_memory(
     shape: ModelShape,
     config: Config,
@@ -254,7 +263,7 @@ def trainer_memory(
     has_reference = second_model and not settings.offload_reference
     has_critic = config.algorithm.needs_critic and config.critic.location == "trainer" and on_gpu
 
-    layer_bytes = settings.micro_batch_tokens * shape.activation_bytes(width, repeats_heads)
+    layer_bytes = pass_tokens(config) * shape.activation_bytes(width, repeats_heads)
     peaks = _peaks(shape, config, ranks, width=width, trained=trained, layer_bytes=layer_bytes)
     peak = max(peaks, key=sum)
     return TrainerMemory(
@@ -317,7 +326,7 @@ def _peaks(
         layer_gradients = layer
         outer_gradients = outer
         head_gradient = matrix
-    tokens = settings.micro_batch_tokens
+    tokens = pass_tokens(config)
     states = tokens * shape.hidden
 
     # Activations: what is kept of all layers, what the backward pass of a layer makes again.

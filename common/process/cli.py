@@ -11,6 +11,20 @@ from typing import NoReturn
 from common.errors import ConfigError, ServiceError, did_you_mean
 from common.process.logs import log_exit_reason
 
+_SCRIPTS = {
+    "trainer": "rlhf-train",
+    "trainer.sft": "rlhf-sft",
+    "trainer.evaluate_model": "rlhf-eval",
+    "trainer.compare": "rlhf-compare",
+    "trainer.dashboard": "rlhf-dashboard",
+    "jobgroup.local": "rlhf-local",
+    "jobgroup.sweep": "rlhf-sweep",
+    "jobgroup.doctor": "rlhf-doctor",
+    "benchmarks.gpu_check": "rlhf-gpu-check",
+}
+"""The console scripts by the module that each runs (`pyproject.toml`)."""
+_MODULE = re.compile(r"\bpython -m ((?:trainer|jobgroup|services|benchmarks)\b(?:\.\w+)*)")
+
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that keeps line breaks in the help; wrong arguments end with status 2 and
@@ -25,12 +39,15 @@ class CommandParser(argparse.ArgumentParser):
             prog=program(prog),
             usage=f"{program(prog)} {usage}" if usage else None,
             description=description,
-            epilog=epilog.replace(f"python -m {prog} ", f"{program(prog)} "),
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         # argparse takes only -1 and -0.5 for values, and -1e-4 for an unknown argument.
         self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def format_help(self) -> str:
+        return in_own_words(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""
@@ -74,21 +91,28 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def program(module: str) -> str:
-    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or
-    `python -m MODULE`.
+    """Returns the command that starts `module`, in the way in which this program was started:
+    console script, `python -m rlhf_math MODULE` or `python -m MODULE`.
     """
     started = [*sys.orig_argv, "", ""]
-    script = Path(started[1]).name
-    if script.startswith("rlhf-"):
-        return script
+    if Path(started[1]).name.startswith("rlhf-"):
+        return _SCRIPTS.get(module, f"python -m rlhf_math {module}")
     if started[1:3] == ["-m", "rlhf_math"]:
         return f"python -m rlhf_math {module}"
     return f"python -m {module}"
 
 
+def in_own_words(text: str) -> str:
+    """Returns `text` with every `python -m MODULE` of this project replaced by `program`, since
+    outside a checkout there is no such module.
+    """
+    return _MODULE.sub(lambda found: program(found[1]), text)
+
+
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits."""
-    log_exit_reason(f"error: {error}")
+    """Prints the error, with its notes in lines of their own, and exits."""
+    notes = getattr(error, "__notes__", [])
+    log_exit_reason(in_own_words("\n".join([f"error: {error}", *notes])))
     raise SystemExit(status)
 
 

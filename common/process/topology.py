@@ -14,6 +14,8 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from common.errors import ConfigError
 from common.process.security import tls
@@ -34,6 +36,13 @@ LOST = 75
 helps."""
 
 
+INSTALL_CUDA_BUILD = (
+    "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does so where it "
+    "finds nvidia-smi)"
+)
+"""The remedy for a torch that was built for CPUs only."""
+
+
 def setting_status() -> int:
     """Returns the exit status for a wrong setting: `WRONG_SETTING` in a job group, else 2."""
     return WRONG_SETTING if os.environ.get("SKYPILOT_JOBGROUP_NAME") else 2
@@ -48,6 +57,24 @@ def assigned_gpus() -> str | None:
         return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"CUDA_VISIBLE_DEVICES is {visible}" if visible and not hidden_gpus() else None
+
+
+def refuse_cpu_build(field: str, value: object, on_cpu: str) -> None:
+    """Raises ConfigError for a torch without CUDA, without importing it, which takes seconds.
+
+    `field` and `value` ask for a GPU; `on_cpu` says how to do without one.
+    """
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return  # whoever imports it says so
+    if found.endswith("+cpu"):
+        raise ConfigError(
+            f"torch finds no GPU: torch {found} is a CPU build",
+            field=field,
+            value=value,
+            remedy=f"{INSTALL_CUDA_BUILD}; or {on_cpu}",
+        )
 
 
 def hidden_gpus() -> bool:
@@ -144,6 +171,23 @@ class Topology:
                 remedy="unset these variables outside SkyPilot",
             )
         return topology
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what `from_saved` reads, for a file: addresses, and nothing that is secret."""
+        return {
+            "group": self.group,
+            "node_ips": list(self.node_ips),
+            "hosts": format_hosts(self.local_hosts),
+        }
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> "Topology":
+        """Returns the topology as another process sees it that is no node of the group. Raises
+        ConfigError.
+        """
+        ips = tuple(saved["node_ips"])
+        hosts = parse_hosts(saved["hosts"])
+        return cls(saved["group"], num_nodes=len(ips), node_ips=ips, local_hosts=hosts)
 
     def host(self, task: str, node: int = 0) -> str:
         """Returns the host name of a node of `task`; its address under the local runner."""

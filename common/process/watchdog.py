@@ -1,7 +1,7 @@
 """Reports what a process is doing: its pending calls to other services, and the stacks of its
 threads and asyncio tasks.
 
-Reports go to the log when a long deadline passes, when the training loop stalls, and on SIGUSR1.
+Reports go to the log when a long wait is given up, when the training loop stalls, and on SIGUSR1.
 SIGQUIT writes only the thread stacks, directly to standard error, even when the interpreter cannot
 run. So do, after `STUCK_S` seconds, the stacks of a process in which no Python can run
 (`interpreter_guarded`).
@@ -18,11 +18,16 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakSet
+
+from pydantic import BaseModel
+
+from common import VERSION
+from common.process import progress
 
 log = logging.getLogger(__name__)
 STALL_S = 600.0
@@ -38,6 +43,44 @@ _TICK_S = 0.5
 _MAX_TASK_STACKS = 40
 
 
+def _moves() -> int:
+    return progress.total(with_others=True)
+
+
+class Awaited(BaseModel):
+    """Pending calls of one kind."""
+
+    call: str
+    service: str
+    seconds: float
+    """Age of the oldest."""
+    count: int
+
+
+class Where(BaseModel):
+    """What a process is doing; the answer of `GET /where`."""
+
+    place: str = ""
+    """What the training loop is doing; empty outside of one."""
+    since_s: float = 0.0
+    awaited: list[Awaited] = []
+    """The calls to other services that are pending, the longest first."""
+    stacks: str = ""
+    """Of all threads and tasks."""
+    pid: int = 0
+    time: float = 0.0
+    """The clock of this process, in seconds since 1970."""
+    version: str = ""
+
+
+class RankWhere(Where):
+    """What a rank of the trainer is doing; an element of the answer of `GET /ranks`."""
+
+    rank: int
+    name: str
+    """The rank and its node. A rank that did not answer has the `pid` 0."""
+
+
 @dataclass
 class _Stage:
     """The current activity of the training loop."""
@@ -45,6 +88,8 @@ class _Stage:
     limit_s: float
     text: str = "starting"
     since: float = field(default_factory=time.monotonic)
+    moved_at: float = field(default_factory=time.monotonic)
+    moves: int = field(default_factory=_moves)
     reports: int = 0
 
 
@@ -55,6 +100,9 @@ _stage: _Stage | None = None
 _last_deadline = -_REPORT_INTERVAL_S
 _wakeup: tuple[int, int] | None = None
 """The pipe that wakes the watchdog thread."""
+_other_ranks: Callable[[], list[RankWhere]] | None = None
+"""Asks the other ranks of the trainer; set on rank 0 only."""
+_after_report: Callable[[str], None] | None = None
 
 
 @contextmanager
@@ -80,12 +128,13 @@ def deadline_passed(reason: str) -> None:
     if now - _last_deadline >= _REPORT_INTERVAL_S:
         _last_deadline = now
         log.error("%s\n%s", reason, report())
+        _reported(reason)
 
 
 @contextmanager
 def stalls(limit_s: float = STALL_S) -> Iterator[None]:
-    """Inside this context, reports when `at` is not called for `limit_s` seconds, and again after
-    every doubling.
+    """Inside this context, reports when this process makes no progress for `limit_s` seconds
+    (`common.process.progress`), and again after every doubling.
     """
     global _stage
     _stage = _Stage(limit_s)
@@ -98,6 +147,7 @@ def stalls(limit_s: float = STALL_S) -> Iterator[None]:
 def at(text: str) -> None:
     """Records progress: the training loop now begins `text`."""
     global _stage
+    progress.moved()
     if _stage is not None:
         _stage = _Stage(_stage.limit_s, text)
 
@@ -157,17 +207,61 @@ def interpreter_guarded(stuck_s: float = STUCK_S) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def awaited() -> list[str]:
-    """Returns the pending calls, one line per kind, the longest first."""
+def ask_other_ranks_with(ask: Callable[[], list[RankWhere]] | None) -> None:
+    """Sets the function that asks the trainer's other ranks where they are; None removes it."""
+    global _other_ranks
+    _other_ranks = ask
+
+
+def after_report(write: Callable[[str], None] | None) -> None:
+    """Sets the function that is called, with the reason, after every report of a stall or of a
+    passed deadline; None removes it.
+    """
+    global _after_report
+    _after_report = write
+
+
+def where() -> Where:
+    """Returns what this process is doing."""
+    text, since_s = place() or ("", 0.0)
+    return Where(
+        place=text,
+        since_s=since_s,
+        awaited=pending(),
+        stacks="\n".join([stacks(), *_tasks()]),
+        pid=os.getpid(),
+        time=time.time(),
+        version=VERSION,
+    )
+
+
+def other_ranks() -> list[RankWhere]:
+    """Returns what the trainer's other ranks are doing; takes some seconds if one does not answer.
+    Empty where this is not rank 0 of several.
+    """
+    ask = _other_ranks
+    return [] if ask is None else ask()
+
+
+def pending() -> list[Awaited]:
+    """Returns the pending calls, the longest first."""
     now = time.monotonic()
     ages = dict[tuple[str, str], list[float]]()
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)
 
+    found = list[Awaited]()
+    for (call, service), seconds in sorted(ages.items(), key=lambda item: -max(item[1])):
+        found.append(Awaited(call=call, service=service, seconds=max(seconds), count=len(seconds)))
+    return found
+
+
+def awaited() -> list[str]:
+    """Returns the pending calls, one line per kind, the longest first."""
     lines = list[str]()
-    for (call, service), found in sorted(ages.items(), key=lambda item: -max(item[1])):
-        times = f", {len(found)} times" if len(found) > 1 else ""
-        lines.append(f"{call} from {service} for {max(found):.0f} s{times}")
+    for each in pending():
+        times = f", {each.count} times" if each.count > 1 else ""
+        lines.append(f"{each.call} from {each.service} for {each.seconds:.0f} s{times}")
     return lines
 
 
@@ -176,11 +270,21 @@ def report() -> str:
     return "\n".join([*(f"awaited: {call}" for call in awaited()), stacks(), *_tasks()])
 
 
+def _reported(reason: str) -> None:
+    write = _after_report
+    if write is not None:
+        # In a thread, since it may ask services: the caller has a deadline that has passed.
+        threading.Thread(target=write, args=(reason,), name="diagnosis", daemon=True).start()
+
+
 def stacks() -> str:
-    """Returns the stack of every other thread of this process, the innermost call last."""
+    """Returns the stack of every other thread of this process, the main one first, the innermost
+    call last.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
     texts = list[str]()
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         if ident != threading.get_ident():
             stack = "".join(traceback.format_stack(frame)).rstrip()
             texts.append(f"thread {names.get(ident, ident)}:\n{stack}")
@@ -196,7 +300,11 @@ def _watch(wakeup: int) -> None:
             log.warning("where this process is (SIGUSR1):\n%s", report())
         stage = _stage
         if stage is not None:
-            silent_s = time.monotonic() - stage.since
+            if _moves() != stage.moves:
+                stage.moves = _moves()
+                stage.moved_at = time.monotonic()
+                stage.reports = 0
+            silent_s = time.monotonic() - stage.moved_at
             if silent_s >= stage.limit_s * 2**stage.reports:
                 stage.reports += 1
                 log.error(
@@ -205,6 +313,7 @@ def _watch(wakeup: int) -> None:
                     stage.text,
                     report(),
                 )
+                _reported(f"nothing has happened for {silent_s:.0f} s: {stage.text}")
 
 
 def _tasks() -> Iterator[str]:

@@ -135,26 +135,46 @@ def text_ids(texts: Sequence[str], style: PromptStyle, tokenizer: Any) -> list[l
 
 
 def answered_text(
-    prompt: Prompt, answer: str, style: PromptStyle, tokenizer: Any
+    prompt: Prompt, answer: Mapping[str, Any], style: PromptStyle, tokenizer: Any
 ) -> tuple[str, str]:
     """Returns the text of a prompt, and the answer as the model would write it, with what the chat
     template appends.
+
+    `answer` is the assistant's message. Raises ConfigError when it calls tools and the template
+    does not write its calls.
     """
     before = prompt_text(prompt, style, tokenizer)
     if style.is_chat(tokenizer):
-        chat = conversation(prompt, style.system_prompt, filled(style.template, prompt))
-        chat.append({"role": "assistant", "content": answer})
+        chat: list[dict[str, Any]] = [
+            *conversation(prompt, style.system_prompt, filled(style.template, prompt)),
+            dict(answer),
+        ]
         whole = _rendered(chat, style, tokenizer, open_end=False)
-        if whole.startswith(before):
-            return before, whole[len(before) :]
-    return before, answer.removeprefix(style.prefill)
+        written = whole[len(before) :]
+        calls = answer.get("tool_calls", ())
+        if whole.startswith(before) and all(_name(call) in written for call in calls):
+            return before, written
+    if answer.get("tool_calls"):
+        raise ConfigError(
+            "the model's chat template does not write tool calls",
+            field="model.chat_template",
+            value=tokenizer.name_or_path,
+            remedy="use a model whose template does, or set a template that writes them",
+        )
+    return before, str(answer["content"]).removeprefix(style.prefill)
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    """Returns the name of the function that a tool call names."""
+    return str(call["function"]["name"])
 
 
 def conversation(prompt: Prompt, system_prompt: str, text: str) -> list[dict[str, str]]:
-    """Returns a new list of the messages that the model continues; the last one has the content
-    `text`.
+    """Returns a new list of the messages that the model continues; the last one, a user's or a
+    tool's, has the content `text`.
     """
-    chat = [*prompt.chat[:-1], {"role": "user", "content": text}]
+    last = prompt.chat[-1] if prompt.chat else {"role": "user"}
+    chat = [*prompt.chat[:-1], {**last, "content": text}]
     if not system_prompt or chat[0]["role"] == "system":
         return chat
     return [{"role": "system", "content": system_prompt}, *chat]
@@ -184,7 +204,7 @@ class Prompter:
 
 
 def _rendered(
-    chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, open_end: bool = True
+    chat: Sequence[Mapping[str, Any]], style: PromptStyle, tokenizer: Any, open_end: bool = True
 ) -> str:
     try:
         text = tokenizer.apply_chat_template(

@@ -6,7 +6,7 @@ from functools import reduce
 
 from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
 from common.settings.lr_schedules import wrong_arguments
-from common.settings.rewards import OwnReward
+from common.settings.rewards import JudgeReward, ModelReward, OwnReward
 from common.settings.section import Section
 from common.settings.sections import (
     MAX_KEPT,
@@ -151,6 +151,16 @@ def _conflicts(config: Settings) -> Iterator[str]:
             f"{{algorithm.mini_batches}} is more than the {completions} completions of a batch: "
             "lower it"
         )
+    if trainer.audit and not trainer.keep_groups_mb:
+        yield (
+            "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} keeps "
+            "none: raise it, or leave trainer.audit out"
+        )
+    if trainer.audit and algorithm.needs_critic and config.critic.location == "server":
+        yield (
+            "{trainer.audit} cannot re-execute what a critic-server computed ({critic.location}): "
+            "set critic.location trainer, or leave trainer.audit out"
+        )
     if not embedded:
         yield from _engine_args(config)
     yield from _sampling(config)
@@ -159,6 +169,8 @@ def _conflicts(config: Settings) -> Iterator[str]:
         yield from _colocate(config)
     if config.environment.name:
         yield from _environment(config)
+    if config.reproducible:
+        yield from _reproducible(config)
     in_flight = (config.trainer.max_staleness + 1) * completions
     if in_flight > config.replay.capacity:
         yield (
@@ -296,6 +308,55 @@ def _environment(config: Settings) -> Iterator[str]:
         yield (
             f"{{{name}}} needs single completions, but environment.name makes episodes: leave it "
             "out"
+        )
+
+
+def _reproducible(config: Settings) -> Iterator[str]:
+    """Refuses settings with which two runs differ."""
+    if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
+        yield (
+            "reproducible needs an attention backend that is deterministic, and SGLang has none "
+            "for {rollout.device}: set rollout.engine embedded, or reproducible false"
+        )
+    kind = config.environment.name.partition(":")[0]
+    if kind not in ("", "python"):
+        yield (
+            "reproducible cannot order the calls of a program, which {environment.name} starts: "
+            "use an environment class (python:package.module:Class), or set reproducible false"
+        )
+    if config.teacher.url:
+        yield (
+            "reproducible cannot say how {teacher.url}, another server, rounds its scores: leave "
+            "teacher.url empty, or set reproducible false"
+        )
+    for entry in config.reward.functions:
+        if isinstance(entry, ModelReward | JudgeReward):
+            yield (
+                f"reproducible needs rewards that depend on nothing but the answer, and "
+                f"reward.functions has {entry.name}, whose scores vary with the answers that are "
+                "graded beside it: leave it out, or set reproducible false"
+            )
+    if config.trainer.max_staleness == 0:
+        return
+    if config.trainer.when_stale != "wait":
+        yield (
+            "{trainer.when_stale} trains on the groups that are ready first, and with "
+            "reproducible the order must not depend on time: set trainer.when_stale wait"
+        )
+    if config.algorithm.dynamic_sampling:
+        yield (
+            "{algorithm.dynamic_sampling} draws other prompts while weights are on their way, and "
+            "with reproducible their version must not depend on time: set trainer.max_staleness 0"
+        )
+    if config.replay.reuse_ratio:
+        yield (
+            "{replay.reuse_ratio} draws from a buffer that is filled meanwhile, and with "
+            "reproducible the draw must not depend on time: set trainer.max_staleness 0"
+        )
+    if config.data.curriculum != "none":
+        yield (
+            "{data.curriculum} draws prompts while pass rates are on their way, and with "
+            "reproducible the choice must not depend on time: set trainer.max_staleness 0"
         )
 
 

@@ -85,6 +85,8 @@ class SettingsSubset:
     """Why it does not read the other settings, for error messages."""
     reads: Collection[str]
     defaults: Mapping[str, Any]
+    meanings: Mapping[str, str]
+    """What a setting means to this program, for its `--help`, where that differs."""
 
     def check(self, config: Config) -> None:
         """Raises ConfigError for a setting that is not read."""
@@ -102,9 +104,10 @@ def load(
     env: Mapping[str, str] | None = None,
     prog: str | None = None,
     subset: SettingsSubset | None = None,
+    about: str | None = None,
 ) -> Config:
     """Builds the configuration from a file, the environment and the command line, for one `subset`
-    or for any program.
+    or for any program. `about` is the first text of the help.
 
     Raises ConfigError with the field, its value and the remedy. `--help` and `--help-all` print the
     settings and exit.
@@ -118,10 +121,11 @@ def load(
         reads = {name: field for name, field in known.items() if not subset or name in subset.reads}
         print_help(
             prog,
-            subset.about if subset else None,
+            subset.about if subset else about,
             reads,
             everything=everything,
             defaults=subset.defaults if subset else {},
+            meanings=subset.meanings if subset else {},
         )
         raise SystemExit(0)
     path = path or env.get("RUN_CONFIG") or None

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from common.process.cli import in_own_words
 from common.settings.section import IN_HELP
 
 
@@ -16,10 +17,11 @@ def print_help(
     *,
     everything: bool,
     defaults: Mapping[str, Any],
+    meanings: Mapping[str, str],
 ) -> None:
     """Prints the settings `known`: those of type `InHelp`, or `everything`.
 
-    `defaults` are those that differ from the declared ones.
+    `defaults` and `meanings` are those that differ from the declared ones.
     """
     parser = ArgumentParser(
         prog=prog,
@@ -36,7 +38,7 @@ def print_help(
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
         default = defaults.get(name, field.default)
-        text = f"{field.description} (default: {default})"
+        text = in_own_words(f"{meanings.get(name, field.description)} (default: {default})")
         groups[section].add_argument(
             f"--{name}", metavar=_kind(field.annotation), help=text.replace("%", "%%")
         )

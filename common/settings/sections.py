@@ -347,6 +347,10 @@ class RolloutSection(Section):
     hang_timeout_s: PositiveFloat = 30.0
     """Seconds without an answer after which a healthy engine or router is killed and started
     again."""
+    stuck_after_s: PositiveFloat = 600.0
+    """Seconds without progress after which an engine that starts or loads weights is killed and
+    started again. Progress is what its processes read, write, take as memory, or say for the first
+    time: a large model may take as long as it needs."""
 
     def nccl_env(self) -> dict[str, str]:
         """Returns NCCL's variables, which must be equal in SGLang's and the trainer's environment
@@ -515,6 +519,9 @@ class TrainerSection(Section):
     """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A
     divisor of the number
     of ranks in between: HSDP. A single process on a CPU always holds everything."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that compute each completion together, for contexts too long for one. A divisor of the
+    number of ranks and of the model's attention heads."""
     activation_checkpointing: InHelp[bool | Literal["selective"]] = False
     """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third
     more time. `selective`: keep the results of matrix products and attention too, so that little is
@@ -544,26 +551,30 @@ class TrainerSection(Section):
     """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The
     oldest steps are
     removed first. 0: keep none."""
+    audit: bool = False
+    """Record what `rlhf-replay` needs to re-execute any step of the run and compare it bit for bit,
+    in `run_dir/audit.jsonl` beside `run_dir/groups`."""
     resume: bool = True
     """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set
     aside."""
     run_dir: InHelp[Path | None] = None
     """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
     name>`."""
-    wait_timeout_s: PositiveFloat = 1800.0
-    """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends
-    with the reason."""
+    stuck_after_s: PositiveFloat = 1800.0
+    """Seconds without progress after which the run ends with the reason: of the other tasks before
+    they are healthy, of a batch (graded groups), or of all ranks."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
     """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads
     them from `run_dir` on a volume that all nodes mount at the same path. `distributed`: NCCL or
     gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
     files."""
     service_timeout_s: PositiveFloat = 600.0
-    """Seconds for one call to a service, retries included. Should exceed the time of a restart of
-    its pod."""
-    publish_timeout_s: PositiveFloat = 600.0
-    """Seconds for every rollout node to confirm a weight version. A node that does not is fenced
-    from traffic."""
+    """Seconds for one call to a service, retries included; they begin again whenever more of a
+    large body has arrived or was sent. Should exceed the time of a restart of its pod."""
+    fence_after_s: PositiveFloat = 900.0
+    """Seconds without progress (bytes fetched, an engine that loads) after which a rollout node
+    that does not serve the newest weights is fenced from traffic. Should exceed
+    `rollout.stuck_after_s`."""
     lost_after_s: PositiveFloat = 45.0
     """Seconds of silence after which a trainer process counts as lost; the others then exit and
     name it."""

@@ -60,7 +60,11 @@ class Settings(BaseModel):
         return read
 
     seed: InHelp[NonNegativeInt] = 0
-    """Seed of data order, sampling and dropout. A run is repeatable with the same seed."""
+    """Seed of data order, sampling and dropout."""
+    reproducible: InHelp[bool] = False
+    """Compute so that two runs with the same settings have the same weights after every step, to
+    the last bit, on one machine and at any load. Steps take longer
+    (docs/how-to/reproducible.md)."""
     state_dir: Path = IN_RUN_DIR
     """Directory for what services keep across restarts: data position, replay store, weights and
     logs."""

@@ -280,6 +280,9 @@ class WeightManifest(Wire):
     """A complete model directory, or a LoRA adapter in PEFT's format."""
     files: Listed[WeightFile] = []
     """Empty: the trainer writes them on request (`GET /weights/latest?files=true`)."""
+    progress: NonNegativeInt = 0
+    """A number that grows as long as the trainer writes the files of this version; 0 when they are
+    there."""
     directory: str = ""
     """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty:
     nodes must download."""
@@ -370,7 +373,10 @@ class WorkerReport(Wire):
     """Weight version the engine serves; None before the first."""
     run_id: _Name | None = None
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
-    """The reason, when the state is `stale` or `failed`."""
+    """The reason, when the state is `stale` or `failed`; what the node is doing, while it
+    updates."""
+    progress: NonNegativeInt = 0
+    """A number that grows as long as the node gets nearer to its next version."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Processes of the engine, each with its own GPU if the engine uses GPUs."""
     gpus: NonNegativeInt = 0

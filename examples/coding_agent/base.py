@@ -43,7 +43,9 @@ def conversation(repair: Repair, operator: str) -> list[dict[str, Any]]:
     ]
 
 
-def row(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Row:
+def row(
+    messages: list[dict[str, Any]], tools: list[Any], tokenizer: PreTrainedTokenizerFast
+) -> Row:
     """Returns the tokens of a conversation, as the gateway records them; the model learns what it
     writes itself.
     """
@@ -51,7 +53,7 @@ def row(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> R
     def text(count: int, begins: bool) -> str:
         return str(
             tokenizer.apply_chat_template(
-                messages[:count], tools=[BASH], tokenize=False, add_generation_prompt=begins
+                messages[:count], tools=tools, tokenize=False, add_generation_prompt=begins
             )
         )
 
@@ -93,7 +95,7 @@ def build(
     corpus = [str(message) for chat in chats for message in chat]
     tokenizer = make_tokenizer(iter(corpus), CHAT_TEMPLATE, MARKS)
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    rows = [row(chat, tokenizer) for chat in chats]
+    rows = [row(chat, [BASH], tokenizer) for chat in chats]
 
     def batch_of(_: int) -> list[Row]:
         return rng.sample(rows, batch)

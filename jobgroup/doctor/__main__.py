@@ -118,8 +118,20 @@ def _report(
     return 1 if counts["fail"] and not may_fail else 0
 
 
+_EPILOG = """\
+examples:
+  python -m jobgroup.doctor                                       # is it ready for the demo?
+  python -m jobgroup.doctor my-jobgroup.yaml --env MAX_STEPS=10   # for this group?
+  python -m jobgroup.doctor my-jobgroup.yaml --data               # can its data be graded?
+  python -m jobgroup.doctor --plan Qwen/Qwen2.5-7B-Instruct --gpus 8
+"""
+
+
 def _parser() -> CommandParser:
-    parser = CommandParser("jobgroup.doctor", "Checks a machine, or a pod from within.")
+    about = (
+        "Checks a machine, or a pod from within: a line for each check, and a remedy if it fails."
+    )
+    parser = CommandParser("jobgroup.doctor", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add(

@@ -16,7 +16,6 @@ from services.data.hub import is_hub_name
 _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
 """As in services/data/loaders_math.py, whose import takes seconds and fails in a light
 environment."""
-_MAKE_TINY = "trainer.tiny_model"
 
 
 def models(plan: Plan) -> dict[str, PlannedTask]:
@@ -53,7 +52,7 @@ def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:
     try:
         hub.check_model(place)
     except ConfigError as error:
-        if plan.demo or _MAKE_TINY in (job.setup or ""):
+        if plan.makes_model(job):
             yield Result(title, "ok", "not there yet; make demo, or the task's setup, makes it")
         else:
             yield failed(title, error)

@@ -59,6 +59,10 @@ class PlannedTask(spec.Task):
         return self.name in (TRAINER, CRITIC)
 
 
+_MAKE_TINY = "trainer.tiny_model"
+"""In the setup of a task that makes the built-in model."""
+
+
 @dataclass
 class Plan:
     """Input of all checks."""
@@ -81,6 +85,10 @@ class Plan:
 
     def job(self, name: str) -> PlannedTask | None:
         return next((job for job in self.here if job.name == name), None)
+
+    def makes_model(self, job: PlannedTask) -> bool:
+        """Whether `make demo` or the task's setup makes the model, so that it need not be there."""
+        return self.demo or _MAKE_TINY in (job.setup or "")
 
 
 def make(

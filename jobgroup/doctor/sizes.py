@@ -19,13 +19,7 @@ _NODE = 8
 """GPUs of a node."""
 _CHECKPOINTING = {"RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "true"}
 _SHORT = {**_CHECKPOINTING, "RLHF_TRAINER__MICRO_BATCH_TOKENS": "4096"}
-_SAVINGS: tuple[Mapping[str, str], ...] = (
-    _CHECKPOINTING,
-    _SHORT,
-    {**_SHORT, "RLHF_TRAINER__OFFLOAD_OPTIMIZER": "true"},
-    {**_CHECKPOINTING, "RLHF_LORA__RANK": "16"},
-)
-"""From the cheapest; the first that suffices is reported."""
+_TOGETHER = "RLHF_TRAINER__CONTEXT_PARALLEL_SIZE"
 
 
 def predict(
@@ -64,9 +58,20 @@ def predict(
         yield judge_engine(f"engine on {size:g} GB", shape, config, room)
 
 
+def _savings(shape: ModelShape, gpus: int) -> Iterator[Mapping[str, str]]:
+    """Yields settings that save memory, from the cheapest."""
+    yield _CHECKPOINTING
+    yield _SHORT
+    for ranks in range(2, gpus + 1):
+        if gpus % ranks == 0 and shape.heads % ranks == 0:
+            yield {**_SHORT, _TOGETHER: str(ranks)}
+    yield {**_SHORT, "RLHF_TRAINER__OFFLOAD_OPTIMIZER": "true"}
+    yield {**_CHECKPOINTING, "RLHF_LORA__RANK": "16"}
+
+
 def _changes(shape: ModelShape, env: Mapping[str, str], gpus: int, *, room: int) -> str:
     """Returns the settings with which the trainer fits."""
-    for changes in _SAVINGS:
+    for changes in _savings(shape, gpus):
         needed = trainer_memory(shape, load([], {**env, **changes}), gpus).total
         if needed <= room:
             options = " ".join(f"--env {name}={value}" for name, value in changes.items())

@@ -20,13 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
+from common.models.hub import check_model, is_path
 from common.process.cli import CommandParser, fail
 from common.process.run_lock import LOCK, RunLock
 from common.process.security import TOKEN, token
 from common.process.storage import make_directory
+from common.settings.config import Config
 from common.settings.sources import packaged
 from jobgroup import scrape, spec
 from jobgroup.local.launcher import SIGNALLED
@@ -41,7 +44,21 @@ _PYTHON = ".venv/bin/python"
 lacks it."""
 
 
+_EPILOG = """\
+examples:
+  # the built-in task on two CPU cores, with another learning rate; the trainer's output is shown
+  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --follow ppo-trainer \\
+    --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml --env RLHF_TRAINER__LEARNING_RATE=1e-4
+
+  # three rollout nodes instead of two
+  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --num-nodes rollout-server=3 \\
+    --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml
+
+python -m trainer --help lists the settings: section.name is the variable RLHF_SECTION__NAME.
+"""
 _FILES = 8192
+_OURS = re.compile(r"-m (trainer|services)\b")
+"""In the command of a task whose process reads our settings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_nodes=dict(map(_node_count, options.num_nodes)),
         )
         group = replace(group, tasks=tuple(task.without_volumes() for task in group.tasks))
+        _check_settings(group.tasks)
         followed = None
         if options.follow is not None:
             followed = f"{group.task(options.follow, '--follow').name}-0"
@@ -70,6 +88,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
     except ServiceError as error:
         fail(error)
+
+
+def _check_settings(tasks: Sequence[Task]) -> None:
+    """Raises ConfigError for settings that the tasks would refuse, and for a model or a reward
+    function that is not there, before any process is started.
+    """
+    for task in tasks:
+        if not _OURS.search(task.run):
+            continue
+        env = {**os.environ, **task.env}
+        config = task.settings(env)
+        token(env)
+        if task.workdir == Path.cwd() and "PYTHONPATH" not in task.env:
+            _check_paths(config)
+
+
+def _check_paths(config: Config) -> None:
+    """Raises ConfigError for a path that names no model directory, and a module that is not
+    there. What is on the hub is left to the tasks.
+    """
+    if is_path(config.model.name):
+        check_model(config.model.name, needs_weights=True)
+    for function in config.reward.functions:
+        module, _, name = function.name.partition(":")
+        top = module.partition(".")[0]
+        if name and find_spec(top) is None:
+            raise ConfigError(
+                f"there is no module {top}",
+                field="reward.functions",
+                value=function.name,
+                remedy="correct the path, or add its directory to PYTHONPATH",
+            )
 
 
 @contextmanager
@@ -201,7 +251,8 @@ def _environments(
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("jobgroup.local", "Runs a SkyPilot job-group YAML on this machine.")
+    about = "Runs a SkyPilot job-group YAML on this machine."
+    parser = CommandParser("jobgroup.local", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
     add(

@@ -2,11 +2,12 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 
+from common.errors import NotReady
 from common.process.metrics import Metrics, critic_gauges
 from common.settings.config import Config
 from common.wire import codec
@@ -33,36 +34,75 @@ MAX_REQUESTS = 16
 """Maximum concurrent requests; the critic computes them one after the other."""
 
 
-def create_critic_app(config: Config) -> FastAPI:
+class _Loaded:
+    """The critic of a server, and the thread that computes with it.
+
+    With `failed` the model is loaded inside `running`, and `failed` gets the error; else at once.
+    """
+
+    def __init__(self, config: Config, failed: Callable[[Exception], None] | None) -> None:
+        self._config = config
+        self._failed = failed
+        self._service = None if failed else CriticService(config)
+        self.thread = OneThread("critic")
+
+    def problem(self) -> str | None:
+        """Returns why the critic cannot compute yet, or None."""
+        return "the value model is being loaded" if self._service is None else None
+
+    @property
+    def service(self) -> CriticService:
+        """The critic. Raises NotReady while it is being loaded."""
+        if self._service is None:
+            raise NotReady("the value model is being loaded", remedy="ask again")
+        return self._service
+
+    def step(self) -> int:
+        """Returns the batches that the critic was trained on."""
+        return 0 if self._service is None else self._service.status().step
+
+    async def _load(self, failed: Callable[[Exception], None]) -> None:
+        try:
+            self._service = await self.thread.call(CriticService, self._config)
+        except Exception as error:
+            failed(error)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Loads the critic, unless that was done; on exit waits for the computation in progress."""
+        loading = None
+        if self._failed is not None:
+            loading = asyncio.create_task(self._load(self._failed))
+        try:
+            yield
+        finally:
+            if loading is not None:
+                loading.cancel()
+            await self.thread.close()
+
+
+def create_critic_app(config: Config, failed: Callable[[Exception], None] | None = None) -> FastAPI:
     """Returns the app for the checkpoints in `config.state_dir/critic`; usable in process without
     its lifespan.
 
     All computation runs in one thread, so that `/health` answers meanwhile and updates run one
-    after the other. Raises ConfigError when the value model cannot be loaded.
+    after the other. Raises ConfigError when the value model cannot be loaded. With `failed` the
+    model is loaded while the app serves: `/health` shows the progress, and `failed` gets the error.
     """
-    service = CriticService(config)
-    thread = OneThread("critic")
-
-    @asynccontextmanager
-    async def lifespan() -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await thread.close()
-
+    critic = _Loaded(config, failed)
+    thread = critic.thread
     metrics = Metrics("critic-server")
     app = create_app(
         "critic-server",
+        not_ready=critic.problem,
         # It waits for a running update; checkpoints are on disk already.
-        flush=lambda: thread.call(service.status),
-        lifespan=lifespan,
+        flush=lambda: thread.call(critic.service.status),
+        lifespan=critic.running,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
         max_requests=MAX_REQUESTS,
     )
-    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(
-        lambda: service.status().step
-    )
+    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(critic.step)
     skipped = metrics.counter(
         "critic_skipped_updates_total", "Updates not applied because the gradient was not finite"
     )
@@ -79,7 +119,7 @@ def create_critic_app(config: Config) -> FastAPI:
         in and out.
         """
         wanted = await asyncio.to_thread(codec.decode, await request.body(), ValueRequest)
-        answer = await thread.call(service.values, wanted)
+        answer = await thread.call(critic.service.values, wanted)
         return Response(codec.encode(answer), media_type=codec.MSGPACK)
 
     @app.post("/update", **described(struct_schema(UpdateRequest), reads=_KINDS, fails=(409,)))
@@ -88,7 +128,7 @@ def create_critic_app(config: Config) -> FastAPI:
         nothing.
         """
         wanted = await asyncio.to_thread(codec.decode, await request.body(), UpdateRequest)
-        result = await thread.call(service.update, wanted)
+        result = await thread.call(critic.service.update, wanted)
         skipped.inc(result.skipped)
         for name, gauge in gauges.items():
             number = getattr(result, name)
@@ -98,16 +138,16 @@ def create_critic_app(config: Config) -> FastAPI:
     @app.post("/restore", responses=errors(404, 409))
     async def restore(body: RestoreRequest) -> CriticStatus:
         """Loads the critic saved at `step`; step 0 makes a new one."""
-        return await thread.call(service.restore, body)
+        return await thread.call(critic.service.restore, body)
 
     @app.post("/save", responses=errors(409))
     async def save(body: SaveRequest) -> CriticStatus:
         """Writes a checkpoint of the critic, which must be at `step` of `run_id`."""
-        return await thread.call(service.save, body)
+        return await thread.call(critic.service.save, body)
 
     @app.get("/status")
     async def status() -> CriticStatus:
         """Returns the critic's run and step."""
-        return service.status()
+        return critic.service.status()
 
     return app

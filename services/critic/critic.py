@@ -98,7 +98,7 @@ class Critic:
                 if math.isfinite(norms[-1]):
                     sums += part
         self.step += 1
-        return _metrics(rows, self._ranks.sum(sums), norms)
+        return _metrics(rows, self._ranks.sum_shares(sums), norms)
 
     def snapshot(self, alone: bool) -> Snapshot:
         """Copies weights (as a Hugging Face model), optimiser and step. A collective; see

@@ -19,7 +19,8 @@ from common.errors import ConfigError
 from common.models.hub import check_model
 from common.settings.config import Config
 from learning.alone import fix_rotary_factors
-from learning.layout import Layout, Packing, layout_for
+from learning.context import ContextGroup
+from learning.layout import Layout, Packing, layout_for, moved
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 
@@ -34,9 +35,16 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
     Raises ConfigError if `trainer.packing` is on but the model does not support it.
     """
 
-    def __init__(self, module: Any, packing: Packing = "auto", low_precision: bool = False) -> None:
+    def __init__(
+        self,
+        module: Any,
+        packing: Packing = "auto",
+        low_precision: bool = False,
+        context: ContextGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.layout = layout_for(module, packing)
+        self._context = context
+        self.layout = layout_for(module, packing, context)
         """The layout class of the rows for `forward`."""
         self.module = module
         self._low_precision = low_precision
@@ -56,9 +64,13 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         head = getattr(self.module, _head(self.module) or "")
         device_type = rows.input_ids.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self._low_precision):
-            hidden = rows.hidden(body)
+            hidden = rows.hidden(body, self._context)
         values: Tensor = head(hidden.float())[:, 0]  # bfloat16 has only two or three digits
-        return values
+        own = rows.own(self._context)
+        if self._context is None or own is None:
+            return values
+        own_tokens = moved(torch.from_numpy(own), values.device)
+        return self._context.gather(values, own_tokens, len(rows.predicts))
 
 
 class _NewHead(AddedModules):
@@ -107,7 +119,12 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
                 remedy="choose a decoder that transformers supports "
                 "as a text-only causal language model",
             )
-        return ValueModel(module, config.trainer.packing, in_bfloat16 and not ranks.sharded)
+        return ValueModel(
+            module,
+            config.trainer.packing,
+            in_bfloat16 and not ranks.sharded,
+            context=ranks.context(),
+        )
 
     def exact(module: Any) -> list[nn.Module]:
         return [getattr(module, _head(module) or "")]

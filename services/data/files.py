@@ -24,6 +24,9 @@ def read_file(path: Path) -> Iterator[Row]:
         stop(f"{path.name} is not of a known format", path, f"known formats: {', '.join(_READERS)}")
     try:
         yield from reader(path)
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is {error.object[error.start]:#04x}"
+        stop(f"{path.name} is not in UTF-8: {found}", path, "save the file in UTF-8")
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         where = "" if str(error).startswith(path.name) else f"{path.name} cannot be read: "
         stop(f"{where}{error}", path, "repair the file")

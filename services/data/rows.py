@@ -5,7 +5,7 @@ JSON.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pydantic_core import to_jsonable_python
@@ -155,6 +155,13 @@ def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str
     The column is `[{"role": …, "content": …}, …]` or its JSON text. A content is a text or a list
     of text parts.
     """
+    return [read_message(message, column, where) for message in messages_of(row, column, where)]
+
+
+def messages_of(row: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
+    """Returns the messages in a column, a list or its JSON text. Raises ConfigError for anything
+    else, and for an empty list.
+    """
     messages = value = _value(row, column, where, "--data.messages_field")
     if isinstance(value, str):
         try:
@@ -163,10 +170,11 @@ def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str
             stop_at(where, f"column {column!r} is not a list of messages: {error}")
     if not isinstance(messages, list | tuple) or not messages:
         stop_at(where, f"column {column!r} is {value!r:.80}, which is not a list of messages")
-    return [_message(message, column, where) for message in messages]
+    return messages
 
 
-def _message(message: object, column: str, where: str) -> tuple[str, str]:
+def read_message(message: object, column: str, where: str) -> tuple[str, str]:
+    """Returns (role, text) of a message. Raises ConfigError when it has no role or no text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         stop_at(
             where,

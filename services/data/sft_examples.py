@@ -1,13 +1,15 @@
-"""Examples for supervised fine-tuning: each is a `Prompt` whose chat ends with the answer to
-learn.
+"""Examples for supervised fine-tuning: each is a chat that ends with the answer to learn.
 
 The data sets are those of `services.data.loaders`. Training from rewards reads only the final
-answer; these loaders keep the whole answer.
+answer; these loaders keep the whole answer, and with it the calls of tools.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import Field
 
 from common.process.imports import import_callable
 from common.settings.config import Config
@@ -18,21 +20,50 @@ from services.data.loaders import Loader, TinyLoader, load_split, loader_of
 from services.data.loaders_base import RowLoader
 from services.data.loaders_custom import MapRow, mapped
 from services.data.loaders_math import GSM8KLoader, MATHLoader
-from services.data.rows import further_columns, id_of, read_chat, stop_at, text_of
+from services.data.rows import (
+    further_columns,
+    id_of,
+    messages_of,
+    read_message,
+    stop_at,
+    text_of,
+)
 
-_ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
+_ROLES = ("system", "user", "assistant", "tool")
+_TOOLS = "tools"
+"""The column with the tools of a chat, by the name that chat templates and TRL give it."""
+Message = dict[str, Any]
 
 
-def example(id: str, chat: list[Message], columns: Mapping[str, Any] | None = None) -> Prompt:
-    """Returns the example for a chat whose assistant messages are to be learned. Its prompt is all
-    before the last.
-    """
+class Example(Prompt):
+    """A chat whose assistant messages are to be learned. Its prompt is all before the last."""
+
+    chat: list[Message]
+    """A message has `role` and `content`, an assistant's also `tool_calls` (each `{"type":
+    "function", "function": {"name", "arguments"}}`, with arguments by name)."""
+    tools: list[dict[str, Any]] = Field([])
+    """What the model may call, as JSON schemas."""
+
+
+def example(
+    id: str,
+    chat: list[Message],
+    columns: Mapping[str, Any] | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Example:
+    """Returns the example for a chat."""
     text = "\n\n".join(message["content"] for message in chat[:-1])
-    return Prompt(id=id, prompt=text, ground_truth="", chat=chat, columns=dict(columns or {}))
+    return Example(
+        id=id,
+        prompt=text,
+        ground_truth="",
+        chat=chat,
+        columns=dict(columns or {}),
+        tools=list(tools),
+    )
 
 
-def answered(id: str, question: str, answer: str) -> Prompt:
+def answered(id: str, question: str, answer: str) -> Example:
     """Returns the example for one question and its answer."""
     return example(
         id, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -54,8 +85,10 @@ class WorkedLoader(RowLoader):
         if changed is None:
             return None
         data = self._data
+        tools = list[dict[str, Any]]()
         if data.messages_field:
             chat = _messages(changed, data.messages_field, "", where)
+            tools = _tools(changed, where)
             named = data.messages_field
         else:
             chat = _messages(
@@ -66,7 +99,7 @@ class WorkedLoader(RowLoader):
         _check(chat, named, where)
         used = {data.messages_field or data.prompt_field, "id"}
         columns = further_columns(changed, used, where) if data.prompt_template else {}
-        return example(id_of(changed, where, default_id), chat, columns)
+        return example(id_of(changed, where, default_id), chat, columns, tools)
 
 
 def _messages(
@@ -76,21 +109,79 @@ def _messages(
     if role and not isinstance(row.get(column), list | tuple):
         setting += "; of chats, --data.messages_field" if column not in row else ""
         return [{"role": role, "content": text_of(row, column, where, setting)}]
-    return [{"role": role, "content": content} for role, content in read_chat(row, column, where)]
+    return [_message(message, column, where) for message in messages_of(row, column, where)]
+
+
+def _message(message: Any, column: str, where: str) -> Message:
+    """Returns a message with its calls of tools; one that only calls may lack a content."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if calls and not message.get("content"):
+        role = str(message.get("role"))
+        text = ""
+    else:
+        role, text = read_message(message, column, where)
+    found: Message = {"role": role, "content": text}
+    if calls:
+        found["tool_calls"] = [_call(call, column, where) for call in _listed(calls, column, where)]
+    for name in ("name", "tool_call_id"):
+        if message.get(name):
+            found[name] = str(message[name])
+    return found
+
+
+def _call(call: Any, column: str, where: str) -> dict[str, Any]:
+    """Returns a call whose arguments are a mapping: chat templates write them as JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        stop_at(
+            where,
+            f"a tool call in column {column!r} is {call!r:.80}, not a function with a name and "
+            "arguments, a mapping or its JSON text",
+        )
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Returns the tools of a row, a list of JSON schemas or its JSON text; none without them."""
+    tools = row.get(_TOOLS) or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = [tools]
+    listed = _listed(tools, _TOOLS, where)
+    if not all(isinstance(tool, Mapping) for tool in listed):
+        stop_at(where, f"column {_TOOLS!r} is {tools!r:.80}, not a list of JSON schemas of tools")
+    return [dict(tool) for tool in listed]
+
+
+def _listed(value: Any, column: str, where: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        stop_at(where, f"in column {column!r} {value!r:.80} is not a list")
+    return value
 
 
 def _check(chat: list[Message], column: str, where: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    pairs = zip(["", *roles], roles, strict=False)
-    unasked = any(role == "assistant" and before != "user" for before, role in pairs)
+    pairs = list(zip(["", *roles], roles, strict=False))
+    unasked = any(role == "assistant" and before not in ("user", "tool") for before, role in pairs)
+    uncalled = any(role == "tool" and before not in ("assistant", "tool") for before, role in pairs)
     is_known = set(roles) <= set(_ROLES)
-    if not is_known or roles[-1] != "assistant" or unasked:
+    if not is_known or roles[-1] != "assistant" or unasked or uncalled:
         stop_at(
             where,
             f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
-            "end with the assistant's answer, and every answer must follow a user's message; "
-            f"known roles are {', '.join(_ROLES)}",
+            "end with the assistant's answer, every answer must follow a user's message or a "
+            "tool's, and a tool's message an answer that calls it; known roles are "
+            f"{', '.join(_ROLES)}",
             "turn the row into such a chat, or leave it out, with data.map",
         )
 
@@ -139,8 +230,8 @@ def example_loader(data: DataSection) -> Loader:
 class Examples:
     """The examples for training and for evaluation."""
 
-    train: list[Prompt]
-    held_out: list[Prompt]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
     """Empty: no evaluation."""
 
 

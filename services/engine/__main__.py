@@ -51,6 +51,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="logits in float32 whatever the model computes in",
     )
     parser.add_argument(
+        "--enable-deterministic-inference",
+        action="store_true",
+        help="an answer depends on nothing but weights, prompt, sampling parameters and seed",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="seed of requests without sampling_seed"
     )
     return parser.parse_args(argv)
@@ -94,6 +99,7 @@ def main() -> None:
             device=device,
             dtype=arguments.dtype,
             fp32_head=arguments.enable_fp32_lm_head,
+            deterministic=arguments.enable_deterministic_inference,
         )
         engine = Engine(
             model,

@@ -75,7 +75,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         last = first + len(owners)
         length = self.length
         self.longest = max(self.longest, length)  # `move` may be called before the next step
-        self._reserve(last, length)
+        self.reserve(last, length)
         # A scored prompt has no owners.
         owner = torch.tensor(owners, dtype=torch.long, device=self.device)
 
@@ -93,7 +93,38 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         `columns`.
         """
         rows = len(positions)
-        self._reserve(rows, columns)
+        self.reserve(rows, columns)
+        self._begin_tokens(
+            positions,
+            columns,
+            lines=lambda heads: torch.arange(rows * heads, device=self.device).view(rows, heads),
+            read=lambda states: states[:rows, :, :columns],
+        )
+
+    def begin_block(self, rows: Tensor, positions: Tensor, columns: int) -> None:
+        """Starts a pass over tokens at `positions` [B] of `rows` [B], which may repeat: a token
+        sees the earlier ones of its row, those of this pass too. The room must be reserved.
+        """
+        self._begin_tokens(
+            positions,
+            columns,
+            lines=lambda heads: rows[:, None] * heads + torch.arange(heads, device=self.device),
+            read=lambda states: states[rows, :, :columns],
+        )
+
+    def _begin_tokens(
+        self,
+        positions: Tensor,
+        columns: int,
+        *,
+        lines: Callable[[int], Tensor],
+        read: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Starts a pass over one token for each of `positions` [B].
+
+        `lines` returns where its row's heads are in the storage as [rows · heads, columns,
+        head_dim], [B, heads]; `read` what the tokens attend to, [B, heads, columns, head_dim].
+        """
         self.length = self.longest = columns
         self.before = columns - 1
         # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead
@@ -104,13 +135,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             heads = keys.shape[1]
             size = keys.shape[3]
             if heads not in places:
-                lines = torch.arange(rows * heads, device=self.device).view(rows, heads)
-                places[heads] = (lines * self.columns + positions[:, None]).view(-1)
+                places[heads] = (lines(heads) * self.columns + positions[:, None]).view(-1)
             place = places[heads]
             value_size = values.shape[3]
             layer.keys.view(-1, size).index_copy_(0, place, keys.reshape(-1, size))
             layer.values.view(-1, value_size).index_copy_(0, place, values.reshape(-1, value_size))
-            return layer.keys[:rows, :, :columns], layer.values[:rows, :, :columns]
+            return read(layer.keys), read(layer.values)
 
         def visible(window: int | None) -> Tensor:
             column = torch.arange(columns, device=self.device)
@@ -194,7 +224,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Returns the layers that have their own keys."""
         return [layer for layer in self.layers if layer.is_initialized]
 
-    def _reserve(self, rows: int, columns: int) -> None:
+    def reserve(self, rows: int, columns: int) -> None:
+        """Makes room for this many rows and columns; what is stored stays."""
         old_rows = self.rows
         old_columns = self.columns
         if rows <= old_rows and columns <= old_columns:

@@ -1,7 +1,7 @@
 """Runs a model on one device: prefills, and decode steps of one token for all running rows.
 
 The state of the rows is on the host. A step uploads it in one copy and waits only for the sampled
-tokens.
+tokens. A deterministic decoder works in blocks of one shape (`services.engine.blocks`).
 """
 
 import logging
@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from learning.alone import check_alone, next_logprobs
 from learning.parking import storages
 from services.engine.attention import exchange
+from services.engine.blocks import BlockPasses, attended_columns
 from services.engine.cache import SlotCache
 from services.engine.failures import SGLANG, described, remedy
 from services.engine.graphs import StepGraphs, recorder
@@ -38,17 +39,23 @@ class Decoder:
     """A causal language model of transformers with its KV cache, on the device of its weights.
 
     On a GPU the cache is allocated once (`reserve`), and decode steps are CUDA graphs.
+
+    If `deterministic`, what it computes and samples after some tokens is a function of the weights,
+    these tokens and the row's own inputs alone, to the last bit.
     """
 
-    def __init__(self, module: Any, max_context_tokens: int) -> None:
+    def __init__(self, module: Any, max_context_tokens: int, deterministic: bool = False) -> None:
         self.module = module
         self.max_context_tokens = max_context_tokens
         self.config = module.config.get_text_config()
         weight = module.get_input_embeddings().weight
         self.device: torch.device = weight.device
         self.cache = SlotCache(self.config.num_hidden_layers, self.device, weight.dtype)
+        self.blocks: BlockPasses | None = None
+        if deterministic:
+            self.blocks = BlockPasses(self.cache, self._forward_block)
         self.graphs: StepGraphs | None = None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not deterministic:
             self.graphs = StepGraphs(self._step, recorder(), self.device)
         self._exchanged = exchange(module, self.config, max_context_tokens)
         self._last: Tensor | None = None
@@ -95,6 +102,8 @@ class Decoder:
                 max_tokens=self.max_context_tokens,
                 low_precision=self.cache.dtype != torch.float32,
             )
+            if self.blocks is not None:
+                self.blocks.check(self.module.get_input_embeddings().num_embeddings)
         except ConfigError as error:
             raise UnfitModel(
                 error.message, field="--model-path", value=error.value, remedy=error.remedy
@@ -120,6 +129,8 @@ class Decoder:
 
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED
+        if self.blocks is not None:
+            columns = attended_columns(self.max_context_tokens - 1)
         per_row = self.cache.bytes_per_token() * columns
         free, _ = torch.cuda.mem_get_info(self.device)
         fitting = min(rows, int(_KV_SHARE * free) // max(1, per_row))
@@ -157,6 +168,8 @@ class Decoder:
         """Computes prompts and copies those of `owners` to rows `first` and up. Returns the next
         logits [owners, V].
         """
+        if self.blocks is not None:
+            return self.blocks.prefill(prompts, owners, first)
         lengths = [len(prompt) for prompt in prompts]
         # Padding is on the right, where causal attention never looks: the fastest kernel works,
         # which takes no mask.
@@ -201,7 +214,9 @@ class Decoder:
     def decode(self, inputs: Inputs) -> NDArray[np.float64]:
         """Computes and samples one more token of rows 0..B-1; returns what `sample` does."""
         columns = int(inputs.state[1].max()) + 1
-        if self.graphs is None:
+        if self.blocks is not None:
+            found = self.blocks.decode(inputs)
+        elif self.graphs is None:
             state = torch.from_numpy(inputs.state)
             found = self._step(state, columns, inputs.plain, kept=inputs.kept)
         else:
@@ -210,6 +225,8 @@ class Decoder:
 
     def sample(self, logits: Tensor, inputs: Inputs) -> NDArray[np.float64]:
         """Samples a token for every row of logits [B, V]; see `services.engine.sampling.sample`."""
+        if self.blocks is not None:
+            return _read(self.blocks.sample(logits, inputs))
         state = torch.from_numpy(inputs.state).to(self.device)
         return _read(sample(logits, state, inputs.plain, kept=inputs.kept))
 
@@ -224,25 +241,48 @@ class Decoder:
         logits = self._forward(tokens[:, None], positions[:, None], mask)
         return sample(logits, state, plain, kept=kept)
 
+    def _forward_block(self, tokens: Tensor, positions: Tensor, needs_logits: bool) -> Tensor:
+        """Computes one token for each of `positions` [B]; see `services.engine.blocks.Forward`."""
+        mask = None if self._exchanged else self.cache.mask(None)
+        arguments = (tokens[:, None], positions[:, None], mask)
+        if needs_logits:
+            return self._forward(*arguments)
+        hidden: Tensor = self._outputs(
+            self.module.get_decoder(), *arguments, cache=self.cache
+        ).last_hidden_state
+        return hidden
+
     def _forward(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
         return self._logits(tokens, positions, mask, cache=self.cache)[:, 0].float()
 
     def _logits(
         self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
+        logits: Tensor = self._outputs(self.module, tokens, positions, mask, cache=cache).logits
+        return logits
+
+    def _outputs(
+        self,
+        module: Any,
+        tokens: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        *,
+        cache: SlotCache,
+    ) -> Any:
+        """Returns the outputs of the model or of its decoder, `module`."""
         options: dict[str, SlotCache] = {}
         if self._exchanged:  # transformers takes a 4-D mask as final and makes none
             mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
             options["slots"] = cache
-        logits: Tensor = self.module(
+        return module(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             **options,
-        ).logits
-        return logits
+        )
 
 
 def _read(found: Tensor) -> NDArray[np.float64]:

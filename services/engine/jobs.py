@@ -6,8 +6,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.clients.rollout import sample_seed
 from common.wire.schemas import Int32
-from services.engine.sampling import sample_seed, stream_key
+from services.engine.sampling import stream_key
 
 ABORTED = "Aborted"
 ABORTED_WAITING = "Abort in waiting queue"

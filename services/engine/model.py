@@ -27,8 +27,10 @@ class Model(Decoder):
         path: Path,
         max_context_tokens: int,
         device: torch.device | None = None,
+        *,
         dtype: str = "float32",
         fp32_head: bool = True,
+        deterministic: bool = False,
     ) -> None:
         device = device or torch.device("cpu")
         if not (path / "config.json").is_file():
@@ -65,7 +67,9 @@ class Model(Decoder):
             log.info(
                 "the context is limited to %d tokens, the number of positions of the model", longest
             )
-        super().__init__(loaded.eval().requires_grad_(False), min(longest, max_context_tokens))
+        super().__init__(
+            loaded.eval().requires_grad_(False), min(longest, max_context_tokens), deterministic
+        )
         self.vocab_size = int(loaded.get_input_embeddings().weight.shape[0])
         self.eos_ids = _eos_ids(self.tokenizer, self.config, loaded.generation_config)
         if fp32_head:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_INDEX_STRIDE = 0xD1B54A32D192ED03
 GREEDY_BELOW = 1e-6
 """Temperatures below this are greedy."""
 FIELDS = ("token", "position", "temperature", "top_p", "uniform", "top_k", "min_p")
@@ -32,13 +31,6 @@ class Inputs:
     """No row is greedy or truncated."""
     kept: int = 0
     """Most tokens that truncation keeps in a row that returns them; 0: no row returns them."""
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """Returns the seed of sample `index` of a request with n > 1; a single request with this seed
-    gives the same sample.
-    """
-    return (seed + index * _INDEX_STRIDE) & _MASK
 
 
 def stream_key(seed: int) -> int:

@@ -12,16 +12,17 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
 
 from common.errors import InvalidInput, NotFound, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
-from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
+from services.environment.dialects import DIALECTS, MESSAGES, Call, Dialect, read_call
 from services.environment.messages import History
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
+from services.environment.session import CallAnswer
 from services.http.app import BareRoute, create_app, read_json
+from services.http.delivery import connection_of
 from services.http.disconnect import ClientGone, cancel_on_disconnect
 from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
@@ -76,6 +77,10 @@ def create_environment_app(
         keyed_path=SESSIONS,
     )
 
+    # First: most requests are for these, and each route before them is tried.
+    for dialect in DIALECTS:
+        _gateway_route(app, service, dialect)
+
     @app.post(
         "/episodes",
         **described(answer=struct_schema(Episodes), writes=(JSON, codec.MSGPACK), fails=(409,)),
@@ -109,8 +114,6 @@ def create_environment_app(
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
     _small_routes(app, service)
-    for dialect in DIALECTS:
-        _gateway_route(app, service, dialect)
 
     @app.post(f"{SESSIONS}{{session}}/reward", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
     async def reward(session: str, request: Request) -> Response:
@@ -225,15 +228,17 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
         except InvalidInput as error:
             service.refuse(called, error)
             raise
-        identifier = secrets.token_hex(16)
-        content = dialect.write(answer, parsed, identifier)
-        written = orjson.dumps(content)
-        if await request.is_disconnected():  # while this server was busy
+        try:
+            response = _response(dialect, answer, parsed)
+            connection = connection_of(request)
+            if connection is not None:
+                if connection.is_lost:
+                    raise ClientGone("the client closed the connection")
+                called.sends(answer.call, connection.deliver().taken)
+        except BaseException:
             called.lose(answer.call)
-            raise ClientGone("the client closed the connection")
-        if parsed.streams:
-            return StreamingResponse(dialect.events(content, parsed), media_type=EVENTS)
-        return Response(written, media_type=JSON)
+            raise
+        return response
 
     app.router.add_api_route(
         f"{SESSIONS}{{session}}/v1/{dialect.path}",
@@ -242,6 +247,14 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
         route_class_override=BareRoute,
         **described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410)),
     )
+
+
+def _response(dialect: Dialect, answer: CallAnswer, call: Call) -> Response:
+    content = dialect.write(answer, call, secrets.token_hex(16))
+    if not call.streams:
+        return Response(orjson.dumps(content), media_type=JSON)
+    # Whole and with its length: nothing follows the last event, where clients stop reading.
+    return Response("".join(dialect.events(content, call)), media_type=EVENTS)
 
 
 def _request_key(body: Any, dialect: Dialect) -> str:

@@ -19,6 +19,7 @@ from services.environment.messages import (
     ROLES,
     History,
     Message,
+    encodable,
     parse_messages,
     parse_tools,
     text_of,
@@ -425,12 +426,13 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         content.append({"type": "text", "text": message.content})
     for tool_call in message.tool_calls:
         function = tool_call["function"]
+        arguments = function["arguments"]
         content.append(
             {
                 "type": "tool_use",
                 "id": tool_call["id"],
                 "name": function["name"],
-                "input": function["arguments"],
+                "input": json.loads(encodable(json.dumps(arguments, ensure_ascii=False))),
             }
         )
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import time
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +20,8 @@ _RETRY_S = 0.1
 """Pause before the server is asked again whether it is ready."""
 _MAX_FAILED_STARTS = 5
 """Starts in a row after which the command ended before it answered: another one would not help."""
+_START_DEADLINES = 10
+"""Deadlines of episodes after which a server that does not answer hangs: it is started again."""
 _HUNG_S = 5.0
 """Time in which a live server answers."""
 _STOP_S = 10.0
@@ -46,6 +49,7 @@ class KeptServer:
         self._program: RunningProgram | None = None
         self._port = 0
         self._is_ready = False
+        self._started_at = 0.0
         self._starting = asyncio.Lock()
         self._failed_starts = 0
 
@@ -64,6 +68,9 @@ class KeptServer:
             async with asyncio.timeout(deadline_s), self._starting:
                 return await self._start()
         except TimeoutError:
+            waited_s = time.monotonic() - self._started_at
+            if self._program is not None and waited_s > _START_DEADLINES * deadline_s:
+                await self._program.kill()  # it hangs
             raise EnvironmentLost(
                 f"{self._words[0]} was not ready within {deadline_s:g} s"
             ) from None
@@ -91,6 +98,7 @@ class KeptServer:
         if self._program is None or self._program.ended:
             self._port = free_port()
             self._is_ready = False
+            self._started_at = time.monotonic()
             if self._home is None:
                 self._home = await asyncio.to_thread(self._folders.make)
             mark = secrets.token_hex(16)

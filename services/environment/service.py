@@ -20,7 +20,7 @@ from common.errors import (
 )
 from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection, RuntimeSection
-from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
+from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
 from services.environment.messages import encodable
 from services.environment.outcome import Outcome
@@ -48,6 +48,11 @@ class _Known(NamedTuple):
 
     request: EpisodeRequest
     task: asyncio.Task[list[Episode]]
+
+
+def session_seed(task_seed: int, index: int, attempt: int) -> int:
+    """Returns the seed of the session of one try at an episode."""
+    return (task_seed * 4096 + index) * _TRIES + attempt
 
 
 class EpisodeService:
@@ -207,7 +212,7 @@ class EpisodeService:
         policy = request.policy
 
         async def sample(
-            tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+            tokens: Int32, max_new_tokens: int, seed: int, stop: Sequence[str]
         ) -> Completion:
             # The engines look for the stop texts in the text that the session reads.
             stops = {"stop": list(stop), "skip_special_tokens": False} if stop else {}
@@ -224,7 +229,7 @@ class EpisodeService:
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)
 
-        seed = (request.task.seed * 4096 + index) * _TRIES + attempt
+        seed = session_seed(request.task.seed, index, attempt)
         settings = SessionSettings(sampling.max_new_tokens, request.limits, seed)
         session = Session(secrets.token_urlsafe(24), self._template, sample, settings=settings)
         self._sessions[session.id] = session
@@ -385,7 +390,7 @@ class EpisodeService:
             outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
-        for failure in session.unanswered.values():
+        for failure in session.unanswered().values():
             if isinstance(failure, ServiceLost):
                 raise failure
 

@@ -8,8 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from common.errors import Conflict, InvalidInput, ServiceError
-from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
+from common.wire.schemas import (
+    Completion,
+    EpisodeLimits,
+    EpisodeSequence,
+    FinishReason,
+    Int32,
+    StopReason,
+)
 from services.environment.messages import History, Message
 from services.environment.template import Template
 from services.environment.tree import SessionTree, TurnNode
@@ -44,8 +53,12 @@ def session_closed(identifier: str) -> SessionClosed:
     )
 
 
-Sample = Callable[[Sequence[int], int, int, Sequence[str]], Awaitable[Completion]]
+Sample = Callable[[Int32, int, int, Sequence[str]], Awaitable[Completion]]
 """(tokens, max_new_tokens, seed, stop texts) -> completion"""
+
+
+WasTaken = Callable[[], bool | None]
+"""Returns whether a client took an answer; None when it may still be reading."""
 
 
 class CallOptions(NamedTuple):
@@ -100,9 +113,11 @@ class Session:
         self.closed = False
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""
-        self.unanswered: dict[str, ServiceError | None] = {}
+        self._unanswered: dict[str, ServiceError | None] = {}
         """By name, calls whose answer has not reached the client, with the engines' error; None for
         one that is being sampled, or whose client has left."""
+        self._on_the_way: dict[str, WasTaken] = {}
+        """By name, calls whose answer the client may still be reading."""
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
         self.refusal = ""
@@ -146,6 +161,7 @@ class Session:
         """
         self._check(messages)
         self.asked_at = time.time()
+        self._look_at_clients()
         name = self._name(key, is_retry)
         task = self._calls.get(name)
         if task is None:
@@ -162,12 +178,23 @@ class Session:
             raise
         finally:
             self._clients[name] -= 1
-        self.unanswered.pop(name, None)
+        self._unanswered.pop(name, None)
         return answer
+
+    def sends(self, call: str, was_taken: WasTaken) -> None:
+        """Records that the answer to a call is sent to its client now."""
+        self._on_the_way[call] = was_taken
 
     def lose(self, call: str) -> None:
         """Records that the client of a call left before it got the answer."""
-        self.unanswered[call] = None
+        self._unanswered[call] = None
+
+    def unanswered(self) -> dict[str, ServiceError | None]:
+        """Returns, by name, the calls whose answer has not reached the client, each with the
+        engines' error or, for one that its client left, None.
+        """
+        self._look_at_clients()
+        return self._unanswered
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
         """Returns the number of tokens that a call with these messages would send to the engine.
@@ -211,6 +238,16 @@ class Session:
                 sequence.finish_reason = "length"
         return sequences
 
+    def _look_at_clients(self) -> None:
+        """Finds out which answers on the way were taken, and which are lost."""
+        for call, was_taken in list(self._on_the_way.items()):
+            taken = was_taken()
+            if taken is None:
+                continue
+            del self._on_the_way[call]
+            if not taken:
+                self.lose(call)
+
     def _check(self, messages: Sequence[Message]) -> None:
         """Raises SessionClosed after the end, InvalidInput for messages that ask for nothing."""
         if self.closed:
@@ -243,7 +280,7 @@ class Session:
     def _is_open(self, name: str) -> bool:
         """Returns whether a call is being sampled, or its client may lack the answer."""
         task = self._calls.get(name)
-        return name in self.unanswered or (task is not None and not task.done())
+        return name in self._unanswered or (task is not None and not task.done())
 
     def _forget_failed(self, name: str, task: "asyncio.Task[CallAnswer]") -> None:
         if task.cancelled() or task.exception() is not None:
@@ -263,7 +300,9 @@ class Session:
             if self.turns >= limits.turns:
                 raise _limit_reached("turns", limits.turns)
             parent, new_messages, added = self._continued(messages, tools)
-            prompt = parent.tokens + added if parent else added
+            prompt = np.array(added, np.int32)
+            if parent is not None:
+                prompt = np.concatenate([parent.tokens, prompt])
             tightest, max_new_tokens = self._tightest_limit(len(prompt), options.max_tokens)
         except LimitReached as error:
             self.stop_reason = error.limit
@@ -272,13 +311,13 @@ class Session:
         # Calls may run at once: what this one may use is taken before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
-        self.unanswered[name] = None
+        self._unanswered[name] = None
         try:
             completion = await self._sample(prompt, max_new_tokens, self._seed(name), options.stop)
         except BaseException as error:
             self.turns -= 1  # the call may be repeated
             if isinstance(error, ServiceError):
-                self.unanswered[name] = error
+                self._unanswered[name] = error
             raise
         finally:
             self._reserved_tokens -= max_new_tokens

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.wire.schemas import Completion, EpisodeSequence, Turn
+from common.wire.schemas import Completion, EpisodeSequence, Int32, Turn
 from services.environment.messages import Message, tools_key
 
 
@@ -26,7 +26,7 @@ class TurnNode:
     parent: "TurnNode | None"
     messages: list[Message]
     """The call's messages that the parent does not have, then the answer."""
-    added: list[int]
+    added: Int32
     """Tokens of those messages, up to the answer."""
     sampled: Completion
     children: "list[TurnNode]" = field(default_factory=list)
@@ -45,13 +45,12 @@ class TurnNode:
         return path
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> Int32:
         """All tokens up to the end of the answer."""
-        tokens: list[int] = []
+        parts: list[Int32] = []
         for node in self.path:
-            tokens += node.added
-            tokens += node.sampled.token_ids.tolist()
-        return tokens
+            parts += [node.added, node.sampled.token_ids]
+        return np.concatenate(parts)
 
 
 class _Match(NamedTuple):
@@ -109,11 +108,11 @@ class SessionTree:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
         *,
-        added: list[int],
+        added: Sequence[int],
         sampled: Completion,
     ) -> TurnNode:
         """Records a turn; `messages` are the new messages and the answer."""
-        node = TurnNode(parent, list(messages), added, sampled=sampled)
+        node = TurnNode(parent, list(messages), np.array(added, np.int32), sampled=sampled)
         siblings = parent.children if parent else self._roots.setdefault(tools_key(tools), [])
         siblings.append(node)
         self.nodes.append(node)
@@ -168,9 +167,9 @@ def _sequence(
     """
     first = next(i for i, node in enumerate(path) if id(node) not in owned)
     owned.update(id(node) for node in path)
-    prompt = list(path[first].added)
+    prompt = path[first].added
     if first > 0:
-        prompt = path[first - 1].tokens + prompt
+        prompt = np.concatenate([path[first - 1].tokens, prompt])
 
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -179,10 +178,10 @@ def _sequence(
     turns: list[Turn] = []
     for node in path[first:]:
         if turns:  # the first node's added tokens are the prompt's
-            tokens += node.added
+            tokens += node.added.tolist()
             logprobs += [0.0] * len(node.added)
             mask += [0] * len(node.added)
-            if node.added:  # they count to the version before them
+            if len(node.added):  # they count to the version before them
                 version, begin, _ = versions[-1]
                 versions[-1] = (version, begin, len(tokens))
 
@@ -198,7 +197,7 @@ def _sequence(
         turns.append(Turn(start, len(tokens), reward_of_node.get(id(node))))
 
     return EpisodeSequence(
-        prompt_ids=np.array(prompt, np.int32),
+        prompt_ids=prompt,
         token_ids=np.array(tokens, np.int32),
         mask=np.array(mask, np.int32),
         logprobs=np.array(logprobs, np.float32),

@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common import VERSION
 from common.errors import ConfigError, NotReady, ServiceLost
-from common.process import watchdog
+from common.process import progress, watchdog
 from common.process.metrics import Metrics
 from common.process.security import check_certificate, is_loopback, tls, token
 from common.wire import codec
@@ -47,6 +47,7 @@ _HEALTH = {
         "service": {"type": "string"},
         "reason": {"type": "string"},
         "lost": {"type": "boolean"},
+        "progress": {"type": "integer"},
     },
     "required": ["status"],
 }
@@ -123,7 +124,8 @@ def create_app(
         """200 with `"status": "healthy"` when the service can serve, else 503; callers with the
         token get the reason.
 
-        `"lost"` says that the service will never serve, so that nobody waits for it.
+        `"lost"` says that the service will never serve, so that nobody waits for it; a growing
+        `"progress"` that it is getting there, so that whoever waits goes on.
         """
         reason = problem()
         content: dict[str, object] = {"status": "unhealthy" if reason else "healthy"}
@@ -132,12 +134,18 @@ def create_app(
             if reason:
                 content["reason"] = str(reason)
                 content["lost"] = isinstance(reason, ServiceLost)
+                content["progress"] = progress.total()
         return JSONResponse(content, 503 if reason else 200)
 
     @app.get("/metrics", **described(answer={"type": "string"}, writes=("text/plain",)))
     async def metrics_page() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/where")
+    async def where() -> watchdog.Where:
+        """What this process is doing: the calls that it waits for, and its stacks."""
+        return watchdog.where()
 
     @app.post("/flush")
     async def flush_now() -> dict[str, str]:
@@ -201,6 +209,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self.app = app
+        self.port = port
         files = tls()
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"
@@ -219,6 +228,7 @@ class Server(uvicorn.Server):
             ws="none",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             # After that uvicorn drops requests, each with a traceback.
             timeout_graceful_shutdown=int(GRACE_S + _LAST_S),
             timeout_keep_alive=30,
@@ -231,12 +241,40 @@ class Server(uvicorn.Server):
         self.app.state.draining = True
         super().handle_exit(sig, frame)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        _running[self.port] = self
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        _running.pop(self.port, None)
         timer = asyncio.get_running_loop().call_later(GRACE_S, self.app.state.load.end)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+
+
+_running: dict[int, Server] = {}
+"""The servers of this process, by port."""
+
+
+@asynccontextmanager
+async def serving_also(port: int, sock: socket.socket) -> AsyncIterator[None]:
+    """Lets this process's server at `port` also serve at another listening socket, and closes that
+    one at the end.
+    """
+    server = _running[port]
+    _send_at_once(sock)
+
+    def connect() -> BoundedConnection:
+        return BoundedConnection(server.config, server.server_state, server.lifespan.state)
+
+    loop = asyncio.get_running_loop()
+    other = await loop.create_server(connect, sock=sock, ssl=server.config.ssl)
+    try:
+        yield
+    finally:
+        other.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -252,11 +290,15 @@ def listen(host: str, port: int) -> socket.socket:
             "the host must be an address of this machine",
         ) from None
 
+    _send_at_once(sock)
+    sock.setblocking(False)
+    return sock
+
+
+def _send_at_once(sock: socket.socket) -> None:
     # asyncio sets TCP_NODELAY only if the socket has an explicit protocol; otherwise responses take
     # 40 ms (Nagle).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setblocking(False)
-    return sock
 
 
 @asynccontextmanager

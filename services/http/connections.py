@@ -1,16 +1,18 @@
 """Limits on connections before there is a request: their number, their time, and the size of
-headers.
+headers; and what became of their answers (`delivery`).
 
 uvicorn's settings limit none of these (docs/adr/0011-connections.md has the figures). Only
 `BoundedConnection` knows uvicorn's connection: it overrides callbacks of `asyncio.Protocol` and of
-httptools' parser, and `send_400_response`, and reads `connections`, `cycle`, `flow` and
-`transport`.
-tests/fuzz/test_connections.py tests each bound over real sockets.
+httptools' parser, `send_400_response`, `shutdown` and `timeout_keep_alive_handler`, and reads
+`connections`, `cycle`, `flow`, `scope` and `transport`.
+tests/fuzz/test_connections.py tests each bound over real sockets, and
+tests/services/http/test_delivery.py what became of answers.
 """
 
 import asyncio
 import logging
 import resource
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +20,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import NotReady, ServiceError
+from services.http.delivery import EXTENSION, Delivery, was_taken
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
@@ -44,7 +47,7 @@ def max_connections() -> int:
 
 class BoundedConnection(HttpToolsProtocol):
     """A uvicorn connection that is closed when the client is too slow or sends too much outside
-    bodies.
+    bodies, and that follows its answers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,6 +58,24 @@ class BoundedConnection(HttpToolsProtocol):
         """Bytes since `_late` was set."""
         self._outside_bodies = 0
         """Bytes since the last part of a body."""
+        self._deliveries: list[Delivery] = []
+        """Of answers that the client may still be reading."""
+        self._socket: Any = None
+        self.when_lost: Callable[[], None] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self.transport.is_closing()
+
+    def deliver(self) -> Delivery:
+        """Follows the answer to the request, which is sent now."""
+        if self._socket is None:
+            sock = self.transport.get_extra_info("socket")
+            # In TLS the socket is closed before `connection_lost`.
+            self._socket = sock.dup() if self.scheme == "https" else sock
+        delivery = Delivery(self._look)
+        self._deliveries.append(delivery)
+        return delivery
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,7 +95,16 @@ class BoundedConnection(HttpToolsProtocol):
         for timer in (self._late, self._stuck):
             if timer is not None:
                 timer.cancel()
+        self._end_deliveries(taken=None if exc is None else False)
+        if self._socket is not None and self.scheme == "https":
+            self._socket.close()
         super().connection_lost(exc)
+        if self.when_lost is not None:
+            self.when_lost()
+
+    def eof_received(self) -> None:
+        self._end_deliveries()  # before TLS says goodbye to a client that may not read it
+        super().eof_received()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -92,6 +122,18 @@ class BoundedConnection(HttpToolsProtocol):
                 )
             )
         self._watch()
+
+    def on_message_begin(self) -> None:
+        if self.cycle is not None and self.cycle.response_complete:
+            # It has read the answer before.
+            self._end_deliveries(taken=True)
+        super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: {"connection": self}}
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if not self.cycle.keep_alive:
+            self.cycle.transport = _ClosedByClient(self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -149,9 +191,44 @@ class BoundedConnection(HttpToolsProtocol):
                 "a connection is closed: its client read nothing of its answer for %.0f s",
                 READER_PATIENCE_S,
             )
+            self._end_deliveries(taken=False)
             self.transport.abort()
         else:
             self._stuck = self.loop.call_later(READER_PATIENCE_S, self._check_reader, left)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the client may still be reading an answer that is followed."""
+        return bool(self._deliveries)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._end_deliveries()  # as in eof_received
+        super().timeout_keep_alive_handler()
+
+    def shutdown(self) -> None:
+        self._end_deliveries()
+        super().shutdown()
+
+    @property
+    def _is_sent(self) -> bool:
+        """Whether the kernel has the whole answer."""
+        return self.cycle.response_complete and not self.transport.get_write_buffer_size()
+
+    def _look(self) -> bool | None:
+        """Returns what is known of the answers while the connection is open."""
+        taken = was_taken(self._socket)
+        return taken and self._is_sent
+
+    def _end_deliveries(self, taken: bool | None = None) -> None:
+        """Ends following the answers; what the connection tells decides, unless `taken` does."""
+        if not self._deliveries:
+            return
+        if taken is None:
+            # None: this server closes an idle connection.
+            taken = self._is_sent and was_taken(self._socket) is not False
+        for delivery in self._deliveries:
+            delivery.end(taken)
+        self._deliveries.clear()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(
@@ -178,3 +255,21 @@ class BoundedConnection(HttpToolsProtocol):
                 head.insert(2, "retry-after: 1")
             self.transport.write("\r\n".join([*head, "", ""]).encode() + content)
         self.transport.close()
+
+
+class _ClosedByClient:
+    """The transport of the last answer of a connection, which the client closes when it has read
+    it: how it does so says whether it has. A client that does not close it meets the time-out for
+    idle connections.
+    """
+
+    def __init__(self, connection: BoundedConnection) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        """Ends an answer."""
+        is_whole = self._connection.cycle.response_complete
+        if not (is_whole and self._connection.follows):
+            self._connection.transport.close()

@@ -1,12 +1,14 @@
-"""Cancels work when its client disconnects."""
+"""Cancels work when its client disconnects, if client and server are not one process."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from fastapi import Request
 
 from common.errors import NotReady, ServiceError
+from services.http.delivery import connection_of
 
 _T = TypeVar("_T")
 _WATCH_S = 0.25
@@ -33,39 +35,52 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: 
     earlier_cancellations = caller.cancelling()
     reason: ServiceError | None = None
 
-    async def cancel_after(
-        event: Callable[[Request], Awaitable[None]], error: ServiceError
-    ) -> None:
+    def cancel(error: ServiceError) -> None:
         nonlocal reason
-        await event(request)
         if reason is None:
             reason = error
             caller.cancel()
 
-    gone = ClientGone("the client closed the connection")
-    watchers = [asyncio.create_task(cancel_after(_disconnected, gone))]
-    if drain:
-        stopping = NotReady("the service is stopping", remedy="try again")
-        watchers.append(asyncio.create_task(cancel_after(_draining, stopping)))
     try:
-        return await work
+        with _watching(request, cancel, drain=drain):
+            return await work
     except asyncio.CancelledError:
         # Somebody else may have cancelled the caller, too.
         if reason is None or caller.cancelling() > earlier_cancellations + 1:
             raise
         raise reason from None
     finally:
-        for watcher in watchers:
-            watcher.cancel()
         if reason is not None:
             caller.uncancel()
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+@contextmanager
+def _watching(
+    request: Request, cancel: Callable[[ServiceError], None], *, drain: bool
+) -> Iterator[None]:
+    """Calls `cancel` when the client disconnects and, with `drain`, when the service stops."""
 
+    def leave() -> None:
+        cancel(ClientGone("the client closed the connection"))
 
-async def _draining(request: Request) -> None:
-    while not request.app.state.draining:  # noqa: ASYNC110
-        await asyncio.sleep(_WATCH_S)
+    async def stop() -> None:
+        while not request.app.state.draining:  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_S)
+        cancel(NotReady("the service is stopping", remedy="try again"))
+
+    connection = connection_of(request)
+    watchers: list[asyncio.Handle | asyncio.Task[None]] = []
+    if connection is not None:
+        connection.when_lost = leave
+        if connection.is_lost:
+            # Not now: what is cancelled must have begun to wait.
+            watchers.append(asyncio.get_running_loop().call_soon(leave))
+    if drain:
+        watchers.append(asyncio.create_task(stop()))
+    try:
+        yield
+    finally:
+        if connection is not None:
+            connection.when_lost = None
+        for watcher in watchers:
+            watcher.cancel()

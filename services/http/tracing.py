@@ -4,7 +4,6 @@ import logging
 import time
 from urllib.parse import quote
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import ServiceError, shorten
@@ -21,10 +20,12 @@ _POLLED = frozenset(
         "/status",
         "/workers",
         "/workers/{name}",
+        "/where",
         "/v1/loads",
     )
 )
 """Routes that probes, agents and dashboards poll every few seconds: logged at DEBUG."""
+_HEADER = logs.REQUEST_HEADER.encode()
 _FAILURES = 10
 """INFO lines per minute for one route and error status. Further lines are logged at DEBUG, so that
 strangers and retrying clients cannot fill the log."""
@@ -61,7 +62,7 @@ class RequestTracing:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[logs.REQUEST_HEADER] = identifier
+                message["headers"] = [*message["headers"], (_HEADER, identifier.encode())]
             await send(message)
 
         # For the crash handler, which runs outside this middleware.

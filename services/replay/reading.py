@@ -67,11 +67,11 @@ class Reading(Database):
 
     def reusable(self, min_version: int, max_times: int | None) -> list[tuple[int, float]]:
         """Returns (key, priority) of the consumed groups of `min_version` or newer that were drawn
-        fewer than `max_times` times.
+        fewer than `max_times` times, in an order that does not depend on when they were stored.
         """
         query = (
             "SELECT key, priority FROM groups WHERE state = 'consumed' AND version >= ? AND "
-            "(? IS NULL OR times_sampled < ?) ORDER BY key"
+            "(? IS NULL OR times_sampled < ?) ORDER BY version, position, id"
         )
         return self.db.execute(query, (min_version, max_times, max_times)).fetchall()
 

@@ -120,9 +120,10 @@ class Store(Reading):
                 remedy="try again when groups have been acknowledged, or raise replay.capacity",
             )
         leaving: list[int] = []
-        # In the order of the keys, so that the loop ends early: the oldest are nearly all consumed.
+        # In the order of an index, so that the loop ends early.
         query = (
-            "SELECT key, completions FROM groups NOT INDEXED WHERE state = 'consumed' ORDER BY key"
+            "SELECT key, completions FROM groups WHERE state = 'consumed' "
+            "ORDER BY version, position, id"
         )
         for key, completions in self.db.execute(query):
             if excess <= 0:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import ServiceLost
+from common.process.progress import Progress, Stuck, bounded
 from common.process.security import TOKEN
+from common.process.work import WorkMeter
 from common.wire.schemas import RewardStatus
 from services.reward.fair_slots import FairSlots
 from services.sandbox.meter import WALL_TIMES, Meter
@@ -121,6 +123,12 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
+    @property
+    def pid(self) -> int:
+        """Id of the process, which `fork` has started."""
+        assert self._process is not None
+        return self._process.pid
+
     def fork(self, connection: socket.socket) -> None:
         """Forks a worker that answers on `connection`. Raises OSError when the forking process is
         gone.
@@ -172,7 +180,8 @@ class WorkerPool:
             processor does not count.
         on_restart: called whenever a worker was killed, was found dead, or was replaced for its
             age.
-        start_s: seconds for a worker to start.
+        start_s: seconds without progress (bytes read, memory) after which a worker that starts is
+            given up. A reward model is downloaded and loaded first.
     """
 
     def __init__(
@@ -341,14 +350,17 @@ class WorkerPool:
             raise
 
         line = b""
+        waits = Progress("a grader to start", self.start_s)
+        meter = WorkMeter(self._server.pid)
         try:
-            async with asyncio.timeout(self.start_s):
-                line = await reader.readline()
+            line = await bounded(reader.readline(), waits, meter.read)
             return _Worker(reader, writer, int(line))
-        except (TimeoutError, ValueError, OSError):
+        except (Stuck, ValueError, OSError) as error:
             writer.close()
             reason = line.decode("utf-8", "replace").strip()
             silent = "the process that forks graders did not answer; see its log"
+            if isinstance(error, Stuck):
+                silent = f"{silent}: {error.message}"
             raise CallFailed("died", reason or silent) from None
         except BaseException:
             writer.close()

@@ -51,7 +51,7 @@ from services.reward.pool import WorkerPool, WorkerSpec
 from services.sandbox.case_formats import parse_cases
 
 _CHECK_S = 300.0
-_MODEL_START_S = 1800.0  # a large model is downloaded first
+_MODEL_START_S = 600.0  # without progress: a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
 _COMMAND = re.compile(r"\\[A-Za-z]+")

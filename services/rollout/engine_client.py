@@ -48,6 +48,7 @@ _CPU_OPTIONS = {
 _CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
 """Without `--sleep-on-idle` the idle scheduler keeps a core busy."""
 _FP32_HEAD = "--enable-fp32-lm-head"
+_DETERMINISTIC = "--enable-deterministic-inference"
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
 tokens."""
@@ -92,6 +93,8 @@ def _embedded_command(config: Config, options: dict[str, object], seed: int) -> 
     command = [sys.executable, "-m", "services.engine", *to_options(options)]
     if config.model.fp32_head:
         command.append(_FP32_HEAD)
+    if config.reproducible:
+        command.append(_DETERMINISTIC)
     return command
 
 
@@ -121,6 +124,8 @@ def _sglang_command(config: Config, options: dict[str, object], seed: int) -> li
         flags.append(_FP32_HEAD)
     if config.model.trust_remote_code:
         flags.append("--trust-remote-code")
+    if config.reproducible:
+        flags.append(_DETERMINISTIC)
     flags += _lora_options(config)
     flags += rollout.engine_args
 

@@ -19,8 +19,10 @@ from typing import Self
 from common.errors import ConfigError, ServiceError
 from common.process import child
 from common.process.logs import structured
+from common.process.progress import Progress
 from common.process.security import SecretRedactor
 from common.process.topology import WRONG_SETTING
+from common.process.work import News, WorkMeter
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
@@ -55,6 +57,8 @@ class Child:
         self._tail = b""
         self._log = log_file.open("ab")
         self._log_failed = False
+        self._news = News()
+        self._meter = WorkMeter(process.pid)
         self._pump = asyncio.create_task(self._copy_output())
 
     @classmethod
@@ -85,6 +89,7 @@ class Child:
             ended = not data
             chunk = redactor.feed(data) if data else redactor.end()
             self._append(chunk)
+            self._news.feed(chunk.decode("utf-8", "replace"))
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
             *lines, rest = (rest + chunk).split(b"\n")
@@ -134,6 +139,12 @@ class Child:
             await asyncio.sleep(0.05)
         return status if status >= 0 else 128 - status
 
+    def work(self) -> int:
+        """Returns a number that grows as long as the command and its children load something or
+        have something new to say.
+        """
+        return self._meter.read() + self._news.count
+
     def tail(self) -> str:
         """Returns the last few thousand characters of the output."""
         return self._tail.decode("utf-8", "replace")
@@ -165,8 +176,8 @@ class Timing:
     probe_s: float = 1.0
     hang_s: float = 30.0
     """A child that was healthy is restarted after being unhealthy for this long."""
-    startup_s: float = 60.0
-    """A child that is not healthy this long after its start is restarted."""
+    stuck_s: float = 60.0
+    """A child that starts is restarted when it has made no progress for this long."""
     stable_s: float = 60.0
     """After this long in good health, the next crash counts as the first again."""
     max_backoff_s: float = 30.0
@@ -182,9 +193,10 @@ class Supervised:
     """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
     `launch` returns the command before every start; `probe` returns why the child is unhealthy, or
-    None. An error in `on_up` counts as a failed start; `on_down` gets the reason for the end. If
-    `shown`, the output also goes to stderr. A child that a signal ended, or that hung, is started
-    again however often that happens.
+    None. A start may take as long as the child makes progress (`Child.work`); `stuck_field` names
+    the setting that limits its standstill. An error in `on_up` counts as a failed start; `on_down`
+    gets the reason for the end. If `shown`, the output also goes to stderr. A child that a signal
+    ended, or that hung, is started again however often that happens.
     """
 
     def __init__(
@@ -199,8 +211,11 @@ class Supervised:
         on_up: Callable[[], Awaitable[None]],
         on_down: Callable[[str], None],
         shown: bool = True,
+        stuck_field: str | None = None,
     ) -> None:
         self.name = name
+        self._stuck_field = stuck_field
+        self._child: Child | None = None
         self._launch = launch
         self._probe = probe
         self._env = env
@@ -219,6 +234,10 @@ class Supervised:
         self._up_since = 0.0
         self._status: int | None = None
         self._restart_reason: str | None = None
+
+    def work(self) -> int:
+        """Returns `Child.work` of the running child; 0 when there is none."""
+        return 0 if self._child is None else self._child.work()
 
     def restart(self, reason: str) -> None:
         """Has the child killed and started again soon."""
@@ -270,6 +289,7 @@ class Supervised:
                 self.name, command, self._env, log_file=self._log_file, shown=self._shown
             )
             self.pid = child.pid
+            self._child = child
             reason = await self._watch(child)
         except asyncio.CancelledError:
             grace_s = _STOP_S
@@ -280,6 +300,7 @@ class Supervised:
             was_up = self.up
             self.up = False
             self.pid = None
+            self._child = None
             if child is not None:
                 await child.end(grace_s)
                 tail = child.tail()
@@ -296,9 +317,16 @@ class Supervised:
     async def _watch(self, child: Child) -> str:
         """Probes the child until it must be restarted, and returns why."""
         ended = asyncio.create_task(child.wait())
-        started = time.monotonic()
-        before = started
+        before = time.monotonic()
         unhealthy_s = 0.0
+        start = Progress(
+            f"the start of {self.name}",
+            self._timing.stuck_s,
+            unit="steps",
+            field=self._stuck_field,
+            remedy=f"see {self._log_file}",
+        )
+        looked = before
         try:
             while True:
                 pause_s = self._timing.probe_s if self.up else min(0.1, self._timing.probe_s)
@@ -324,7 +352,10 @@ class Supervised:
                         self._up_since = time.monotonic()
                 elif self.up and unhealthy_s > self._timing.hang_s:
                     return f"not healthy for {unhealthy_s:.0f} s, killed: {problem}"
-                elif not self.up and now - started > self._timing.startup_s:
-                    return f"not healthy {now - started:.0f} s after its start, killed: {problem}"
+                elif not self.up and now - looked >= start.pause_s:
+                    looked = now
+                    start.saw(child.work(), problem)
+                    if start.is_stuck:
+                        return f"killed: {start.error()}"
         finally:
             ended.cancel()

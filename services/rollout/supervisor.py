@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from common.clients.rollout import BASE_VERSION
 from common.errors import ServiceError, shorten
+from common.process import progress
 from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, TRAINER, Topology, assigned_gpus
 from common.settings.config import Config
@@ -32,9 +33,9 @@ from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
+_REPORTS = 8
+"""Reports of progress, at least, within the time after which the trainer fences a silent node."""
 _RECONCILE_S = 1.0
-_ENGINE_STARTUP_S = 3600.0
-"""Time to download and load a large model."""
 
 
 class NodeStatus(BaseModel):
@@ -87,9 +88,10 @@ class NodeSupervisor:
             self._engine_api.unhealthy_reason,
             env=engine_env(config) | topology.loopback_env(),
             log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
-            timing=Timing(startup_s=_ENGINE_STARTUP_S, hang_s=rollout.hang_timeout_s),
+            timing=Timing(stuck_s=rollout.stuck_after_s, hang_s=rollout.hang_timeout_s),
             on_up=self._engine_up,
             on_down=self._engine_down,
+            stuck_field="rollout.stuck_after_s",
         )
         self.router = self._supervised_router() if topology.node_rank == 0 else None
 
@@ -158,7 +160,8 @@ class NodeSupervisor:
             state=self.state.worker_state,
             version=None if serves is None else serves.version,
             run_id=None if serves is None else serves.run_id,
-            detail=shorten(self.state.detail, MAX_DETAIL_CHARS),
+            detail=shorten(self.state.detail or self._follower.doing, MAX_DETAIL_CHARS),
+            progress=progress.total(),
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
             gpus=_gpus(self._config.rollout),
             incarnation=self._follower.incarnation,
@@ -319,13 +322,14 @@ class NodeSupervisor:
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
 
     async def _report(self) -> None:
+        heartbeat_s = min(_HEARTBEAT_S, self._config.trainer.fence_after_s / _REPORTS)
         while True:
             self._wake_report.clear()
             try:
                 await self._trainer.report(self.report())
             except ServiceError as error:
                 self._warnings.warn("report", f"could not report to the trainer: {error}")
-            await wait_event(self._wake_report, _HEARTBEAT_S)
+            await wait_event(self._wake_report, heartbeat_s)
 
 
 def _gpus(rollout: RolloutSection) -> int:

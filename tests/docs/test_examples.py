@@ -33,6 +33,7 @@ def test_every_example_exists_with_settings() -> None:
         "code_rewards",
         "tool_calculator",
         "coding_agent",
+        "search_agent",
     }
     assert {path.parent for path in SETTINGS} == set(FOLDERS)
 

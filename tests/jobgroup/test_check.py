@@ -178,6 +178,12 @@ FAULTS = {
         'RLHF_TRAINER__SHARD_SIZE: "4"',
         f"{TRAINER}: 2 processes cannot be divided into groups of 4",
     ),
+    "contexts-that-do-not-come-out": setting(
+        TRAINER,
+        'RLHF_TRAINER__CONTEXT_PARALLEL_SIZE: "4"',
+        f"{TRAINER}: 2 processes cannot be divided into groups of 4 "
+        "(trainer.context_parallel_size)",
+    ),
     "size-is-no-number": setting(
         TRAINER, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"
     ),

@@ -190,6 +190,8 @@ def test_without_a_yaml_the_demo_is_checked() -> None:
         "ppo-trainer",
     ]
     assert {job.config.model.name for job in plan.here} == {".cache/tiny-base"}
+    (fit,) = memory.check_fit(plan)  # `make demo` makes the model after `make doctor`
+    assert (fit.state, "made later" in fit.found) == ("ok", True)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,10 @@ def test_a_run_that_takes_a_token_gets_one(
     assert (status, len(made), file.stat().st_mode & 0o777) == (0, 32, 0o600)
     assert [local.log(node).strip() for node in ("a-0", "b-0")] == [f"token={made}"] * 2
     assert f"#token={made}" in out
-    _, out, _ = local.run(group, "--secret", "API_TOKEN=given-0123456789")
-    assert local.log("a-0").strip() == "token=given-0123456789"
-    assert "#token" not in out
+    for option in ("--secret", "--env"):
+        _, out, _ = local.run(group, option, "API_TOKEN=given-0123456789")
+        assert local.log("a-0").strip() == "token=given-0123456789"
+        assert "#token" not in out
     local.run(group)
     assert file.read_text() != made
 

@@ -19,7 +19,7 @@ def test_own_data_and_reward_are_trained_on_read_compared_and_sent(
     journey = Journey("researcher", tmp_path)
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "tiny-base").symlink_to(base_model.resolve())
-    (_, problems), (_, reward), (_, training), (_, evaluation), (_, _) = blocks(
+    (_, problems), (_, reward), (_, training), (_, evaluation), *_ = blocks(
         ROOT / "docs/tutorials/own-data-and-reward.md"
     )
     with journey.part("writes problems"):

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from common.process.topology import LOST, Topology
+from common.process.watchdog import RankWhere
 from learning.liveness import Liveness
 from learning.ranks import Ranks
 from tests.support.forks import Forked
 from tests.support.paths import ROOT
 from tests.support.processes import marked
+from trainer.diagnosis.live import collective
 
 pytestmark = pytest.mark.integration
 
@@ -99,6 +101,15 @@ class Nodes:
 
     def _ready(self) -> bool:
         return all((self.directory / f"ready{rank}").exists() for rank in range(2))
+
+    def answer(self, name: str) -> RankWhere:
+        """Waits for a file of the part `ask` and returns what it says of rank 1."""
+        path = self.directory / f"{name}.json"
+        limit = time.monotonic() + 400
+        while not path.exists():
+            assert time.monotonic() < limit, self.text(0) + self.text(1)
+            time.sleep(0.05)
+        return RankWhere.model_validate_json(path.read_text())
 
     def signal(self, node: int, number: int) -> None:
         """Signals all processes of a node, torchrun first."""
@@ -221,7 +232,42 @@ def test_a_rank_that_computes_for_long_or_has_ended_is_not_lost(nodes: Nodes) ->
     assert "is lost:" not in nodes.text(0) + nodes.text(1)
 
 
+def test_rank_0_says_where_the_others_are(nodes: Nodes) -> None:
+    """Also where a rank is that waits in a collective, and that a stopped one does not answer."""
+    nodes.start("ask", limit_s=120)
+    where = nodes.answer("where")
+    assert where.rank == 1
+    assert where.name == f"rank 1 on ppo-trainer-1 ({ADDRESSES[1]})"
+    assert where.pid == nodes.processes[1].pid
+    assert collective(where.stacks) == "all_reduce"
+
+    nodes.signal(1, signal.SIGSTOP)
+    silent = nodes.answer("silent")
+    assert (silent.name, silent.pid, silent.stacks) == (where.name, 0, "")
+
+    nodes.signal(1, signal.SIGCONT)
+    assert [nodes.status(node) for node in range(2)] == [0, 0]
+
+
 def test_a_single_process_is_not_watched() -> None:
     before = set(threading.enumerate())
-    with Liveness(Ranks(), Topology(), lost_after_s=0.01):
+    with Liveness(Ranks(), Topology(), lost_after_s=0.01, stuck_after_s=1.0):
         assert set(threading.enumerate()) <= before
+
+
+def test_a_rank_that_loads_for_long_is_waited_for(nodes: Nodes) -> None:
+    nodes.start("load", limit_s=3)
+    assert [nodes.status(node) for node in range(2)] == [0, 0], nodes.text(0)
+
+
+def test_a_rank_that_stops_loading_ends_all_and_is_named(nodes: Nodes) -> None:
+    """Its beats go on: it is not lost, but nothing moves any more."""
+    nodes.start("stuck", limit_s=3)
+    assert [nodes.status(node) for node in range(2)] == [LOST, LOST]
+    for rank in range(2):
+        text = nodes.text(rank)
+        assert "no rank has made progress for 3 s (trainer.stuck_after_s)" in text
+        assert "rank 0 on ppo-trainer-0 (127.0.0.1): waiting for the other ranks (no" in text
+        assert "rank 1 on ppo-trainer-1 (127.0.0.2): loading the model (no progress for" in text
+        assert "is lost:" not in text
+    assert "in _load" in nodes.text(1).partition(" was here:")[2]

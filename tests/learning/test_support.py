@@ -105,3 +105,18 @@ def test_completions_of_the_whole_vocabulary_have_no_support() -> None:
     group = Group("g", "p", "", "", np.array([1], np.int32), [completion])
     assert Sampled.of(group, completion) is None
     assert Support.of([None, None], [3, 1]) is None
+
+
+def test_the_support_of_some_tokens() -> None:
+    """It excludes from their logits what the support of all tokens excludes."""
+    rng = np.random.default_rng(2)
+    sampled, lengths, _ = rows(rng)
+    support = Support.of(sampled, lengths)
+    assert support is not None
+    logits = torch.randn(sum(lengths), VOCABULARY)
+    for seed in range(5):
+        chosen = np.flatnonzero(np.random.default_rng(seed).random(len(logits)) < 0.5)
+        expected = support.apply(logits.clone(), 0)[chosen]
+        some = support.only_for(chosen)
+        assert torch.equal(some.apply(logits[chosen].clone(), 0), expected)
+        assert torch.equal(some.apply(logits[chosen][2:].clone(), 2), expected[2:])

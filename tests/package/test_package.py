@@ -43,8 +43,10 @@ def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path
         ("rlhf-local", "the job group"),
         ("rlhf-doctor", "only what this task needs"),
         ("rlhf-dashboard", "directory of a run"),
+        ("rlhf-diagnose", "also every rank's stacks"),
         ("rlhf-sweep", "file of the sweep"),
         ("rlhf-compare", "directory of a run"),
+        ("rlhf-replay", "the step to re-execute"),
         ("rlhf-gpu-check", "parts of at most eight minutes"),
     ],
 )

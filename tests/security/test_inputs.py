@@ -172,7 +172,9 @@ def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.M
     told: list[str] = []
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(Ranks, "broadcast", lambda _self, value: told.extend(map(str, value)))
-    with Liveness(Ranks(world_size=2, device_kind="cpu"), Topology(), 600.0) as watch:
+    with Liveness(
+        Ranks(world_size=2, device_kind="cpu"), Topology(), 600.0, stuck_after_s=600.0
+    ) as watch:
         place, token = ("127.0.0.1", int(told[0])), told[1]
         liar = socket.create_connection(place)
         liar.sendall(b"hello wrong-token 1\ngone 1 failed nothing\n")

@@ -1,13 +1,16 @@
 """An agent that uses only the standard library; the task's prompt names its behaviour."""
 
 import contextlib
+import http.client
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,25 @@ def post(url: str, body: Any, key: str = "", timeout: float | None = None) -> tu
 def ask(content: str, key: str = "", timeout: float | None = None) -> tuple[int, Any]:
     body = {"model": "any", "messages": [{"role": "user", "content": content}]}
     return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key, timeout=timeout)
+
+
+def leave(content: str, streams: bool = False) -> None:
+    """Makes a call and leaves when its answer has come, or after the begin of its stream."""
+    address = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+    assert address.hostname
+    body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": content}]}
+    if streams:
+        body["stream"] = True
+    headers = {
+        "content-type": "application/json",
+        "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+    }
+    connection = http.client.HTTPConnection(address.hostname, address.port)
+    connection.request("POST", f"{address.path}/chat/completions", json.dumps(body), headers)
+    select.select([connection.sock], [], [])
+    if streams:
+        connection.sock.recv(100)
+    connection.close()
 
 
 def write(reward: Any) -> None:
@@ -55,6 +77,13 @@ def main(task: dict[str, Any]) -> None:
             ask("x", timeout=0.5)
         post(call, 0.0)
         return
+    if mode.startswith("leaves its"):
+        leave("x", streams=mode == "leaves its stream")
+        write(0.0)
+        return
+    if mode == "leaves and asks again":
+        mode = "asks again"
+        leave(mode)
     if mode == "two answers":
         body = {"n": 2, "messages": [{"role": "user", "content": "x"}]}
         assert post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)[0] == 422
@@ -68,7 +97,7 @@ def main(task: dict[str, Any]) -> None:
     right = float(said == task["ground_truth"])
     if mode == "file":
         write({"right": right, "short": 0.5})
-    elif mode in ("number", "two answers"):
+    elif mode in ("number", "two answers", "asks again"):
         write(right)
     elif mode == "call":
         assert post(call, right) == (200, {"status": "graded"})

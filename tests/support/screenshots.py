@@ -10,8 +10,8 @@ from tests.support.browser import chromium
 
 
 def main() -> None:
-    """Takes the picture once the charts exist and the services were polled twice, so that rates are
-    known."""
+    """Takes the picture once there are charts, or rows of runs, and the services were polled twice,
+    so that rates are known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("file", type=Path)
@@ -24,7 +24,7 @@ def main() -> None:
         chromium(Path(profile)) as page,
     ):
         page.open(arguments.url, width, height, arguments.dark)
-        page.until(page.charts, "charts")
+        page.until(lambda: page.charts() or page.count("#runs-table tbody tr"), "charts or runs")
         time.sleep(4)
         page.screenshot(arguments.file)
         print(*page.errors(), sep="\n")

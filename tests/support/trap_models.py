@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import ServiceError
-from common.wire.schemas import Completion, EpisodeLimits, FinishReason
+from common.wire.schemas import Completion, EpisodeLimits, FinishReason, Int32
 from services.environment.session import Session, SessionSettings
 from services.environment.template import Template
 
@@ -88,9 +88,9 @@ class ScriptedEngine:
         self.seeds: list[int] = []
 
     async def __call__(
-        self, tokens: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str]
+        self, tokens: Int32, max_new_tokens: int, seed: int, stop: Sequence[str]
     ) -> Completion:
-        self.asked.append(list(tokens))
+        self.asked.append(tokens.tolist())
         self.seeds.append(seed)
         answer = self._script.pop(0)
         if isinstance(answer, ServiceError):

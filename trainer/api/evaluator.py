@@ -23,7 +23,7 @@ from learning.device import DeviceKind
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards, weights_of
-from trainer.api.settings import renamed
+from trainer.api.refusals import renamed
 from trainer.evaluation.evaluator import graded_answers
 from trainer.evaluation.generation import Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -162,6 +163,9 @@ class GRPOTrainer(WithTransformersNames):
     """
 
     _config: type[GRPOConfig] = GRPOConfig
+    _arguments: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"reward_fn": "reward_funcs", "model_name_or_path": "model", "config": "args"}
+    )
 
     def __init__(
         self,
@@ -199,6 +203,12 @@ class GRPOTrainer(WithTransformersNames):
                 )
                 self._refusals.add(error)
         args = self._config() if args is None else args
+        if not isinstance(args, TrainerConfig):
+            raise ConfigError(
+                f"this is of type {type(args).__name__}",
+                field="args",
+                remedy=f"give a {self._config.__name__} of this package",
+            )
         train_dataset, plain = _is_plain(train_dataset)
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}
         if plain and not (environment_factory or tools or templates & args.settings.keys()):

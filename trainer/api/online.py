@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -33,8 +34,8 @@ from trainer.api.evaluator import ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
-from trainer.api.refusals import Refusals
-from trainer.api.settings import FIELDS, TrainerConfig, renamed
+from trainer.api.refusals import Refusals, renamed
+from trainer.api.settings import FIELDS, TrainerConfig
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
@@ -113,6 +114,8 @@ class OnlineRLTrainer:
 
     _refusals: Refusals | None = None
     """What a subclass has refused already."""
+    _arguments: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """A subclass's own names of the arguments below, for errors."""
 
     def __init__(
         self,
@@ -189,7 +192,7 @@ class OnlineRLTrainer:
         self._problems = Problems(train, held_out)
         for error in _contradictions(self.config, self._problems):
             refusals.add(error)
-        refusals.raise_all()
+        refusals.raise_all(self.config.given_names(self._arguments))
 
         self._rounds = 0
         self._began = False
@@ -485,7 +488,8 @@ class OnlineRLTrainer:
             reference = self.config.ref_model_name_or_path
             if error.value == reference != self.config.model_name_or_path:
                 names["model.name"] = "ref_model_name_or_path"
-            raise renamed(error, names) from None
+            given = self.config.given_names(self._arguments)
+            raise renamed(renamed(error, names), given) from None
 
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
@@ -562,15 +566,11 @@ def _contradictions(config: TrainerConfig, problems: Problems) -> Iterator[Confi
             choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
         except ConfigError as error:
             yield error
-    if problems.train and config.total_steps(len(problems.train)) == 0:
-        data = f"{len(problems.train)} problems × {config.num_train_epochs} epochs"
-        yield ConfigError(
-            f"{data} are too few for one step of {config.problems_per_step} problems",
-            field="gradient_accumulation_steps",
-            value=config.gradient_accumulation_steps,
-            remedy="lower it or per_device_train_batch_size, give more data or more epochs, "
-            "or set max_steps",
-        )
+    if problems.train:
+        try:
+            config.check_steps(len(problems.train))
+        except ConfigError as error:
+            yield error
     if config.eval_steps and not problems.held_out:
         yield ConfigError(
             "there is nothing to evaluate on",

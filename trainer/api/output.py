@@ -51,14 +51,23 @@ def check_newest(directory: Path, checkpoint: Path) -> None:
     newest = newest_checkpoint(directory / "checkpoints")
     if newest is not None and checkpoint.resolve() == newest.resolve():
         return
+    there = checkpoint.is_dir()
     raise ConfigError(
-        "a run goes on from its newest checkpoint, in its own output_dir",
+        "a run goes on from its newest checkpoint, in its own output_dir"
+        if there
+        else "there is no such checkpoint",
         field="resume_from_checkpoint",
         value=str(checkpoint),
-        remedy="name the output_dir of this checkpoint, and remove newer ones there"
-        if newest is None
-        else f"give True or {newest}, or remove what is newer than your checkpoint",
+        remedy=_remedy_of_resume(newest, there),
     )
+
+
+def _remedy_of_resume(newest: Path | None, is_there: bool) -> str:
+    if newest is None and is_there:
+        return "name the output_dir of this checkpoint, and remove newer ones there"
+    if newest is None:
+        return "leave it out: there is no run in output_dir to continue"
+    return f"give True or {newest}, or remove what is newer than your checkpoint"
 
 
 def link_checkpoint(directory: Path, checkpoint: Path) -> None:

@@ -1,9 +1,35 @@
 """Collects everything that is wrong with what a caller gives, to say it all at once."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from types import MappingProxyType
+from typing import TypeVar
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
+
+_Error = TypeVar("_Error", bound=ServiceError)
+
+
+def renamed(error: _Error, names: Mapping[str, str], prefix: str = "") -> _Error:
+    """Returns the error with other names for settings, wherever it mentions them."""
+    mentioned = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)")
+
+    def rename(text: str) -> str:
+        return mentioned.sub(lambda found: names[found[0]], text) if names else text
+
+    changed = copy(error)
+    ServiceError.__init__(
+        changed,
+        prefix + rename(error.message),
+        field=error.field and rename(error.field),
+        value=error.value,
+        remedy=error.remedy and rename(error.remedy),
+        code=error.code,
+        status=error.status,
+    )
+    return changed
 
 
 class Refusals:
@@ -24,9 +50,12 @@ class Refusals:
         """Keeps an error for later."""
         self._errors.append(error)
 
-    def raise_all(self) -> None:
-        """Raises the only error, or one that lists all of them; does nothing without any."""
-        errors = self._errors
+    def raise_all(self, names: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raises the only error, or one that lists all of them; does nothing without any.
+
+        `names` are the caller's names of fields.
+        """
+        errors = [renamed(error, names) for error in self._errors]
         if not errors:
             return
         if len(errors) == 1:

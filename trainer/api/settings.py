@@ -5,9 +5,8 @@ to `Config`.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -22,15 +21,14 @@ from pydantic import (
     model_validator,
 )
 
-from common.errors import ConfigError, ServiceError, did_you_mean, shorten
+from common.errors import ConfigError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping, names
 from common.settings.explain import explained
 from common.settings.lr_schedules import LrSchedule
-from trainer.api.refusals import Refusals
+from trainer.api.refusals import Refusals, renamed
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
-_Error = TypeVar("_Error", bound=ServiceError)
 _SETTINGS = {
     "model.name": "model_name_or_path",
     "model.reference": "ref_model_name_or_path",
@@ -73,31 +71,18 @@ _RECIPES = {
 applies."""
 FIELDS = _SETTINGS | _RECIPES | _DERIVED | {"trainer.lr_schedule_args": "lr_scheduler_kwargs"}
 _OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
-OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
+OWN_SGLANG = (
+    "engine_python",
+    "engine_args",
+    "tensor_parallel_size",
+    "colocate",
+    "hang_timeout_s",
+    "stuck_after_s",
+)
 """Settings of `rollout` for an SGLang that the trainer starts."""
 OWN_NAMES = "own names"
 """The context of a validation in which no name is TRL's."""
 _DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
-
-
-def renamed(error: _Error, names: Mapping[str, str], prefix: str = "") -> _Error:
-    """Returns the error with other names for settings, wherever it mentions them."""
-    mentioned = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)")
-
-    def rename(text: str) -> str:
-        return mentioned.sub(lambda found: names[found[0]], text)
-
-    changed = copy(error)
-    ServiceError.__init__(
-        changed,
-        prefix + rename(error.message),
-        field=error.field and rename(error.field),
-        value=error.value,
-        remedy=error.remedy and rename(error.remedy),
-        code=error.code,
-        status=error.status,
-    )
-    return changed
 
 
 def in_own_words(text: str) -> str:
@@ -295,6 +280,25 @@ class TrainerConfig(BaseModel):
         """
         return self.max_steps or int(problems * self.num_train_epochs) // self.problems_per_step
 
+    def check_steps(self, problems: int) -> None:
+        """Raises ConfigError when this number of training problems does not fill one step."""
+        if self.total_steps(problems) == 0:
+            raise ConfigError(
+                f"{problems} problems × {self.num_train_epochs} epochs are too few for one step of "
+                f"{self.problems_per_step} problems",
+                field="gradient_accumulation_steps",
+                value=self.gradient_accumulation_steps,
+                remedy="lower it or per_device_train_batch_size, give more data or more epochs, "
+                "or set max_steps",
+            )
+
+    def given_names(self, arguments: Mapping[str, str]) -> dict[str, str]:
+        """Returns TRL's names of the fields that were given by them, and the trainer's own names of
+        `arguments` that were not given here.
+        """
+        others = {ours: name for ours, name in arguments.items() if ours not in self._given}
+        return others | _given_names(self._given)
+
     def _every(self, interval: float | str, problems: int) -> int:
         """Returns a number of steps for `save_steps` or `eval_steps`."""
         if interval == "epoch":
@@ -434,12 +438,12 @@ class TrainerConfig(BaseModel):
             config = handler(data)
         except ValidationError as error:
             for problem in error.errors():
-                refusals.add(_named(problem))
-            refusals.raise_all()
+                refusals.add(_named(problem, cls.__name__))
+            refusals.raise_all(_given_names(given))
             raise
         config._given = given
         config._check(refusals)
-        refusals.raise_all()
+        refusals.raise_all(_given_names(given))
         return config
 
     def _check(self, refusals: Refusals) -> None:
@@ -518,7 +522,7 @@ class TrainerConfig(BaseModel):
                 )
             else:
                 continue
-            yield ConfigError(message, field="settings", value={name: value}, remedy=remedy)
+            yield ConfigError(message, field=f'settings["{name}"]', value=value, remedy=remedy)
 
     def _check_settings(self) -> None:
         # `Config` checks the rest now, not when training starts. The trainer may provide the
@@ -544,15 +548,25 @@ def _decided_elsewhere(name: str) -> bool:
     }.get(section, False)
 
 
-def _named(problem: Mapping[str, Any]) -> ConfigError:
-    """Returns a problem that pydantic found as an error about a field of TrainerConfig."""
-    name = str(problem["loc"][0]) if problem["loc"] else "TrainerConfig"
+def _given_names(given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns TRL's names of fields, of those that were given by another name than ours."""
+    ours = {name: ARGUMENTS[name].ours for name in given if name in ARGUMENTS}
+    return {
+        field: name
+        for name, field in ours.items()
+        if field in TrainerConfig.model_fields and field not in given
+    }
+
+
+def _named(problem: Mapping[str, Any], config: str) -> ConfigError:
+    """Returns a problem that pydantic found as an error about a field of the class `config`."""
+    name = str(problem["loc"][0]) if problem["loc"] else config
     if problem["type"] == "extra_forbidden":
         fields = list(TrainerConfig.model_fields)
         similar = did_you_mean(name, [], [*fields, *ARGUMENTS])
         remedy = similar or f"the fields are {', '.join(fields)}"
         return ConfigError(
-            f"TrainerConfig has no field {name}",
+            f"{config} has no field {name}",
             field=name,
             value=shorten(problem["input"]),
             remedy=remedy,

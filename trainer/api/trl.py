@@ -391,7 +391,7 @@ ARGUMENTS: dict[str, Argument] = {
         "eval_delay prediction_loss_only",
     ),
     **_said("dropout of a model is as its configuration says", "disable_dropout"),
-    **_said("runs with the same seed are equal up to the rounding of kernels", "full_determinism"),
+    **_said("`settings={'reproducible': True}` makes two runs equal", "full_determinism"),
     **_said(
         "a resumed run goes on at the place in the data where it stopped, at the batch size that "
         "is set",

@@ -18,8 +18,10 @@ from common.settings.sections import DataSection
 from common.settings.sources import read_text
 from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
-from trainer.api.settings import renamed
+from trainer.api.refusals import renamed
 
+_SETTING = re.compile(r'settings\["(.+)"\]')
+"""An item of `TrainerConfig.settings`, which is an argument of `--set`."""
 DATASETS = (
     "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a "
     "file or directory"
@@ -124,12 +126,18 @@ def argument_names(flags: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ServiceError as error:
-        field = error.field or ""
+        field = _SETTING.sub(r"\1", error.field or "")
         error.field = flags.get(field, f"--set {field}" if "." in field else error.field)
         if error.remedy:
             error.remedy = re.sub(
                 r"(?:set )?--(data\.\w+)",
                 lambda found: flags.get(found[1], f"give --set {found[1]}=NAME"),
+                error.remedy,
+            )
+            # A switch is given without a value.
+            error.remedy = re.sub(
+                r"\b(\w+)=True\b",
+                lambda found: mentioned.get(found[1], found[0]),
                 error.remedy,
             )
         raise renamed(error, mentioned) from None

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigError
 from common.process.cli import CommandParser, count, run
-from trainer.dashboard.jsonl import JsonlReader, parsed
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader, RunSummary
 from trainer.evaluation.uncertainty import PairedDifference, paired_difference, wilson_interval
+from trainer.observe.jsonl import JsonlReader, parsed
 
 _EPILOG = """\
 examples:
@@ -92,12 +93,16 @@ def compare(runs: Sequence[RunReader], console: Console, step: int | None = None
             value=step,
             remedy="see the column evaluated of the comparison without --step",
         )
+    console.print("runs", style="italic")
+    for number, summary in enumerate(summaries, start=1):
+        line = f"{number:>4}  {summary.name}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(_results(summaries, evaluations))
     different = _differing_settings(runs, summaries)
-    if different.row_count:
-        console.print(different)
+    if different:
+        console.print(_settings_table(different, len(runs)))
     if len(runs) > 1:
-        console.print(_paired(summaries, evaluations))
+        console.print(_paired(evaluations))
 
 
 def evaluated(run_dir: Path, step: int | None) -> Evaluated | None:
@@ -118,13 +123,26 @@ def _verdicts(answers: object) -> dict[str, bool | None]:
     return found
 
 
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """Returns a table whose first column is text. A run is a number in it: names can be longer than
+    a line, and such tables fit into 80 columns.
+    """
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True
+    )
+    for place, name in enumerate(columns):
+        table.add_column(name, overflow="fold", justify="right" if place else "left")
+    return table
+
+
 def _results(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | None]) -> Table:
-    table = Table(title="runs", title_justify="left")
-    for name in ("run", "state", "steps", "reward", "evaluated", "held-out accuracy", "time"):
-        table.add_column(name, overflow="fold", justify="left" if name == "run" else "right")
-    for summary, evaluation in zip(summaries, evaluations, strict=True):
+    columns = ["run", "state", "steps", "reward", "evaluated", "held-out accuracy", "time"]
+    table = _table("results", columns)
+    for number, (summary, evaluation) in enumerate(
+        zip(summaries, evaluations, strict=True), start=1
+    ):
         cells = [
-            summary.name,
+            str(number),
             summary.state,
             str(summary.step or 0),
             _NONE if summary.reward is None else f"{summary.reward:.3f}",
@@ -150,18 +168,33 @@ def _duration(summary: RunSummary) -> str:
     return f"{wall}, {summary.gpu_hours:.1f} GPU-h" if summary.gpu_hours else wall
 
 
-def _differing_settings(runs: Sequence[RunReader], summaries: Sequence[RunSummary]) -> Table:
-    """Returns a row for each setting in which the runs differ."""
-    table = Table(title="settings that differ", title_justify="left")
-    table.add_column("setting")
-    for summary in summaries:
-        table.add_column(summary.name, overflow="fold")
+def _differing_settings(
+    runs: Sequence[RunReader], summaries: Sequence[RunSummary]
+) -> dict[str, list[str]]:
+    """Returns the values of each setting in which the runs differ, in the order of the runs."""
     changed = {name for summary in summaries for name in summary.changed}
     configs = [each.facts()["config"] or {} for each in runs]
+    different = {}
     for name in sorted(changed):
         values = [_text(config.get(name)) for config in configs]
         if len(set(values)) > 1:
+            different[name] = values
+    return different
+
+
+def _settings_table(different: Mapping[str, Sequence[str]], num_runs: int) -> Table:
+    """Returns a table of settings; its columns are the runs, or the settings if they are fewer."""
+    title = "settings that differ"
+    numbers = [str(number) for number in range(1, num_runs + 1)]
+    if num_runs <= len(different):
+        table = _table(title, ["setting", *numbers])
+        for name, values in different.items():
             table.add_row(name, *values)
+        return table
+
+    table = _table(title, ["run", *different])
+    for number, *values in zip(numbers, *different.values(), strict=True):
+        table.add_row(number, *values)
     return table
 
 
@@ -169,16 +202,11 @@ def _text(value: Any) -> str:
     return _NONE if value is None else str(value)
 
 
-def _paired(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | None]) -> Table:
-    baseline = evaluations[0]
-    table = Table(
-        title=f"held-out answers beside those of {summaries[0].name}", title_justify="left"
-    )
-    table.add_column("run", overflow="fold")
-    for name in ("problems", "difference", "95 % interval", "p", "gained", "lost"):
-        table.add_column(name, justify="right")
-    for summary, evaluation in zip(summaries[1:], evaluations[1:], strict=True):
-        found = _difference(evaluation, baseline)
+def _paired(evaluations: Sequence[Evaluated | None]) -> Table:
+    columns = ["run", "problems", "difference", "95 % interval", "p", "gained", "lost"]
+    table = _table("held-out answers beside those of run 1", columns)
+    for number, evaluation in enumerate(evaluations[1:], start=2):
+        found = _difference(evaluation, evaluations[0])
         cells = ["0", *[_NONE] * 5]
         if found is not None:
             cells = [
@@ -189,7 +217,7 @@ def _paired(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | N
                 str(len(found.gained)),
                 str(len(found.lost)),
             ]
-        table.add_row(summary.name, *cells)
+        table.add_row(str(number), *cells)
     return table
 
 

@@ -2,15 +2,19 @@
 
 import json
 import os
+import socket
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from common.errors import ConfigError, shorten
 from common.models.hub import check_model
 from common.process.cli import CommandParser, positive, run
 from common.process.imports import heavy_imports
+from common.process.topology import refuse_cpu_build
 from common.settings.config import from_mapping
 from common.settings.sections import DataSection
 from trainer.cli.commands import DATASETS, argument_names, data_section, problems, setting
@@ -32,6 +36,8 @@ A comparison is paired: both models answer the same problems, and only those on 
 count. When the
 interval does not contain 0, the difference is more than chance.
 """
+_CONNECT_S = 4.0
+"""Longest wait for a server's address."""
 _SHOWN = 10
 """Problems that are shown of those that only one model has right."""
 _ARGUMENTS = {
@@ -170,7 +176,7 @@ def _compare(arguments: dict[str, Any]) -> None:
     output: Path | None = arguments["output_file"]
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(
-            "there is no such directory, or it is one",
+            "this is a directory" if output.is_dir() else "there is no such directory",
             field="--output-file",
             value=str(output),
             remedy="name a file in an existing directory",
@@ -200,6 +206,19 @@ def _check_models(arguments: dict[str, Any]) -> None:
     """Checks that local models exist, and that nothing is given which needs a server."""
     models = {"--model": arguments["model"], "--compare": arguments["compare"]}
     local = {flag: model for flag, model in models.items() if model and not _served(model)}
+    for flag, model in models.items():
+        if model and _served(model):
+            _check_server(flag, model)
+    for flag, model in local.items():
+        if "://" in model:
+            raise ConfigError(
+                "this is no address of a server",
+                field=flag,
+                value=model,
+                remedy="write http://HOST:PORT/v1 or https://HOST:PORT/v1, or name a directory",
+            )
+    if local and arguments["device"] == "cuda":
+        refuse_cpu_build("--device", "cuda", "set it to cpu to compute on the CPU")
     for name in ("tokenizer", "model_id", "api_key_env"):
         if arguments[name] is not None and not any(map(_served, filter(None, models.values()))):
             raise ConfigError(
@@ -208,10 +227,28 @@ def _check_models(arguments: dict[str, Any]) -> None:
                 value=arguments[name],
                 remedy="leave it out, or give the URL of a server as --model",
             )
-    if arguments["tokenizer"]:
-        local["--tokenizer"] = arguments["tokenizer"]
     for flag, model in local.items():
-        check_model(model, flag)
+        check_model(model, flag, needs_weights=True)
+    if arguments["tokenizer"]:
+        check_model(arguments["tokenizer"], "--tokenizer")
+
+
+def _check_server(flag: str, url: str) -> None:
+    """Raises ConfigError when nothing listens at this address. A proxy is asked later."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return
+    try:
+        address = (host, parts.port or (443 if parts.scheme == "https" else 80))
+        socket.create_connection(address, timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the server cannot be reached: {error}",
+            field=flag,
+            value=url,
+            remedy="check that it is running, and that host and port are right",
+        ) from None
 
 
 def _read_settings(arguments: dict[str, Any]) -> DataSection:

@@ -14,10 +14,10 @@ from common.errors import ServiceError
 from common.process.cli import CommandParser, run
 from common.process.storage import storing
 from trainer.dashboard.app import STATIC
-from trainer.dashboard.jsonl import JsonlReader, parsed
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import read_group, recorded_steps
+from trainer.observe.jsonl import JsonlReader, parsed
 
 _EPILOG = """\
 examples:

@@ -1,14 +1,17 @@
 """Trains a model on math problems in this process."""
 
+import shlex
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
 from common.models.hub import check_model
-from common.process.cli import CommandParser, count, positive, run
+from common.process.cli import CommandParser, count, positive, program, run
 from common.process.imports import heavy_imports
 from common.process.storage import make_directory
+from common.process.topology import refuse_cpu_build
 from trainer.api.output import check_output
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import (
@@ -152,12 +155,15 @@ def _train(arguments: dict[str, Any]) -> None:
         check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)
     if save_to is not None:
         make_directory(save_to, "--save-to")
-    check_model(config.model_name_or_path, "model_name_or_path")
+    check_model(config.model_name_or_path, "model_name_or_path", needs_weights=True)
     if config.ref_model_name_or_path:
-        check_model(config.ref_model_name_or_path, "ref_model_name_or_path")
+        check_model(config.ref_model_name_or_path, "ref_model_name_or_path", needs_weights=True)
+    if config.use_gpu:
+        refuse_cpu_build("use_gpu", True, "leave it out to train on the CPU")
     train = problems(
         data, data.train_split, arguments["num_samples"], seed=config.seed, shuffle=True
     )
+    config.check_steps(len(train))
     held_out = arguments["eval_samples"]
     test = problems(data, data.eval_split, None, at_most=held_out) if held_out > 0 else None
 
@@ -176,11 +182,19 @@ def _train(arguments: dict[str, Any]) -> None:
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
-        print(
-            f"evaluate:   python -m trainer.evaluate_model --model {saved} "
-            f"--compare {config.model_name_or_path} --dataset {arguments['dataset']} "
-            f"--max-new-tokens {config.max_new_tokens}"
-        )
+        print(f"evaluate:   {evaluation(config, saved, arguments['dataset'], data_settings)}")
+
+
+def evaluation(
+    config: TrainerConfig, saved: Path, dataset: str, data_settings: Mapping[str, Any]
+) -> str:
+    """Returns the command that evaluates the trained model on the held-out problems."""
+    words = ["--model", str(saved), "--compare", config.model_name_or_path, "--dataset", dataset]
+    words += ["--max-new-tokens", str(config.max_new_tokens)]
+    for name, value in data_settings.items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        words += ["--set", f"{name}={text}"]
+    return f"{program('trainer.evaluate_model')} {shlex.join(words)}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
-from fastapi import Depends, FastAPI, Query, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, RedirectResponse
 from pydantic import BaseModel, Field
@@ -15,11 +15,11 @@ from common.errors import NotFound
 from services.http.app import create_app
 from services.http.openapi import OBJECT, described, errors
 from trainer.dashboard.groups import add_groups
-from trainer.dashboard.health import Health, ServiceHealth
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.run_facts import MAX_NOTE_CHARS, write_note
 from trainer.dashboard.run_list import Runs, run_at
-from trainer.dashboard.runs import RunReader, RunSummary
+from trainer.dashboard.runs import Diagnosis, RunReader, RunSummary
+from trainer.diagnosis.health import Health, ServiceHealth
 
 STATIC = Path(__file__).parent / "static"
 _FILES = {file.name: file for file in sorted(STATIC.iterdir()) if file.is_file()}
@@ -37,6 +37,14 @@ MAX_POINTS = 5000
 _Step = Annotated[int, Query(ge=0, lt=2**53)]
 # Some systems map it to text/plain, and browsers refuse such a module.
 mimetypes.add_type("text/javascript", ".js")
+
+
+async def _run_of(request: Request, run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
+    return run_at(request.app.state.runs, run)
+
+
+AskedRun = Annotated[RunReader, Depends(_run_of)]
+"""The run that a call names by its index."""
 
 
 class ServicesHealth(BaseModel):
@@ -73,13 +81,10 @@ def add_dashboard(
     """Adds the dashboard to an app whose open paths include `PAGES`; `replay` is the first run's
     replay-buffer.
     """
+    app.state.runs = runs
     _add_page(app)
     add_groups(app, runs, replay)
-
-    async def run_of(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
-        return run_at(runs, run)
-
-    AskedRun = Annotated[RunReader, Depends(run_of)]
+    _add_condition(app, health)
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/runs")
@@ -123,6 +128,13 @@ def add_dashboard(
         """Saves the user's note about a run in `notes.md` of its directory."""
         write_note(run.directory, note.text)
         return note
+
+
+def _add_condition(app: FastAPI, health: Health | None) -> None:
+    @app.get("/dashboard/api/diagnosis", responses=errors(404))
+    def diagnosis(run: AskedRun) -> Diagnosis:
+        """Returns what is wrong with the run, the most important first."""
+        return run.diagnosis()
 
     @app.get("/dashboard/api/health", responses=errors(404))
     async def services(run: AskedRun) -> ServicesHealth:

@@ -16,10 +16,10 @@ from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import ServiceError
-from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.texts import Place
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
+from trainer.observe.jsonl import JsonlReader
 from trainer.observe.run_dir import ATTEMPTS, run_ids
 
 _REPLAY_EVERY_S = 2.0

@@ -11,9 +11,9 @@ from common.process.loop_thread import LoopThread
 from common.process.topology import Topology
 from common.settings.config import Config
 from trainer.dashboard.app import PAGES, add_dashboard
-from trainer.dashboard.health import Health
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
+from trainer.diagnosis.health import Health
 
 
 class LiveDashboard:

@@ -12,10 +12,15 @@ from pydantic import BaseModel
 
 from common.errors import ConfigError, NotFound
 from trainer.dashboard.columns import Columns
-from trainer.dashboard.jsonl import JsonlReader, parsed
 from trainer.dashboard.run_facts import changed_settings, read_note, unsolvable
 from trainer.dashboard.verdict import verdict
+from trainer.diagnosis.facts import Finding
+from trainer.diagnosis.find import find
+from trainer.diagnosis.live import collect
+from trainer.diagnosis.report import first_line
+from trainer.diagnosis.run_files import read_facts
 from trainer.observe.alarms import limits
+from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.metrics import SECTIONS
 from trainer.observe.run_dir import ATTEMPTS
 from trainer.timing import STAGES, WAITING
@@ -23,6 +28,7 @@ from trainer.trackers.base import flatten, numbers
 
 _RECENT = 10
 """Number of newest steps whose mean the list of runs shows."""
+_DIAGNOSE_EVERY_S = 5.0
 
 
 class RunSummary(BaseModel):
@@ -62,6 +68,13 @@ class RunSummary(BaseModel):
     """The user's note about the run."""
 
 
+class Diagnosis(BaseModel):
+    """What is wrong with a run, the most important first."""
+
+    first_line: str
+    findings: list[Finding]
+
+
 class RunReader:
     """One run, read as it grows; `live` if this process trains it. Thread-safe. Raises ConfigError
     if it is missing.
@@ -79,6 +92,8 @@ class RunReader:
         self.live = live
         self.name = name or directory.resolve().name
         self._lock = threading.Lock()
+        self._diagnosing = threading.Lock()
+        self._diagnosis: tuple[float, Diagnosis] | None = None
         self._start_over()
         self._generation = 0
         """Increases with every change."""
@@ -168,6 +183,18 @@ class RunReader:
             changed=changed_settings(config),
             note=read_note(self.directory),
         )
+
+    def diagnosis(self) -> Diagnosis:
+        """Returns what is wrong, from the files of the run; if this process trains it, also from
+        what its services and ranks answer. A result is reused for some seconds.
+        """
+        with self._diagnosing:
+            if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSE_EVERY_S:
+                known = collect(self.directory) if self.live else read_facts(self.directory)
+                findings = find(known)
+                said = Diagnosis(first_line=first_line(known, findings), findings=findings)
+                self._diagnosis = (time.monotonic(), said)
+            return self._diagnosis[1]
 
     def facts(self) -> dict[str, Any]:
         """Returns the settings (`config`), those that differ from their defaults (`changed`), the

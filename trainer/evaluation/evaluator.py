@@ -9,6 +9,7 @@ from statistics import mean, pstdev
 
 from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed
+from common.process import progress
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter
 from common.settings.config import Config
@@ -183,7 +184,8 @@ async def _graded_problems(
             generator, services.reward, prompt, index=index, samples=samples, greedy=greedy
         )
 
-    problems = await together([graded(index, prompt) for index, prompt in enumerate(prompts)])
+    work = [graded(index, prompt) for index, prompt in enumerate(prompts)]
+    problems = await together(work, done=progress.moved)
     for prompt, of_problem in zip(prompts, problems, strict=True):
         for _, result in of_problem:
             if result.reward is None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
 from common.wire import codec
 from common.wire.schemas import Completion, Float32, Group
 from trainer.observe.run_dir import append_line, storing_run
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 DIRECTORY = "groups"
 LINES = "groups.jsonl"
 _UNSHOWN = ("kept_tokens", "kept_counts")
-"""Sampling details of a completion: large, and of no use to a reader."""
+"""Sampling details of a completion: large, and of no use to a reader. An audit needs them."""
 _SEARCHED_CHARS = 1000
 """Maximum characters of a prompt in `groups.jsonl`."""
 EXCERPT_CHARS = 240
@@ -102,11 +102,12 @@ class GroupRecorder:
     steps after `step`.
 
     `keep_bytes` limits the total size of `groups/`: the oldest steps are removed first. 0: no
-    files.
+    files. With `whole` the files lack nothing that the trainer read (`read_trained`).
     """
 
-    def __init__(self, run_dir: Path, keep_bytes: int, step: int) -> None:
+    def __init__(self, run_dir: Path, keep_bytes: int, step: int, *, whole: bool = False) -> None:
         self._run_dir = run_dir
+        self._whole = whole
         self._keep_bytes = keep_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups")
         self._writing: Future[None] | None = None
@@ -161,7 +162,9 @@ class GroupRecorder:
                     for place, item in enumerate(items):
                         entry = ZipInfo(_name(place))
                         entry.compress_type = ZIP_DEFLATED
-                        file.writestr(entry, codec.encode(_document(item)), compresslevel=1)
+                        file.writestr(
+                            entry, codec.encode(_document(item, self._whole)), compresslevel=1
+                        )
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
@@ -202,6 +205,61 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
             value=str(path),
             remedy="restore that file from a copy, or remove it",
         ) from None
+
+
+def read_trained(run_dir: Path, step: int) -> list[RecordedGroup]:
+    """Returns the groups that a step with `trainer.audit` was trained on, in batch order and
+    exactly as the trainer read them.
+
+    Raises ConfigError when the file is missing or damaged.
+    """
+    path = _path(run_dir, step)
+    if not path.is_file():
+        raise ConfigError(
+            f"the groups of step {step} are not kept",
+            field="trainer.keep_groups_mb",
+            value=str(path),
+            remedy="restore that file from a copy; a larger trainer.keep_groups_mb keeps more "
+            "steps of later runs",
+        )
+    found = []
+    name = ""
+    try:
+        with ZipFile(path) as file:
+            for name in sorted(file.namelist()):
+                content = codec.unpack(file.read(name))
+                if not content["reason"]:  # the dropped ones follow
+                    found.append(_recorded(content, name))
+    except Exception as error:  # a damaged file fails in many ways
+        raise ConfigError(
+            f"the groups of step {step} cannot be read: {error}",
+            field=name or "trainer.run_dir",
+            value=str(path),
+            remedy="restore that file from a copy: a step whose record is damaged cannot be "
+            "replayed",
+        ) from None
+    return found
+
+
+def _recorded(content: dict[str, Any], name: str) -> RecordedGroup:
+    """Returns the group of a document, which is the reverse of `_document`."""
+    of_group = {key: content.pop(key) for key in ("reused", "weight", "reason", "detail")}
+    columns: dict[str, list[Float32 | None]] = {"advantages": [], "trainer_logprobs": []}
+    for completion in content["completions"]:
+        for key, column in columns.items():
+            spread = completion.pop(key)
+            column.append(None if spread is None else np.frombuffer(spread, "<f4"))
+    group = codec.from_plain(content, Group, name)
+    advantages = [
+        completion.trained(spread)
+        for completion, spread in zip(group.completions, columns["advantages"], strict=True)
+        if spread is not None
+    ]
+    logprobs = [
+        None if spread is None else completion.trained(spread)
+        for completion, spread in zip(group.completions, columns["trainer_logprobs"], strict=True)
+    ]
+    return RecordedGroup(group=group, advantages=advantages, logprobs=logprobs, **of_group)
 
 
 class CompletionText(msgspec.Struct):
@@ -316,13 +374,15 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
     return round(mean, 6) if math.isfinite(mean) else None
 
 
-def _document(item: RecordedGroup) -> dict[str, Any]:
+def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
     content = asdict(item.group)
     content["completions"] = [asdict(completion) for completion in item.group.completions]
-    del content["barred"]
+    if not whole:
+        del content["barred"]
     for index, document in enumerate(content["completions"]):
-        for name in _UNSHOWN:
-            del document[name]
+        if not whole:
+            for name in _UNSHOWN:
+                del document[name]
         completion = item.group.completions[index]
         logprobs = item.logprobs[index] if item.logprobs else None
         document["text"] = _valid(completion.text)
@@ -339,9 +399,12 @@ def _document(item: RecordedGroup) -> dict[str, Any]:
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the arrays in a document, which are bytes, by lists."""
+    """Replaces the arrays in a document, which are bytes, by lists; without sampling details."""
+    content.pop("barred", None)
     content["prompt_token_ids"] = np.frombuffer(content["prompt_token_ids"], "<i4").tolist()
     for completion in content["completions"]:
+        for name in _UNSHOWN:
+            completion.pop(name, None)
         for name in ("token_ids", "mask", "prompt_ids"):
             if completion.get(name) is not None:
                 completion[name] = np.frombuffer(completion[name], "<i4").tolist()

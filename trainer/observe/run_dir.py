@@ -45,6 +45,8 @@ log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 Line = dict[str, Any]
 ATTEMPTS = "attempts.jsonl"
+STEP_FILES = ("metrics", "groups", "samples")
+"""The files with a line for each step of every run."""
 _AGAIN_AFTER = 20
 """Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
 
@@ -86,6 +88,8 @@ class StepRecord:
     """Episodes without a reward since the last step, by status."""
     refused_calls: int = 0
     copies: float = 0.0
+    weights_checksum: str | None = None
+    """Of the weights after the step, with `reproducible`."""
     rewards: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
@@ -111,7 +115,7 @@ class Recorder:
         run_id: str = "",
         data: str = "",
         verdicts: bool | None = None,
-        files: Sequence[str] = ("metrics", "groups", "samples"),
+        files: Sequence[str] = STEP_FILES,
         words: Callable[[str], str] = lambda text: text,
     ) -> None:
         self.directory = directory

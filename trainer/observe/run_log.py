@@ -39,7 +39,9 @@ class RunLog:
         batch: Batch,
         update: PolicyUpdate,
         critic: CriticMetrics | None,
+        *,
         drops: Drops,
+        weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
         """Records a finished step, and returns the record."""
         return {}
@@ -85,7 +87,12 @@ class LeaderRunLog(RunLog):
         self._clock = clock
         self._cpu = CpuClock()
         self._collecting_cpu = CpuClock(collecting_cpu)
-        self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
+        self._groups = GroupRecorder(
+            recorder.directory,
+            config.trainer.keep_groups_mb << 20,
+            step,
+            whole=config.trainer.audit,
+        )
         self._step = step
         self._lost_before: Counter[str] = Counter()
         self._refused_before = 0
@@ -115,11 +122,14 @@ class LeaderRunLog(RunLog):
         batch: Batch,
         update: PolicyUpdate,
         critic: CriticMetrics | None,
+        *,
         drops: Drops,
+        weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
         """See `RunLog`."""
         self._step = step
         record = self._record(step, batch, update, critic=critic, drops=drops)
+        record.weights_checksum = weights_checksum
         self._groups.step(step, _trained(batch, update), _dropped(drops.recent()))
         self._recorder.step(record, [item.group for item in batch.groups])
         self._metrics.record(record, len(batch.fresh))

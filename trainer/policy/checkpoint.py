@@ -232,9 +232,13 @@ def tokenizer_files(directory: Path) -> list[Path]:
     ]
 
 
-def newest(directory: Path) -> Path | None:
-    """Returns the newest complete checkpoint in `directory`, or None."""
+def newest(directory: Path, at_most: int | None = None) -> Path | None:
+    """Returns the newest complete checkpoint in `directory`, of at most the step `at_most` if
+    given; or None.
+    """
     for path in reversed(_all(directory)):
+        if at_most is not None and int(path.name.removeprefix("step_")) > at_most:
+            continue
         lacking = _lacking(path)
         if lacking is None:
             return path

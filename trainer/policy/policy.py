@@ -1,7 +1,8 @@
 """The policy: its weights, its optimiser and the updates on a batch, on one or many processes."""
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from common.settings.config import Config
 from common.settings.sections import TrainerSection
 from common.wire.schemas import Float32
 from learning.batching import Indices, by_row, mini_batches
+from learning.digest import digest
 from learning.hub_names import to_hub
 from learning.optimizer import Optimizer
 from learning.parking import Resident
@@ -84,6 +86,12 @@ class PolicyUpdate:
     metrics: UpdateMetrics
     logprobs: list[Float32 | None] | None = None
     """[L] for each row before the update; None for rows that the update did not score."""
+    norms: Sequence[float] = ()
+    """The norm of the gradient of each optimiser update, before clipping."""
+    gradients: Sequence[str] = ()
+    """The checksum of each of these gradients, before clipping (`trainer.audit`)."""
+    digest_seconds: float = 0.0
+    """What these checksums took."""
 
 
 class Policy:
@@ -152,7 +160,13 @@ class Policy:
         # Rank 0 alone: the others may lack the files of the data set.
         if ranks.is_rank_zero:
             check_same(state.identity, identity(config, learns_from), path)
+        return cls.restore(config, ranks, path, state), state, path
 
+    @classmethod
+    def restore(cls, config: Config, ranks: Ranks, path: Path, state: RunState) -> "Policy":
+        """Returns the policy of the checkpoint at `path`, whose state is `state`. Raises
+        ConfigError when a file of it has changed. A collective.
+        """
         changed = checkpoint.changed_file(path) if ranks.is_rank_zero else ""
         changed = ranks.broadcast(changed)
         if changed:
@@ -164,7 +178,7 @@ class Policy:
         # Without `kl_target` the coefficient is the setting, which may differ in a resumed run.
         if config.algorithm.kl_target is not None:
             policy.kl_coef = state.kl_coef
-        return policy, state, path
+        return policy
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         """Returns the policy's part of a checkpoint, by folder. A collective; see
@@ -209,6 +223,15 @@ class Policy:
         rounded = ((name, published(tensor)) for name, tensor in merged)
         yield from to_hub(self.model, rounded, base_tensors(tensors))
 
+    def digest(self) -> str:
+        """Returns the checksum of the weights that are trained. A collective."""
+        trained = [
+            (name, tensor)
+            for name, tensor in named_tensors(self.model).items()
+            if tensor.requires_grad
+        ]
+        return digest(trained, self.ranks)
+
     def resident(self) -> Resident:
         """Returns the models and optimizers on the GPU during an update."""
         return [self.scorer], [self.optimizer]
@@ -251,6 +274,8 @@ class Policy:
         loss_rows = np.array([i for i, row in enumerate(batch.rows) if row.in_loss], np.int64)
         rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         norms: list[float] = []
+        gradients: list[str] = []
+        digest_seconds = 0.0
         logprobs: list[Float32 | None] | None = None
         stopped = False
 
@@ -270,6 +295,10 @@ class Policy:
             stopped = limit is not None and mini.mean("kl_old") > limit
             if stopped:
                 break  # the gradient of this mini-batch is not applied
+            if self.config.trainer.audit:
+                began = time.perf_counter()
+                gradients.append(digest(self.optimizer.gradients(), self.ranks))
+                digest_seconds += time.perf_counter() - began
             norms.append(self.optimizer.step(rate))
 
         skipped = sum(not math.isfinite(norm) for norm in norms)
@@ -280,7 +309,13 @@ class Policy:
                 name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
             }
             metrics = replace(metrics, **zeros)
-        return PolicyUpdate(metrics, logprobs)
+        return PolicyUpdate(
+            metrics,
+            logprobs,
+            norms=norms,
+            gradients=gradients,
+            digest_seconds=digest_seconds,
+        )
 
     def skip_update(self, batch: Batch) -> PolicyUpdate:
         """Counts a step without an update (critic warm-up)."""
@@ -350,7 +385,7 @@ class Policy:
             else:  # the other ranks have one more pass: join its collective calls
                 (self._score(micro).logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.model)
-        self.ranks.sum(sums.values)
+        self.ranks.sum_shares(sums.values)
 
         logs_logprobs = first and settings.keep_groups_mb > 0 and batch.old_logprobs is None
         if not logs_logprobs:

@@ -20,8 +20,9 @@ from common.models.hub import check_model
 from common.settings.chat_templates import OWN
 from common.settings.sections import ModelSection, TrainerSection
 from learning.alone import check_alone, fix_rotary_factors
+from learning.context import ContextGroup
 from learning.final_logits import final_logits
-from learning.layout import Layout, Packed, Packing, Padded, layout_for, moved
+from learning.layout import Layout, Packed, Packing, Padded, layout_for, moved, not_together
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 from learning.sharding import reshard
@@ -117,7 +118,12 @@ def load_scorer(
     try:
         scorer = load(
             pretrained,
-            partial(Scorer, packing=settings.packing, fp32_head=config.fp32_head),
+            partial(
+                Scorer,
+                packing=settings.packing,
+                fp32_head=config.fp32_head,
+                context=ranks.context(),
+            ),
             ranks,
             settings=settings,
             low_precision=in_bfloat16,
@@ -169,6 +175,8 @@ def _checked(
     except ConfigError as error:
         if scorer.layout is Padded or settings.packing == "on":
             raise
+        if scorer.context is not None:
+            raise not_together(error.message, scorer.context) from None
         log.info("rows are padded, because packed ones do not suit this model: %s", error.message)
         scorer.layout = Padded
         rates = check()
@@ -291,8 +299,14 @@ class _PlacedRows:
     positions: Tensor
     """[rows, T]"""
 
-    def hidden(self, body: nn.Module) -> Tensor:
+    def own(self, context: ContextGroup | None) -> None:
+        """Returns None: padded rows are never computed by several ranks together."""
+        assert context is None, "`layout_for` refuses it"
+        return
+
+    def hidden(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
         """Returns [rows · (T - 1), H] final hidden states of `body`."""
+        assert context is None, "`layout_for` refuses it"
         states = body(
             input_ids=self.input_ids, position_ids=self.positions, use_cache=False
         ).last_hidden_state
@@ -307,11 +321,19 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
     head, and for `packing` `on` if the model does not support it.
     """
 
-    def __init__(self, model: Any, packing: Packing = "auto", fp32_head: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        packing: Packing = "auto",
+        fp32_head: bool = True,
+        context: ContextGroup | None = None,
+    ) -> None:
         super().__init__()
         self._final_logits = final_logits(model)
         self._fp32_head = fp32_head
-        self.layout: type[Layout] = layout_for(model, packing)
+        self.context = context
+        """The ranks that compute rows together with this one, if any."""
+        self.layout: type[Layout] = layout_for(model, packing, context)
         """The preferred layout of rows for `forward`, which accepts others too."""
         self.model = model
         self.dropout: list[str] = []
@@ -353,7 +375,13 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             support: the tokens that each target was sampled from; the distribution is restricted to
                 them.
         """
-        hidden = rows.hidden(self.model.get_decoder())
+        hidden = rows.hidden(self.model.get_decoder(), self.context)
+        count = len(targets)
+        own = rows.own(self.context)
+        if own is not None:
+            own_tokens = moved(torch.from_numpy(own), targets.device)
+            targets = targets[own_tokens]
+            support = support.only_for(own) if support else None
         head = self.model.get_output_embeddings()
         logprobs, entropy = token_scores(
             head,
@@ -365,4 +393,8 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             support=support,
             final=self._final_logits,
         )
+        if own is not None:
+            assert self.context is not None
+            logprobs = self.context.gather(logprobs, own_tokens, count)
+            entropy = self.context.gather(entropy, own_tokens, count)
         return TokenScores(logprobs, entropy)

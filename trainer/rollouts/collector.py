@@ -97,8 +97,14 @@ class Collector:
         self._held: set[str] = set()
         """Ids of the groups that the trainer took and did not acknowledge yet."""
         self._stored = asyncio.Event()
+        self.stored_groups = 0
+        """Groups that were graded and stored since the start: a number that grows."""
         """Set when another group is stored."""
         self._slots = asyncio.Semaphore(0)
+        self._freed = 0
+        """Slots that were freed so far, for one group each."""
+        self._ended = 0
+        """Groups so far that were stored, or failed."""
         self._wanted = 0
         """Groups to draw in total; a retry or a replacement adds one."""
         self._drawn = 0
@@ -143,6 +149,7 @@ class Collector:
 
     def free_slots(self, count: int) -> None:
         """Frees the slots of groups that were trained on."""
+        self._freed += count
         for _ in range(count):
             self._slots.release()
 
@@ -199,8 +206,10 @@ class Collector:
                 self._collect_more(1)
             else:
                 untaken.is_stored = True
+                self.stored_groups += 1
                 self._stored.set()
                 self.drops.in_a_row = 0
+            self._ended += 1
 
     async def _store(self, groups: list[Group]) -> list[None]:
         await self._services.replay.add(groups)
@@ -223,8 +232,13 @@ class Collector:
         """Schedules the prompt of a dropped group to be drawn again, before new ones, unless it
         failed too often.
         """
-        self.untaken.pop(drawn.position, None)
-        if not self._cursor.retry(drawn):
+        is_tried_again = self._cursor.retry(drawn)
+        if is_tried_again and self._config.reproducible:
+            # It keeps its place: the time at which it failed does not decide its batch.
+            self.untaken[drawn.position] = UntakenGroup(drawn)
+        else:
+            self.untaken.pop(drawn.position, None)
+        if not is_tried_again:
             log.warning(
                 "prompt %s at %d is skipped after %d tries",
                 drawn.prompt.id,
@@ -249,6 +263,18 @@ class Collector:
                     enough = len(stored) >= count  # but an older one is not among them
                     with self._clock.stage("stragglers") if enough else nullcontext():
                         await self._stored.wait()
+                return True
+        return False
+
+    async def wait_until_idle(self, wait_s: float) -> bool:
+        """Waits up to `wait_s` until every group that has a slot is stored; returns whether they
+        are. Nothing is generated then until another slot is free.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while self._ended < min(self._freed, self._wanted):
+                    self._stored.clear()
+                    await self._stored.wait()
                 return True
         return False
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from common.process import watchdog
 from common.process.loop_thread import LoopThread
+from common.process.progress import Progress
 from common.wire.schemas import Group, TakeRequest
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
@@ -127,6 +128,14 @@ class LeaderRollouts(Rollouts):
         self._loop.call(start.set_back(step, self._cursor.progress.position, known))
         return self._ranks.broadcast(self._total_steps)
 
+    def wait_until_idle(self) -> None:
+        """Returns when nothing is generated for training until another slot is freed. Called from
+        any thread; raises what stopped the collecting.
+        """
+        while not self._loop.call(self._collector.wait_until_idle(1.0)):
+            if self._failure is not None:
+                raise self._failure
+
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
         groups = (total_steps - step) * self._fresh_per_step
@@ -148,8 +157,8 @@ class LeaderRollouts(Rollouts):
             self._failure = self._failure or CollectFailed(reason, remedy="see the log above")
 
     def next(self, step: int) -> list[TrainingGroup]:
-        """See `Rollouts`. Raises CollectFailed when collecting stopped or no batch came in
-        `trainer.wait_timeout_s`.
+        """See `Rollouts`. Raises CollectFailed when collecting stopped or no group was graded for
+        `trainer.stuck_after_s`.
         """
         self._batches += 1
         settings = self._config.trainer
@@ -194,16 +203,21 @@ class LeaderRollouts(Rollouts):
         """
         settings = self._config.trainer
         in_order = settings.max_staleness > 0 and settings.when_stale == "wait"
-        start = time.monotonic()
-        told = start
-        while (now := time.monotonic()) - start < settings.wait_timeout_s:
+        waits = Progress(f"a batch of {count} groups", settings.stuck_after_s)
+        first = self._collector.stored_groups
+        told = time.monotonic()
+        while not waits.is_stuck:
+            stored = self._collector.stored_groups - first
+            waits.saw(stored, f"{stored} groups were graded")
+            now = time.monotonic()
             if now - told > _SAY_EVERY_S:
-                self._tell_wait(now - start, count)
+                self._tell_wait(waits.waited_s, count)
                 told = now
                 self._loop.call(self._collector.store_lost())
             if self._failure is not None:
                 raise self._failure
-            if in_order and not self._loop.call(self._collector.wait_for_oldest(count, 1.0)):
+            pause_s = waits.pause_s
+            if in_order and not self._loop.call(self._collector.wait_for_oldest(count, pause_s)):
                 continue
 
             # A new id each time: evictions are reported once.
@@ -211,7 +225,7 @@ class LeaderRollouts(Rollouts):
             request = TakeRequest(
                 count=count,
                 min_version=min_version,
-                wait_s=1.0,
+                wait_s=pause_s,
                 request_id=f"{self._run_id}-take-{self._requests}",
                 run_id=self._run_id,
             )
@@ -219,12 +233,12 @@ class LeaderRollouts(Rollouts):
             if groups:
                 return sorted(groups, key=lambda group: group.position)
 
-        message = f"no batch of {count} groups within {settings.wait_timeout_s:.0f} s"
+        message = f"no progress for {settings.stuck_after_s:g} s of waiting for {waits}"
         watchdog.deadline_passed(message)
         raise CollectFailed(
             message,
-            field="trainer.wait_timeout_s",
-            value=settings.wait_timeout_s,
+            field="trainer.stuck_after_s",
+            value=settings.stuck_after_s,
             remedy="look at the logs of rollout-server and reward-server, or raise the limit",
         )
 

@@ -59,7 +59,8 @@ def failed_trial(reason: str) -> ConfigError:
     return ConfigError(
         f"a reward function failed for a made-up answer: {reason}",
         field="reward.functions",
-        remedy="correct the function, and test it by itself",
+        remedy="correct the function, which returns a list with a number for each completion, and "
+        "test it by itself",
     )
 
 

@@ -84,7 +84,7 @@ class Learner:
         rate = learning_rate(policy.step, policy.total_steps, settings)
         norm = policy.optimizer.step(rate)
         policy.step += 1
-        loss_sum, entropy_sum = ranks.sum(sums).tolist()
+        loss_sum, entropy_sum = ranks.sum_shares(sums).tolist()
         applied = math.isfinite(norm)
         return Update(
             loss=_finite(loss_sum / total),

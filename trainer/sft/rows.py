@@ -2,14 +2,16 @@
 marked.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from common.errors import ConfigError
-from common.prompts.prompter import Prompter, answered_text, text_ids
+from common.prompts.prompter import Prompter, PromptStyle, answered_text, text_ids
 from common.wire.schemas import Float32, Int32, Prompt
+from services.data.sft_examples import Example
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +68,29 @@ class Encoder:
 
     def _turns(self, example: Prompt) -> Iterator[tuple[list[int], list[int]]]:
         """Yields the tokens before each answer of a chat, and the tokens of the answer."""
+        style = self._style(example)
         for i, message in enumerate(example.chat):
             if message["role"] == "assistant":
                 asked = {
                     "prompt": example.chat[i - 1]["content"],
                     "chat": example.chat[:i] if i > 1 else [],
                 }
-                yield self._split(example.model_copy(update=asked), message["content"])
+                yield self._split(example.model_copy(update=asked), message, style)
 
-    def _split(self, asked: Prompt, answer: str) -> tuple[list[int], list[int]]:
+    def _style(self, example: Prompt) -> PromptStyle:
+        """Returns the style with the example's tools as a variable of the chat template."""
         style = self.prompter.style
+        tools = example.tools if isinstance(example, Example) else []
+        if not tools:
+            return style
+        variables = {**style.chat_template_kwargs, "tools": tools}
+        style = replace(style, chat_template_kwargs=variables)
+        style.check(self.prompter.tokenizer)
+        return style
+
+    def _split(
+        self, asked: Prompt, answer: Mapping[str, Any], style: PromptStyle
+    ) -> tuple[list[int], list[int]]:
         tokenizer = self.prompter.tokenizer
         before, after = answered_text(asked, answer, style, tokenizer)
         prompt, both = text_ids([before, before + after], style, tokenizer)

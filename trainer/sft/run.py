@@ -3,6 +3,7 @@ update.
 """
 
 import gc
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from common.models.rotary import switch_length
 from common.process import watchdog
+from common.process.cli import program
 from common.process.logs import set_run
 from common.process.run_lock import RunLock
 from common.process.topology import Topology
@@ -55,7 +57,7 @@ class _RankZero:
     """What only rank 0 has."""
 
     log: SftLog
-    examples: list[Prompt]
+    examples: Sequence[Prompt]
     batches: Batches
     trained: TrainedPrompts
     lock: RunLock
@@ -299,8 +301,8 @@ class SftRun:
         model = saved
         if config.lora.rank:
             model = recorder.directory / "merged"
-            recorder.say(f"merge:      python -m trainer.export {saved} {model}")
+            recorder.say(f"merge:      {program('trainer.export')} {saved} {model}")
         recorder.say(
-            f"evaluate:   python -m trainer.evaluate_model --model {model} "
+            f"evaluate:   {program('trainer.evaluate_model')} --model {model} "
             f"--dataset {config.data.source}"
         )

@@ -35,6 +35,7 @@ _TRAINER = (
     "micro_batch_size",
     "packing",
     "shard_size",
+    "context_parallel_size",
     "activation_checkpointing",
     "compile",
     "offload_optimizer",
@@ -54,9 +55,8 @@ def _in_sections(name: str) -> bool:
 
 
 SFT_SETTINGS = SettingsSubset(
-    about="Supervised fine-tuning (SFT): the model learns data.answer_field, or the "
-    "assistant's messages of data.messages_field. trainer.batch_size counts examples, "
-    "trainer.eval_samples held-out ones.",
+    about="Supervised fine-tuning (SFT): the model learns the answers in data.answer_field, or the "
+    "assistant's messages in data.messages_field (docs/how-to/sft.md).",
     does="rlhf-sft learns from given answers and generates none",
     reads=[
         *_READ,
@@ -68,5 +68,19 @@ SFT_SETTINGS = SettingsSubset(
         "trainer.learning_rate": 2e-5,
         "trainer.lr_schedule": "cosine",
         "trainer.batch_size": 32,
+    },
+    meanings={
+        "data.num_samples": "Number of training examples to use, chosen by the seed. Unset: all.",
+        "data.prompt_field": "Column of the prompt, a text or a list of messages.",
+        "data.answer_field": "Column of the answer, all of which is learned: a text or a list of "
+        "messages.",
+        "data.messages_field": "Column of a chat, instead of `prompt_field` and `answer_field`. "
+        "Every message of the assistant is learned, its tool calls included; a column `tools` has "
+        "the tools.",
+        "trainer.num_epochs": "Passes over the training examples; not read with `max_steps`.",
+        "trainer.batch_size": "Examples per step.",
+        "trainer.eval_every": "Steps between evaluations on held-out examples. 0: only before and "
+        "after training.",
+        "trainer.eval_samples": "Held-out examples per evaluation. 0: no evaluation.",
     },
 )

@@ -12,12 +12,16 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from common.errors import NotFound, ServiceError, TooLarge
 from common.process import watchdog
+from common.process.daemon_threads import in_daemon_thread
+from common.process.progress import Progress, moved
 from common.weights import spares
 from common.wire.schemas import (
     WeightChecksums,
@@ -48,11 +52,27 @@ class PublishFailed(ServiceError):
 class VersionSource(Protocol):
     """Holds the tensors of a version that was announced without files."""
 
-    def write(self, version: int) -> WeightManifest:
-        """Writes the files of the newest version. Raises NotFound when it is not `version`."""
+    def write(self, version: int, wrote: Callable[[], None]) -> WeightManifest:
+        """Writes the files of the newest version, and calls `wrote` after every piece. Raises
+        NotFound when it is not `version`.
+        """
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
         """Compares the weights that an engine has received with those that were sent."""
+
+
+class _Files:
+    """The files of a version that is written because a node asks for them."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.pieces = 0
+        self.written: Future[WeightManifest] | None = None
+
+    def wrote(self) -> None:
+        """Counts a piece."""
+        self.pieces += 1
+        moved()
 
 
 class WeightBoard:
@@ -73,6 +93,7 @@ class WeightBoard:
         self._complete = False  # whether all rollout nodes were there once
         self._excluded: set[str] = set()  # nodes that `wait_confirmed` does not wait for
         self._writing = threading.Lock()
+        self._files: _Files | None = None
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self.source: VersionSource | None = None
         """Holds the tensors of versions that are announced without files."""
@@ -110,23 +131,35 @@ class WeightBoard:
         self._wake()
         return self._latest
 
-    async def with_files(self, manifest: WeightManifest) -> WeightManifest:
-        """Returns the manifest with files, after writing them if needed. Raises NotFound when the
-        version is gone.
+    async def with_files(self, manifest: WeightManifest, wait_s: float) -> WeightManifest:
+        """Returns the manifest with files, which are written first if needed; without them, and
+        with the progress of writing, when they are not there in `wait_s` seconds. Raises NotFound
+        when the version is gone.
         """
         if manifest.files or self.source is None:
             return manifest
-        return await asyncio.to_thread(self._write, self.source, manifest)
+        if self._files is None or self._files.version != manifest.version:
+            self._files = _Files(manifest.version)
+            self._files.written = in_daemon_thread(
+                partial(self._write, self.source, manifest, self._files), "weight-files"
+            )
+        files = self._files
+        assert files.written is not None
+        await asyncio.wait({asyncio.wrap_future(files.written)}, timeout=wait_s)
+        if not files.written.done():
+            return manifest.model_copy(update={"progress": files.pieces})
+        if files.written.exception() is not None:
+            self._files = None  # the next call tries again
+        return files.written.result()
 
-    def _write(self, source: VersionSource, manifest: WeightManifest) -> WeightManifest:
+    def _write(
+        self, source: VersionSource, manifest: WeightManifest, files: "_Files"
+    ) -> WeightManifest:
         with self._writing:
-            latest = self._latest
-            if latest is not None and latest.version == manifest.version and latest.files:
-                return latest
             log.info(
                 "writing the files of weights %d, because a node asks for them", manifest.version
             )
-            written = source.write(manifest.version)
+            written = source.write(manifest.version, files.wrote)
             with self._lock:
                 if self._latest is not None and self._latest.version == written.version:
                     # The manifest keeps its broadcast: the nodes that take part must not see it
@@ -143,11 +176,12 @@ class WeightBoard:
             raise NotFound("no weights were broadcast", field="version", value=version)
         return await self.source.verify(version, sums)
 
-    def sleep(self, timeout_s: float) -> None:
-        """Tells the nodes to put their engines to sleep; waits for all. Raises PublishFailed after
-        `timeout_s`.
+    def sleep(self, limit_s: float) -> None:
+        """Tells the nodes to put their engines to sleep; waits for all. Raises PublishFailed when
+        no further engine does so for `limit_s` seconds.
         """
         start = time.monotonic()
+        waits = Progress("the engines", limit_s)
         with self._lock:
             assert self._latest is not None, "engines sleep between two versions"
             self._latest = self._latest.model_copy(update={"asleep": True})
@@ -161,19 +195,20 @@ class WeightBoard:
                 awake = [report for report, at in alive if report.state != "asleep" or at < start]
                 if alive and not awake:
                     return
-                if now - start > timeout_s:
+                waits.saw(len(alive) - len(awake))
+                if waits.is_stuck:
                     states = [
                         f"{report.name} ({report.state}) {report.detail}".strip()
                         for report in awake
                     ]
                     raise PublishFailed(
-                        f"after {timeout_s:.0f} s these engines have not released their memory for "
-                        f"the update: {', '.join(states) or 'no report'}",
-                        field="trainer.publish_timeout_s",
-                        value=timeout_s,
+                        f"after {waits.waited_s:.0f} s these engines have not released their "
+                        f"memory for the update: {', '.join(states) or 'no report'}",
+                        field="trainer.fence_after_s",
+                        value=limit_s,
                         remedy="look at the log of rollout-server",
                     )
-                self._lock.wait(timeout=0.2)
+                self._lock.wait(timeout=min(0.2, waits.pause_s))
 
     def close(self) -> None:
         """Ends the calls that wait for a new version, so that the HTTP server can end."""
@@ -313,57 +348,78 @@ class WeightBoard:
         return workers
 
     def wait_confirmed(
-        self, manifest: WeightManifest, timeout_s: float, say: Callable[[str], None]
+        self, manifest: WeightManifest, limit_s: float, say: Callable[[str], None]
     ) -> list[WorkerReport]:
-        """Waits until the rollout nodes serve `manifest`; returns the ones that do not after
-        `timeout_s` seconds.
+        """Waits until the rollout nodes serve `manifest`; returns those that do not and have made
+        no progress for `limit_s` seconds. A node may take as long as it makes progress.
 
         The first call waits for as many nodes as the agents report. Later calls do not wait for a
         node that was returned before until it has caught up by itself. A node that has fallen
         silent is returned at once: its engine may still run with old weights. Raises PublishFailed
         when no node serves the manifest.
         """
-        start = time.monotonic()
-        told = start
+        arrivals = Progress("the rollout nodes", limit_s)
+        nodes: dict[str, _Node] = {}
+        told = time.monotonic()
         tell_after_s = 10.0
         while True:
             self._check_served()
             workers = self.workers()
             serving = {worker.name for worker in workers if _serves(worker, manifest)}
             self._excluded -= serving
-            missing = [
-                worker
-                for worker in workers
-                if worker.name not in serving and worker.name not in self._excluded
-            ]
+            others = [worker for worker in workers if worker.name not in serving]
+            missing = [worker for worker in others if worker.name not in self._excluded]
             expected = max((worker.num_nodes for worker in workers), default=1)
             all_there = self._complete or len(workers) >= expected
             if serving and not missing and all_there:
                 return self._exclude(self._silent())
 
-            now = time.monotonic()
-            waited = _progress(manifest, len(serving), expected, missing)
-            if now - start > timeout_s:
-                watchdog.deadline_passed(f"after {timeout_s:.0f} s {waited}")
+            arrivals.saw(len(workers))
+            for worker in others:
+                nodes.setdefault(worker.name, _Node(worker, limit_s)).saw(worker)
+            # Without any node that serves, one that was given up before may still get there.
+            awaited = missing if serving else others
+            moving = [worker for worker in awaited if not nodes[worker.name].waits.is_stuck]
+            waited = _waited(manifest, len(serving), expected, awaited)
+            if not moving and (arrivals.is_stuck or (awaited and all_there)):
+                watchdog.deadline_passed(f"no progress for {limit_s:g} s: {waited}")
                 if not serving:
                     raise PublishFailed(
-                        f"after {timeout_s:.0f} s {waited}",
-                        field="trainer.publish_timeout_s",
-                        value=timeout_s,
+                        f"no progress for {limit_s:g} s: {waited}",
+                        field="trainer.fence_after_s",
+                        value=limit_s,
                         remedy="look at the log of rollout-server",
                     )
                 log.error(
-                    "after %.0f s %s; training continues without them until they catch up",
-                    timeout_s,
+                    "no progress for %g s (trainer.fence_after_s): %s; training continues without "
+                    "them until they catch up",
+                    limit_s,
                     waited,
                 )
                 return self._exclude([*missing, *self._silent()])
+
+            now = time.monotonic()
             if now - told > tell_after_s:
-                say(f"waited {now - start:.0f} s so far: {waited}")
+                say(f"waited {arrivals.waited_s:.0f} s so far: {waited}")
                 told = now
                 tell_after_s = min(60.0, 2 * tell_after_s)
             with self._lock:
-                self._lock.wait(timeout=0.2)
+                self._lock.wait(timeout=min(0.2, arrivals.pause_s))
+
+
+class _Node:
+    """A rollout node on its way to a version."""
+
+    def __init__(self, worker: WorkerReport, limit_s: float) -> None:
+        self.waits = Progress(worker.name, limit_s)
+        self._last = worker.progress
+        self._sum = 0
+
+    def saw(self, worker: WorkerReport) -> None:
+        """Records a report; an agent that was restarted counts from 0 again."""
+        self._sum += max(0, worker.progress - self._last)
+        self._last = worker.progress
+        self.waits.saw(self._sum)
 
 
 def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:
@@ -372,7 +428,7 @@ def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:
     return is_current and worker.state == "ready"
 
 
-def _progress(
+def _waited(
     manifest: WeightManifest, serving: int, expected: int, missing: list[WorkerReport]
 ) -> str:
     """Returns how many nodes serve a version, and the states of those that do not."""

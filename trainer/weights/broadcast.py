@@ -5,10 +5,12 @@ nodes. The nodes' part is `services.rollout.weights.receive`.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
 from common.errors import Conflict
+from common.process.progress import Progress
 from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from learning.weight_group import digest_all
 from trainer.weights.board import WeightBoard
@@ -25,7 +27,7 @@ _BLAME_S = 3.0
 class Broadcaster:
     """Announces a version, sends it to the engines that are ready, and writes files for the others.
 
-    `timeout_s` applies to the rendezvous and to the transfer.
+    `limit_s` applies to the rendezvous and to every bucket of the transfer.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class Broadcaster:
         board: WeightBoard,
         static_files: list[Path],
         run_id: str,
-        timeout_s: float,
+        limit_s: float,
         rendezvous: Rendezvous,
         *,
         bucket_bytes: int = BUCKET_BYTES,
@@ -41,7 +43,7 @@ class Broadcaster:
         self._board = board
         self._static_files = static_files
         self._run_id = run_id
-        self._timeout_s = timeout_s
+        self._limit_s = limit_s
         self._rendezvous = rendezvous
         self._copy = HostCopy(bucket_bytes)
         self._group: EngineGroup | None = None
@@ -109,7 +111,7 @@ class Broadcaster:
             self._group = None
         if self._group is None and members:
             try:
-                self._group = EngineGroup(members, self._rendezvous, self._timeout_s)
+                self._group = EngineGroup(members, self._rendezvous, self._limit_s)
             except RuntimeError as error:
                 log.error(
                     "no group can be formed at %s, so weights go over HTTP: %s",
@@ -127,16 +129,14 @@ class Broadcaster:
 
     def _problem(self, group: EngineGroup, transfer: Transfer) -> str | None:
         """Waits for the end of the transfer; returns why it failed, naming the workers, or None."""
-        limit = time.monotonic() + self._timeout_s
-        while not wait([transfer.done], 0.05).done:
+        waits = Progress("the broadcast", self._limit_s, unit="buckets sent")
+        while not wait([transfer.done], min(0.05, waits.pause_s)).done:
             lost = self._lost(group)
             if lost:
                 return lost
-            if time.monotonic() > limit:
-                return (
-                    f"the broadcast was not done after {self._timeout_s:.0f} s; "
-                    f"{self._states(group)}"
-                )
+            waits.saw(transfer.sent)
+            if waits.is_stuck:
+                return f"no progress: {waits}; {self._states(group)}"
         error = transfer.done.exception()
         if error is None:
             return None
@@ -172,8 +172,8 @@ class Broadcaster:
         ]
         return ", ".join(states)
 
-    def write(self, version: int) -> WeightManifest:
-        """Writes the files of the newest version. Raises NotFound when it is not `version`."""
+    def write(self, version: int, wrote: Callable[[], None]) -> WeightManifest:
+        """See `VersionSource`."""
         with self._copy.reading(version) as tensors:
             return write_version(
                 tensors.items(),
@@ -181,6 +181,7 @@ class Broadcaster:
                 self._board.directory,
                 run_id=self._run_id,
                 version=version,
+                wrote=wrote,
             )
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:

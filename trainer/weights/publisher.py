@@ -24,9 +24,9 @@ class Publisher:
     static_files: list[Path]
     """Config and tokenizer files that make a version a complete model directory."""
     run_id: str
-    timeout_s: float
+    limit_s: float
     fence: Callable[[WorkerReport], None]
-    """Stops traffic to a node that did not confirm within `timeout_s`."""
+    """Stops traffic to a node that made no progress for `limit_s` seconds."""
     say: Callable[[str], None]
     """Prints what the publisher waits for."""
     _: KW_ONLY
@@ -41,7 +41,7 @@ class Publisher:
         """Returns when no engine holds GPU memory. Raises PublishFailed when one does not release
         it.
         """
-        self.board.sleep(self.timeout_s)
+        self.board.sleep(self.limit_s)
 
     def wake(self) -> None:
         """Announces the newest version again, for engines that sleep. Raises PublishFailed when
@@ -89,7 +89,7 @@ class Publisher:
 
     def _wait_confirmed(self, manifest: WeightManifest) -> None:
         """Waits until the nodes serve a version; stops the traffic to those that do not."""
-        for worker in self.board.wait_confirmed(manifest, self.timeout_s, self.say):
+        for worker in self.board.wait_confirmed(manifest, self.limit_s, self.say):
             self.fence(worker)
 
 

@@ -1,7 +1,9 @@
 """`WeightSync.push` sends the policy's weights to every rollout engine, over any transport."""
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -9,6 +11,7 @@ from common.process.daemon_threads import in_daemon_thread
 from learning.staging import Staging
 from trainer.policy.policy import Policy
 from trainer.timing import PUBLISHING, StageClock
+from trainer.weights.checksum import WeightsChecksum
 from trainer.weights.gpu_lease import EngineMemory, GpuLease
 from trainer.weights.versions import Weights
 
@@ -28,6 +31,9 @@ class WeightSync:
     """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0
     publishes.
     """
+
+    checksum: str | None = None
+    """Of the newest weights that were pushed (`WeightsChecksum`); None where it is not computed."""
 
     def __init__(self, lease: GpuLease = _UNSHARED) -> None:
         self._lease = lease
@@ -55,7 +61,8 @@ class LeaderWeightSync(WeightSync):
     weights.
 
     A thread then publishes a copy of the weights. At most one version is in flight: the next one
-    waits for it, so versions arrive in order and only one copy is held.
+    waits for it, so versions arrive in order and only one copy is held. It calls `may_load` first,
+    which returns when the engines may load new weights.
     """
 
     def __init__(
@@ -64,8 +71,13 @@ class LeaderWeightSync(WeightSync):
         clock: StageClock,
         in_background: bool,
         lease: GpuLease = _UNSHARED,
+        *,
+        may_load: Callable[[], None] = lambda: None,
+        has_checksums: bool = False,
     ) -> None:
         super().__init__(lease)
+        self._may_load = may_load
+        self._has_checksums = has_checksums
         self._publisher = publisher
         self._clock = clock
         self._in_background = in_background
@@ -76,7 +88,8 @@ class LeaderWeightSync(WeightSync):
         with self._clock.stage("publish"):
             needs_copy = self._in_background or self._lease.shared
             if not needs_copy:
-                self._publisher.publish(policy.weights(), policy.step)
+                with self._weights(policy) as gathered:
+                    self._publisher.publish(gathered, policy.step)
                 return self._served
 
             self._served.result()
@@ -94,11 +107,25 @@ class LeaderWeightSync(WeightSync):
         """Returns a copy of the weights in host memory."""
         if self._staging is None:
             self._staging = Staging(policy.ranks.device)
-        weights = [(name, self._staging.to_host(tensor)) for name, tensor in policy.weights()]
+        with self._weights(policy) as gathered:
+            weights = [(name, self._staging.to_host(tensor)) for name, tensor in gathered]
         self._staging.wait()
         return weights
 
+    @contextmanager
+    def _weights(self, policy: Policy) -> Iterator[Weights]:
+        """Yields the policy's weights, which are read inside the block; sets their checksum after
+        it.
+        """
+        if not self._has_checksums:
+            yield policy.weights()
+            return
+        checksum = WeightsChecksum()
+        yield checksum.over(policy.weights())
+        self.checksum = checksum.hexdigest()
+
     def _publish(self, weights: Weights, version: int) -> None:
+        self._may_load()
         with self._clock.stage(PUBLISHING):
             self._publisher.publish(weights, version)
 

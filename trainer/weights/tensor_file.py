@@ -1,12 +1,13 @@
 """Safetensors files, written and hashed in one pass over the tensors."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from common.process import progress
 from common.weights.checksums import Hasher
 
 _PIECE = 1 << 20
@@ -27,8 +28,12 @@ _NAMES = {
 }
 
 
-def write_tensors(tensors: dict[str, Tensor], stream: BinaryIO) -> str:
-    """Writes contiguous tensors in host memory to `stream`; returns the checksum of the file."""
+def write_tensors(
+    tensors: dict[str, Tensor], stream: BinaryIO, wrote: Callable[[], None] = progress.moved
+) -> str:
+    """Writes contiguous tensors in host memory to `stream`, and calls `wrote` after every MiB;
+    returns the checksum of the file.
+    """
     # The widest dtype first, so that each tensor begins at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -47,6 +52,7 @@ def write_tensors(tensors: dict[str, Tensor], stream: BinaryIO) -> str:
     for piece in _pieces(len(text).to_bytes(8, "little") + text, [tensor for _, tensor in ordered]):
         digest.update(piece)
         stream.write(piece)
+        wrote()
     return digest.hexdigest()
 
 

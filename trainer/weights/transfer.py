@@ -160,7 +160,7 @@ def _no_watchdog() -> Iterator[None]:
 
 class Transfer:
     """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's
-    time limit ends.
+    limit for one bucket ends.
 
     `sent` gets the tensors of every bucket on the device that sends them.
     """
@@ -173,6 +173,8 @@ class Transfer:
         self._flats = flats
         self._sent = sent
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.sent = 0
+        """Buckets that were sent."""
         self.done = in_daemon_thread(self._run, "broadcast")
         """Fails with the error that ended the transfer."""
 
@@ -188,6 +190,7 @@ class Transfer:
         try:
             for index in iter(self._queue.get, None):
                 self._group.send(self._flats[index], partial(self._add, self._buckets[index]))
+                self.sent += 1
             self._group.wait()
         finally:
             if self._group.closed:

@@ -7,12 +7,13 @@ have that version.
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
+from common.process import progress
 from common.process.storage import storing
 from common.weights import spares
 from common.weights.checksums import checksum
@@ -39,9 +40,10 @@ def write_version(
     version: int,
     *,
     previous: WeightManifest | None = None,
+    wrote: Callable[[], None] = progress.moved,
 ) -> WeightManifest:
     """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is
-    complete.
+    complete. Calls `wrote` after every MiB of tensors.
 
     With `previous`, also writes deltas from that version, whose files are in `directory` too.
 
@@ -60,10 +62,10 @@ def write_version(
             kind: Literal["model", "adapter"] = "adapter" if is_adapter(partial) else "model"
             name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
             tensors = on_host(weights)
-            checksums = {file.name: checksum(file) for file in partial.iterdir()}
+            checksums = {file.name: checksum(file, wrote) for file in partial.iterdir()}
             size = sum(tensor.nbytes for tensor in tensors.values())
             with spares.create(partial / name, size) as stream:
-                checksums[name] = write_tensors(tensors, stream)
+                checksums[name] = write_tensors(tensors, stream, wrote)
 
             files = []
             for file_name, file_checksum in sorted(checksums.items()):

@@ -1,16 +1,21 @@
-"""Lets containers that reach nothing else reach this server's gateway."""
+"""Lets containers that reach nothing else reach this server's gateway: it serves there, too.
+
+Nothing stands between a container and the server, which therefore sees how each connection ends
+(`services.http.delivery`).
+"""
 
 import asyncio
 import contextlib
 import errno
+import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-_CHUNK = 1 << 16
+from services.http.app import serving_also
 
 
 class Gate:
-    """Passes connections on to the gateway, from a socket file or from another address.
+    """The gateway at another address, or in the network of a sandbox.
 
     Args:
         gateway: URL of this server.
@@ -20,59 +25,77 @@ class Gate:
         address = urlsplit(gateway)
         self.host = address.hostname or ""
         self.port = address.port or (443 if address.scheme == "https" else 80)
-        self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()  # several episodes begin at once
-        self._open: set[asyncio.StreamWriter] = set()
+        self._is_open = False
+        self._doors = contextlib.AsyncExitStack()
 
     async def open_file(self, path: Path) -> None:
-        """Listens at a socket file that every user may open."""
+        """Takes listening sockets at a socket file that every user may open. Each is served until
+        its sender ends.
+        """
         async with self._opening:
-            if self._server is None:
-                self._server = await asyncio.start_unix_server(self._pass_on, path)
-                await asyncio.to_thread(path.chmod, 0o666)
+            if self._is_open:
+                return
+            listener = await asyncio.to_thread(_listen, path)
+            accepting = asyncio.create_task(self._accept(listener))
+            self._doors.callback(accepting.cancel)
+            self._is_open = True
 
     async def open_address(self, address: str) -> None:
-        """Listens at the gateway's port of another address, unless the gateway does so itself."""
+        """Serves at the gateway's port of another address, unless the gateway does so itself."""
         async with self._opening:
-            if self._server is not None:
+            if self._is_open:
                 return
             try:
-                self._server = await asyncio.start_server(self._pass_on, address, self.port)
+                sock = socket.create_server((address, self.port), backlog=2048)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
+            else:
+                await self._doors.enter_async_context(serving_also(self.port, sock))
+            self._is_open = True
 
     async def close(self) -> None:
-        """Stops listening, and ends what is connected."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        ending = list(self._open)
-        for writer in ending:
-            writer.close()
-        await asyncio.gather(*[each.wait_closed() for each in ending], return_exceptions=True)
+        """Stops serving there."""
+        await self._doors.aclose()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there, back = await asyncio.open_connection(self.host, self.port)
-        except OSError:
-            writer.close()
-            return
-        both = {back, writer}
-        self._open |= both
-        try:
+    async def _accept(self, listener: socket.socket) -> None:
+        """Serves what each client of the socket file sends, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        with listener:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_copy(reader, back))
-                group.create_task(_copy(there, writer))
-        finally:
-            self._open -= both
+                while True:
+                    sender, _ = await loop.sock_accept(listener)
+                    group.create_task(self._serve(sender))
+
+    async def _serve(self, sender: socket.socket) -> None:
+        """Serves at the listening socket that is sent, until its sender ends."""
+        # A program may send anything.
+        with sender, contextlib.suppress(OSError, ValueError):
+            await _readable(sender)
+            _, descriptors, _, _ = socket.recv_fds(sender, 1, 1)
+            if not descriptors:
+                return
+            with socket.socket(fileno=descriptors[0]) as sock:
+                async with serving_also(self.port, sock):
+                    await _readable(sender)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    path.chmod(0o666)
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+async def _readable(sock: socket.socket) -> None:
+    """Waits until a socket has content, or its other end is closed."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
     try:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(_CHUNK):
-                writer.write(data)
-                await writer.drain()
+        await readable.wait()
     finally:
-        writer.close()
+        loop.remove_reader(sock)

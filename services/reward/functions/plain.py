@@ -182,7 +182,7 @@ def name_of(function: Function) -> str:
     """
     function = _unwrapped(function)
     name = str(getattr(function, "__name__", type(function).__name__))
-    return "function" if name == "<lambda>" else name
+    return "lambda" if name == "<lambda>" else name
 
 
 def _unwrapped(function: Function) -> Function:

@@ -6,6 +6,7 @@ and `transfer` send them.
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -18,13 +19,20 @@ from common.clients.base import Unreachable
 from common.errors import ServiceError
 from common.process import logs
 from common.process.metrics import Metrics
+from common.process.progress import Progress, bounded
 from common.settings.config import Config
 from common.wire.schemas import WeightManifest
 from services.rollout.engine_client import EngineClient, adapters_kept, released_memory
 from services.rollout.process import Supervised
 from services.rollout.state import NodeState
 from services.rollout.weights.receive import BroadcastReceiver
-from services.rollout.weights.store import TrainerClient, WeightId, WeightsGone, WeightStore
+from services.rollout.weights.store import (
+    Download,
+    TrainerClient,
+    WeightId,
+    WeightsGone,
+    WeightStore,
+)
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
@@ -33,6 +41,8 @@ _SHARED_GPU_POLL_S = 5.0
 _LOST_BEFORE_STALE = 3
 """Consecutive interrupted downloads, each right after a response from the trainer, that make the
 node stale."""
+_FILES_S = 30.0
+"""One answer about files that are being written."""
 
 
 class WeightFollower:
@@ -55,7 +65,7 @@ class WeightFollower:
         name: str,
         metrics: Metrics,
     ) -> None:
-        self._load_timeout_s = config.trainer.publish_timeout_s
+        self._stuck_after_s = config.rollout.stuck_after_s
         self._adapters_kept = adapters_kept(config)
         self._state = state
         self._store = store
@@ -64,7 +74,7 @@ class WeightFollower:
         self._engine = engine
         self._changed = changed
         self._name = name
-        self._receiver = BroadcastReceiver(name, api, trainer, timeout_s=self._load_timeout_s)
+        self._receiver = BroadcastReceiver(name, api, trainer)
 
         self.newest: tuple[WeightManifest, Path] | None = None
         """The newest verified weights and their directory, used to start an engine."""
@@ -74,6 +84,7 @@ class WeightFollower:
         self._failed_broadcasts = 0
         self._lost_downloads = 0
         """Interrupted downloads in a row."""
+        self._download = Download(0)
         self._loading: asyncio.Task[str] | None = None
         self._partial = False
         """Whether the engine may hold part of a version."""
@@ -102,6 +113,13 @@ class WeightFollower:
         earlier groups.
         """
         return f"{self._process_id}-{self._engine.starts}-{self._failed_broadcasts}"
+
+    @property
+    def doing(self) -> str:
+        """What the node does to get to the wanted version; empty when it does nothing."""
+        if not self._state.updating:
+            return ""
+        return "the engine loads them" if self._loading else str(self._download)
 
     def engine_up(self) -> None:
         """Continues loading once the engine is healthy."""
@@ -191,7 +209,7 @@ class WeightFollower:
         start = self._engine.starts
         if self._engine.up and not self._api.asleep:
             try:
-                await self._api.sleep(self._shared_memory, self._load_timeout_s)
+                await self._api.sleep(self._shared_memory, self._stuck_after_s)
             except ServiceError as error:
                 if self._is_still_up(start):
                     self._engine.restart(f"it did not release its memory: {error}")
@@ -217,6 +235,8 @@ class WeightFollower:
 
     async def _update(self, manifest: WeightManifest) -> None:
         wanted = WeightId.of(manifest)
+        if wanted != self._state.wanted:
+            self._download = Download(sum(file.size for file in manifest.files))
         self._state.wanted = wanted
         self._state.updating = True
         self._state.asleep = False
@@ -232,7 +252,8 @@ class WeightFollower:
                 manifest = await self._with_files()
                 wanted = WeightId.of(manifest)
                 self._state.wanted = wanted
-            path = await self._store.fetch(manifest, self._trainer)
+                self._download = Download(sum(file.size for file in manifest.files))
+            path = await self._store.fetch(manifest, self._trainer, self._download)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest = (manifest, path)
             self._lost_downloads = 0
@@ -260,12 +281,23 @@ class WeightFollower:
 
     async def _with_files(self) -> WeightManifest:
         """Returns the newest version with its files, which the trainer writes on demand."""
-        manifest = await self._trainer.latest(
-            held=None, wait_s=0, deadline_s=self._load_timeout_s, files=True
+        waits = Progress(
+            "the files of a version that the trainer writes",
+            self._stuck_after_s,
+            unit="MiB",
+            field="rollout.stuck_after_s",
+            remedy="look at the log of ppo-trainer",
         )
-        if manifest is None or not manifest.files:
-            raise WeightsGone("the trainer has no files of these weights")
-        return manifest
+        while True:
+            manifest = await self._trainer.latest(
+                held=None, wait_s=waits.pause_s, deadline_s=_FILES_S, files=True
+            )
+            if manifest is None:
+                raise WeightsGone("the trainer has no files of these weights")
+            if manifest.files:
+                return manifest
+            waits.saw(manifest.progress)
+            waits.check()
 
     async def _receive(self, wanted: WeightId, manifest: WeightManifest) -> bool:
         """Receives this version by broadcast if there is one; returns whether the engine serves it.
@@ -309,23 +341,38 @@ class WeightFollower:
         engine refuses.
         """
         if manifest.kind == "adapter":
+            # Small: its time does not depend on its size.
             await self._api.load_adapter(
-                path, manifest, keep=self._adapters_kept, timeout_s=self._load_timeout_s
+                path, manifest, keep=self._adapters_kept, timeout_s=self._stuck_after_s
             )
         else:
             await self._api.load(
                 path,
                 str(manifest.version),
-                timeout_s=self._load_timeout_s,
+                timeout_s=math.inf,  # `_into_engine` ends it without progress
                 whole=not self._partial,
             )
         return path.name
 
     async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
-        """Returns the result of `work`, or None when the engine has ended meanwhile."""
+        """Returns the result of `work`, or None when the engine has ended meanwhile. Raises Stuck
+        when the engine makes no progress.
+        """
         start = self._engine.starts
         begin = time.monotonic()
-        self._loading = asyncio.create_task(work)
+        waits = Progress(
+            f"the engine to take weights ({stage})",
+            self._stuck_after_s,
+            unit="steps",
+            field="rollout.stuck_after_s",
+            remedy="look at the log of the engine",
+        )
+        first = self._engine.work()
+
+        def progress() -> int:
+            return self._engine.work() - first + self._receiver.received
+
+        self._loading = asyncio.create_task(bounded(work, waits, progress))
         try:
             await asyncio.wait({self._loading})
             if self._loading.cancelled() or not self._is_still_up(start):

@@ -4,6 +4,7 @@ resumes. The sender is `trainer.weights.transfer`, which `trainer.weights.broadc
 
 import asyncio
 import logging
+import math
 
 from common.errors import ServiceError
 from common.wire.schemas import Broadcast, WeightChecksums, WeightManifest
@@ -13,6 +14,8 @@ from services.rollout.weights.store import TrainerClient
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
 _CLEAN_UP_S = 5.0
+_UNBOUNDED = math.inf
+"""The caller of `receive` ends it when `received` does not grow."""
 
 
 class BroadcastWithdrawn(ServiceError):
@@ -25,18 +28,15 @@ class BroadcastWithdrawn(ServiceError):
 class BroadcastReceiver:
     """Receives weights by broadcast. After an error the engine may hold part of a version and stays
     paused.
-
-    `timeout_s` limits one version, from the rendezvous to the verdict.
     """
 
-    def __init__(
-        self, name: str, api: EngineClient, trainer: TrainerClient, timeout_s: float
-    ) -> None:
+    def __init__(self, name: str, api: EngineClient, trainer: TrainerClient) -> None:
         self._name = name
         self._api = api
         self._trainer = trainer
-        self._timeout_s = timeout_s
         self._group: str | None = None
+        self.received = 0
+        """Steps of the current broadcast that are done: a number that grows."""
 
     def reset(self) -> None:
         """Forgets the group, since the engine was restarted."""
@@ -45,14 +45,13 @@ class BroadcastReceiver:
     async def receive(self, manifest: WeightManifest, broadcast: Broadcast) -> str:
         """Receives a version and returns the verified checksum of the engine's weights.
 
-        Raises ServiceError or TimeoutError when the engine refuses, the trainer withdraws, or the
-        checksums differ.
+        Raises ServiceError when the engine refuses, the trainer withdraws, or the checksums differ.
         """
+        self.received = 0
         work = asyncio.create_task(self._receive(manifest.version, broadcast))
         watch = asyncio.create_task(self._watch(manifest, broadcast))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise BroadcastWithdrawn(
                     "the trainer has withdrawn the broadcast", field="group", value=broadcast.group
@@ -85,10 +84,10 @@ class BroadcastReceiver:
             log.info("%s: %s", path, error)
 
     async def _receive(self, version: int, broadcast: Broadcast) -> str:
-        limit_s = self._timeout_s
         await self._join(broadcast)
+        self.received += 1
         await self._api.pause()
-        await self._api.control("/begin_weight_update", {}, limit_s)
+        await self._api.control("/begin_weight_update", {}, _UNBOUNDED)
 
         last = len(broadcast.buckets) - 1
         for index, bucket in enumerate(broadcast.buckets):
@@ -98,11 +97,14 @@ class BroadcastReceiver:
             body["flush_cache"] = index == last
             if index == last:
                 body["weight_version"] = str(version)
-            await self._api.control("/update_weights_from_distributed", body, limit_s)
-        await self._api.control("/end_weight_update", {}, limit_s)
+            await self._api.control("/update_weights_from_distributed", body, _UNBOUNDED)
+            self.received += 1
+        await self._api.control("/end_weight_update", {}, _UNBOUNDED)
+        self.received += 1
 
-        sums = WeightChecksums(worker=self._name, ranks=await self._api.checksums(limit_s))
-        verdict = await self._trainer.verify(version, sums, limit_s)
+        sums = WeightChecksums(worker=self._name, ranks=await self._api.checksums(_UNBOUNDED))
+        self.received += 1
+        verdict = await self._trainer.verify(version, sums, _UNBOUNDED)
         log.info("weights %d arrived by broadcast; comparison: %s", version, verdict.compared)
         await self._api.resume()
         await self._api.confirm(str(version))
@@ -123,7 +125,7 @@ class BroadcastReceiver:
             "group_name": broadcast.group,
             "backend": broadcast.backend,
         }
-        await self._api.control("/init_weights_update_group", body, self._timeout_s)
+        await self._api.control("/init_weights_update_group", body, _UNBOUNDED)
         self._group = broadcast.group
 
     async def _watch(self, manifest: WeightManifest, broadcast: Broadcast) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,10 @@ import httpx
 
 from common.clients.base import Client
 from common.errors import ServiceError
+from common.process import progress
 from common.process.storage import storing
 from common.weights import spares
-from common.weights.checksums import Hasher, checksum
+from common.weights.checksums import PIECE_BYTES, Hasher, checksum
 from common.weights.deltas import BadDelta, apply_delta
 from common.wire.schemas import (
     SentFile,
@@ -36,6 +37,8 @@ from common.wire.schemas import (
 log = logging.getLogger(__name__)
 _KEEP = 2
 _ATTEMPTS = 3
+_READ_S = 30.0
+"""Seconds without a byte after which a connection is given up."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,35 @@ class WeightsGone(ServiceError):
 
     status = 404
     code = "weights_gone"
+
+
+class Download:
+    """How much of a version of `size` bytes has arrived.
+
+    Only bytes beyond the most so far are progress: what is fetched again after a failure is not.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.done = 0
+        """Bytes of complete files."""
+        self._most = 0
+        self._most_read = 0
+
+    def read(self, size: int) -> None:
+        """Records that `size` bytes of the trainer's own files were compared with the manifest."""
+        if size > self._most_read:
+            self._most_read = size
+            progress.moved()
+
+    def at(self, size: int) -> None:
+        """Records that `size` bytes of the current file are here."""
+        if self.done + size > self._most:
+            self._most = self.done + size
+            progress.moved()
+
+    def __str__(self) -> str:
+        return f"{self._most / 1e6:.1f} of {self.size / 1e6:.1f} MB fetched"
 
 
 class TrainerClient(Client):
@@ -115,7 +147,9 @@ class TrainerClient(Client):
             "POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s
         )
 
-    async def download(self, version: int, file: SentFile, target: Path) -> None:
+    async def download(
+        self, version: int, file: SentFile, target: Path, download: Download
+    ) -> None:
         """Downloads a file to `target`, which must not exist.
 
         Raises CorruptWeights for a wrong size or checksum, WeightsGone when the trainer has removed
@@ -123,7 +157,7 @@ class TrainerClient(Client):
         """
         name = f"{version}/{file.name}"
         path = f"/weights/{version}/files/{file.name}"
-        timeout = httpx.Timeout(30, connect=10, pool=None)
+        timeout = httpx.Timeout(_READ_S, connect=10, pool=None)
         digest = Hasher()
         size = 0
         async with self.http.stream("GET", path, timeout=timeout) as response:
@@ -140,6 +174,7 @@ class TrainerClient(Client):
                         break
                     digest.update(chunk)
                     stream.write(chunk)
+                    download.at(size)
 
         if size != file.size:
             reason = f"the size differs from the manifest's {file.size} bytes"
@@ -181,16 +216,21 @@ class WeightStore:
         """Compares a stored version with its manifest. When it differs, removes it, logs an error
         and returns False.
         """
-        problem = await asyncio.to_thread(_differs, path, manifest.files)
+        problem = await asyncio.to_thread(_differs, path, manifest.files, progress.moved)
         if problem is None:
             return True
         log.error("the weights in %s are damaged; downloading them again: %s", path, problem)
         self._forget(path)
         return False
 
-    async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
+    async def fetch(
+        self,
+        manifest: WeightManifest,
+        trainer: TrainerClient,
+        download: Download | None = None,
+    ) -> Path:
         """Returns the directory of this version: the trainer's if visible here, else a local one,
-        fetched if needed.
+        fetched if needed; `download` shows how far it is.
 
         A version with deltas is always fetched, so that it can be the base of the next one.
 
@@ -201,9 +241,10 @@ class WeightStore:
             if _same(known, manifest):
                 return path
 
+        download = download or Download(sum(file.size for file in manifest.files))
         has_deltas = any(file.delta for file in manifest.files)
         if not has_deltas:
-            shared = await shared_directory(manifest)
+            shared = await shared_directory(manifest, download.read)
             if shared is not None:
                 return shared
 
@@ -213,6 +254,7 @@ class WeightStore:
         target = self.directory / f"v{manifest.version:06d}{suffix}"
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
+        download.done = 0
         try:
             with storing(
                 f"weights {manifest.version}",
@@ -222,7 +264,11 @@ class WeightStore:
             ):
                 partial.mkdir()
                 for file in manifest.files:
-                    await self._store_file(manifest, file, partial, trainer=trainer)
+                    await self._store_file(
+                        manifest, file, partial, trainer=trainer, download=download
+                    )
+                    download.done += file.size
+                    download.at(0)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -237,7 +283,13 @@ class WeightStore:
         return target
 
     async def _store_file(
-        self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
+        self,
+        manifest: WeightManifest,
+        file: WeightFile,
+        directory: Path,
+        *,
+        trainer: TrainerClient,
+        download: Download,
     ) -> None:
         """Stores a file in `directory` in the cheapest way that works: a link, a delta, or the
         whole file.
@@ -245,9 +297,9 @@ class WeightStore:
         target = directory / file.name
         if await asyncio.to_thread(self._link, file, target):
             return
-        if await self._patch(manifest, file, directory, trainer=trainer):
+        if await self._patch(manifest, file, directory, trainer=trainer, download=download):
             return
-        await _get(manifest, file, target, trainer=trainer)
+        await _get(manifest, file, target, trainer=trainer, download=download)
 
     def _link(self, file: WeightFile, target: Path) -> bool:
         """Hard-links `target` to an identical file of another version; returns False when there is
@@ -267,7 +319,13 @@ class WeightStore:
                     yield path / known.name
 
     async def _patch(
-        self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
+        self,
+        manifest: WeightManifest,
+        file: WeightFile,
+        directory: Path,
+        *,
+        trainer: TrainerClient,
+        download: Download,
     ) -> bool:
         """Makes a file in `directory` from an earlier file and its delta; returns False when that
         is impossible.
@@ -281,7 +339,7 @@ class WeightStore:
         delta = directory / file.delta.name
         target = directory / file.name
         try:
-            await _get(manifest, file.delta, delta, trainer=trainer)
+            await _get(manifest, file.delta, delta, trainer=trainer, download=download)
             made = await asyncio.to_thread(apply_delta, base, delta, target)
         except (BadDelta, CorruptWeights) as error:
             made = str(error)
@@ -317,14 +375,23 @@ def _same(known: WeightManifest, manifest: WeightManifest) -> bool:
     )
 
 
-async def shared_directory(manifest: WeightManifest) -> Path | None:
+async def shared_directory(
+    manifest: WeightManifest, read: Callable[[int], None] = lambda _: None
+) -> Path | None:
     """Returns the trainer's directory of this version when it is visible here and matches the
-    manifest.
+    manifest; calls `read` with the bytes read so far.
     """
+    count = 0
+
+    def piece() -> None:
+        nonlocal count
+        count += PIECE_BYTES
+        read(count)
+
     if not manifest.directory:
         return None
     directory = Path(manifest.directory)
-    problem = await asyncio.to_thread(_differs, directory, manifest.files)
+    problem = await asyncio.to_thread(_differs, directory, manifest.files, piece)
     if problem is None:
         return directory
     log.error(
@@ -337,8 +404,10 @@ async def shared_directory(manifest: WeightManifest) -> Path | None:
     return None
 
 
-def _differs(directory: Path, files: list[WeightFile]) -> str | None:
-    """Returns how the files differ from the manifest; None when they match."""
+def _differs(directory: Path, files: list[WeightFile], read: Callable[[], None]) -> str | None:
+    """Returns how the files differ from the manifest; None when they match. Calls `read` after
+    every MiB.
+    """
     if not directory.is_dir():
         return "there is no such directory"
     for file in files:
@@ -347,7 +416,7 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
             size = path.stat().st_size
             if size != file.size:
                 return f"{file.name} has {size} bytes, the manifest says {file.size}"
-            if checksum(path) != file.xxh3:
+            if checksum(path, read) != file.xxh3:
                 return f"the checksum of {file.name} does not match the manifest"
         except OSError as error:
             return str(error)
@@ -355,19 +424,24 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
 
 
 async def _get(
-    manifest: WeightManifest, file: SentFile, target: Path, trainer: TrainerClient
+    manifest: WeightManifest,
+    file: SentFile,
+    target: Path,
+    *,
+    trainer: TrainerClient,
+    download: Download,
 ) -> None:
     """Copies a file from the trainer's directory if visible here, else downloads it; `target` must
     not exist.
     """
     if manifest.directory:
         source = Path(manifest.directory) / file.name
-        if await asyncio.to_thread(_copied, source, file, target):
+        if await asyncio.to_thread(_copied, source, file, target, download=download):
             return
 
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            await trainer.download(manifest.version, file, target)
+            await trainer.download(manifest.version, file, target, download=download)
             return
         except (httpx.TransportError, CorruptWeights) as error:
             if attempt == _ATTEMPTS:
@@ -382,7 +456,7 @@ async def _get(
             await asyncio.sleep(0.1 * 2**attempt)
 
 
-def _copied(source: Path, file: SentFile, target: Path) -> bool:
+def _copied(source: Path, file: SentFile, target: Path, *, download: Download) -> bool:
     """Copies `source`; returns False, without a target, when it is missing or does not match the
     manifest.
     """
@@ -395,6 +469,7 @@ def _copied(source: Path, file: SentFile, target: Path) -> bool:
         while chunk := reader.read(1 << 20):
             digest.update(chunk)
             writer.write(chunk)
+            download.at(writer.tell())
     if digest.hexdigest() == file.xxh3:
         return True
     target.unlink()

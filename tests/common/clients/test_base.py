@@ -19,7 +19,7 @@ from common.clients.data import DataClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed, completion_from_answer
 from common.errors import InvalidInput, ServiceError
-from common.process import logs
+from common.process import logs, progress
 from common.wire.schemas import RewardItem
 from services.http.app import create_app, listen
 from tests.support.ports import free_port
@@ -51,6 +51,31 @@ async def late_port() -> AsyncIterator[int]:
 async def test_a_call_waits_for_a_service_that_starts_later(late_port: int) -> None:
     async with Client("late", f"http://127.0.0.1:{late_port}", deadline_s=30) as client:
         assert (await client.request("GET", "/health")).json()["status"] == "healthy"
+
+
+async def test_wait_healthy_waits_as_long_as_a_service_makes_progress() -> None:
+    """In the process of the one that waits, too: its own looks are no progress."""
+    loading = ["weights"]
+    moves = True
+
+    async def load() -> None:
+        for _ in range(25):
+            await asyncio.sleep(0.1)
+            if moves:
+                progress.moved()
+        loading.clear()
+
+    app = create_app("critic-server", not_ready=lambda: loading[0] if loading else None)
+    async with in_process(app) as client:
+        task = asyncio.create_task(load())
+        await wait_healthy([client], 0.5)
+        await task
+        loading.append("weights")
+        moves = False
+        task = asyncio.create_task(load())
+        with pytest.raises(Unreachable, match=r"not healthy after 0.5 s without progress: thing"):
+            await wait_healthy([client], 0.5)
+        task.cancel()
 
 
 async def test_wait_healthy_waits_and_names_the_service(late_port: int) -> None:

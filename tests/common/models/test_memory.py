@@ -152,3 +152,15 @@ def test_impossible_values_are_refused_by_name() -> None:
         ModelShape.of({"model_type": "mixtral"})
     with pytest.raises(ConfigError, match=r"incomplete.*hidden_size"):
         ModelShape.of({"model_type": "llama", "num_attention_heads": 4})
+
+
+def test_ranks_that_compute_long_answers_together_need_the_memory_of_short_ones() -> None:
+    """An answer longer than a pass is a pass; of two ranks each computes half of it."""
+
+    def activations(answer: int, together: int) -> int:
+        words = ["--sampling.max_new_tokens", str(answer)]
+        words += ["--trainer.context_parallel_size", str(together)]
+        return trainer_memory(QWEN_7B, load(words, {}), 8).activations
+
+    assert activations(16_384, 1) == activations(100, 1) == activations(65_536, 4)
+    assert activations(65_536, 1) == 4 * activations(16_384, 1)

@@ -1,5 +1,8 @@
 """Where every task runs: on a cluster, under the local runner, and outside a job group."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import pytest
 
 from common.errors import ConfigError
@@ -11,6 +14,7 @@ from common.process.topology import (
     Topology,
     format_hosts,
     parse_hosts,
+    refuse_cpu_build,
 )
 
 CLUSTER = {
@@ -25,6 +29,18 @@ HOSTS = {
     "rollout-server-0.rlhf-math": LocalHost("127.0.0.3"),
     "rollout-server-1.rlhf-math": LocalHost("127.0.0.4", 100),
 }
+
+
+@pytest.mark.parametrize(("found", "refused"), [("2.13.0+cpu", True), ("2.13.0", False)])
+def test_a_torch_without_cuda_is_refused_by_its_version(
+    found: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.process.topology.version", lambda _: found)
+    told: AbstractContextManager[Any] = nullcontext()
+    if refused:
+        told = pytest.raises(ConfigError, match=r"2.13.0\+cpu is a CPU build.*--use-gpu.*leave it")
+    with told:
+        refuse_cpu_build("--use-gpu", True, "leave it out")
 
 
 def test_on_a_cluster_tasks_have_names_and_listen_everywhere() -> None:

@@ -157,6 +157,52 @@ def test_conflicting_settings_are_refused() -> None:
     assert "leaves no room for a prompt" in str(refused(argv))
 
 
+_STALE = "--trainer.max_staleness=1"
+
+
+@pytest.mark.parametrize(
+    ("argv", "named", "remedy"),
+    [
+        (["--rollout.device=cpu"], "rollout.device cpu", "rollout.engine embedded"),
+        (
+            ["--environment.name=agent:./play"],
+            "environment.name agent:./play",
+            "an environment class",
+        ),
+        (["--teacher.url=http://h:1"], "teacher.url http://h:1", "leave teacher.url empty"),
+        (
+            ["--reward.functions", "[{name: judge, url: 'http://h', model: m}]"],
+            "judge",
+            "leave it out",
+        ),
+        (
+            ["--reward.functions", "[{name: reward_model, model: m}]"],
+            "reward_model",
+            "leave it out",
+        ),
+        ([_STALE, "--trainer.when_stale=train"], "trainer.when_stale train", "when_stale wait"),
+        ([_STALE, "--trainer.when_stale=drop"], "trainer.when_stale drop", "when_stale wait"),
+        ([_STALE, "--algorithm.dynamic_sampling=true"], "dynamic_sampling True", "max_staleness 0"),
+        ([_STALE, "--data.curriculum=difficulty"], "curriculum difficulty", "max_staleness 0"),
+        ([_STALE, "--replay.reuse_ratio=0.5"], "replay.reuse_ratio 0.5", "max_staleness 0"),
+    ],
+)
+def test_what_would_make_two_runs_differ_is_refused(
+    argv: list[str], named: str, remedy: str
+) -> None:
+    load(argv, {})
+    message = str(refused([*argv, "--reproducible", "true"]))
+    assert named in message
+    assert "reproducible" in message
+    assert remedy in message
+
+
+def test_settings_that_repeat_are_allowed() -> None:
+    several = ["--algorithm.dynamic_sampling", "true", "--data.curriculum", "difficulty"]
+    load([*several, "--replay.reuse_ratio", "0.5", "--reproducible", "true"], {})
+    load([_STALE, "--environment.name", "python", "--reproducible", "true"], {})
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert "cannot be read" in str(refused(["--config", str(tmp_path / "absent.yaml")]))
     assert "cannot be read" in str(refused(in_file(tmp_path, "trainer: [")))

@@ -20,6 +20,7 @@ from common.wire.codec import (
     encode_groups,
     from_plain,
     group_json,
+    parse_json,
 )
 from common.wire.schemas import FLOAT32_MAX, Completion, Group, Groups, SampledGroups, TakenGroups
 
@@ -304,3 +305,28 @@ def test_damaged_bytes_decode_or_are_invalid_input(data: st.DataObject) -> None:
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(InvalidInput):
         decode_groups(b"\x91" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        ('{"temperature": NaN}', "temperature", "NaN"),
+        (
+            '{"items": [{"score": 1}, {"id": "a", "score": -Infinity}]}',
+            "items[1].score",
+            "-Infinity",
+        ),
+        ('{"a": {"b": {}}, "c": [[], [1, "x, ]}", Infinity]]}', "c[1][2]", "Infinity"),
+        ('{"say \\"hi\\"": NaN}', 'say "hi"', "NaN"),
+        ("[NaN]", "[0]", "NaN"),
+        ("NaN", "body", "NaN"),
+        ('{"a": "NaN", "b" 1}', "body", None),
+    ],
+)
+def test_a_number_that_json_does_not_have_is_named_with_its_place(
+    body: str, field: str, value: str | None
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_json(body.encode())
+    assert caught.value.field == field
+    assert caught.value.value == value

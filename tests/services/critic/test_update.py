@@ -146,13 +146,14 @@ def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int)
     [
         ["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"],
         ["--algorithm.mini_batches", "1"],
+        ["--algorithm.mini_batches", "2", "--trainer.context_parallel_size", "2"],
     ],
 )
 def test_two_processes_give_the_update_of_one(
     config: Config, settings: list[str], tmp_path: Path, cut: list[str]
 ) -> None:
-    """Replicas with mini-batches of one row, which leave one rank idle, and shards with equal
-    passes on both ranks."""
+    """Replicas with mini-batches of one row, which leave one rank idle; shards with equal passes on
+    both ranks; two ranks that compute every row together."""
     config.algorithm.mini_batches = int(cut[1])
     one = trained(config, batches=2)
     run_ranks(2, "critic_ranks", str(tmp_path), *settings, *cut)

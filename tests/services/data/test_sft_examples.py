@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.config import from_mapping
 from common.wire.schemas import Prompt
-from services.data.sft_examples import example_loader, load_examples
+from services.data.sft_examples import Example, example_loader, load_examples
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -115,3 +115,56 @@ def test_a_tenth_of_a_file_is_held_out_and_a_seed_chooses_a_part(tmp_path: Path)
         load_examples(from_mapping({"data.source": source, "trainer.eval_samples": 0})).held_out
         == []
     )
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+SCHEMA = {"type": "function", "function": {"name": "add"}}
+
+
+def calling(calls: Any, result: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Returns a chat that calls a tool once, as OpenAI's API has it."""
+    return [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        result or {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        {"role": "assistant", "content": "3", "tool_calls": None},
+    ]
+
+
+@pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA])])
+def test_a_chat_keeps_its_calls_and_its_tools(tmp_path: Path, tools: Any) -> None:
+    row = {"messages": calling([CALL]), "tools": tools}
+    (found,) = examples(written(tmp_path / "a.jsonl", [row]), messages_field="messages")
+    assert isinstance(found, Example)
+    assert found.tools == [SCHEMA]
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert found.chat == [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "3"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": calling("add")}, "line 1: in column 'messages' 'add' is not a list"),
+        ({"messages": calling([{"name": "add"}])}, "a tool call in column 'messages' is"),
+        (
+            {"messages": calling([{"function": {"name": "add", "arguments": "{"}}])},
+            "not a function with a name and arguments",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "3"}, *calling([CALL])]},
+            "a tool's message an answer that calls it",
+        ),
+        ({"messages": calling([CALL]), "tools": "add"}, "not a list of JSON schemas"),
+    ],
+)
+def test_calls_that_cannot_be_read_are_refused(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    source = written(tmp_path / "a.jsonl", [row])
+    with pytest.raises(ConfigError, match=message):
+        examples(source, messages_field="messages")

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from common.clients.rollout import sample_seed
 from common.errors import ConfigError, NotReady, ServiceError, ServiceLost
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
-from services.engine.sampling import sample_seed
 from services.engine.scheduler import LogitsNotFinite
 from services.engine.weights import BadWeights
 from tests.support.engines import write_model

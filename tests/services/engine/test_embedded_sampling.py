@@ -4,7 +4,8 @@ seed and position."""
 import numpy as np
 import torch
 
-from services.engine.sampling import FIELDS, sample, sample_seed, stream_key, uniforms
+from common.clients.rollout import sample_seed
+from services.engine.sampling import FIELDS, sample, stream_key, uniforms
 
 ROWS = 20_000
 

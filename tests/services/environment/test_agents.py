@@ -137,6 +137,21 @@ async def test_a_client_that_left_before_its_answer_has_none_even_if_the_server_
         assert "a call had no answer" in episode.detail
 
 
+@pytest.mark.parametrize("mode", ["leaves its answer", "leaves its stream"])
+async def test_a_client_that_left_an_answer_unread_has_none_although_it_was_sent(mode: str) -> None:
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, mode)
+        assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
+        assert "a call had no answer" in episode.detail
+
+
+async def test_an_answer_that_was_left_unread_is_sent_again_to_who_asks_again() -> None:
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "leaves and asks again")
+        assert (episode.status, episode.reward) == ("ok", 1.0)
+        assert (episode.metrics["turns"], len(episode.sequences)) == (1, 1)
+
+
 async def test_an_episode_without_a_folder_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -541,14 +541,41 @@ async def test_thoughts_are_signed_as_anthropics_library_expects() -> None:
         assert deltas.count("signature_delta") == 1
 
 
+SURROGATE = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800", "b": 2}}\n</tool_call>'
+
+
+async def test_half_a_pair_of_surrogates_in_a_tool_call_can_be_sent() -> None:
+    async with served(NAME, lambda _: SURROGATE) as server:
+        session = server.service.open_session(request_for(NAME))
+        body = CHAT | {"tools": [{"name": "add", "input_schema": SCHEMA}], "max_tokens": 300}
+        answer = (await post(server, session, "messages", body)).json()
+        assert answer["content"][-1]["input"] == {"a": "?", "b": 2}
+
+
+async def test_an_answer_that_cannot_be_written_is_no_answer() -> None:
+    deep: Any = 2
+    for _ in range(300):
+        deep = [deep]
+    call = {"name": "add", "arguments": {"a": deep, "b": 2}}
+    said = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    async with served(NAME, lambda _: said) as server:
+        request = request_for(NAME)
+        request.sampling.max_new_tokens = 3000
+        session = server.service.open_session(request)
+        body = CHAT | {"tools": [{"name": "add", "input_schema": SCHEMA}]}
+        with pytest.raises(TypeError):  # raised to a client in the same process
+            await post(server, session, "messages", body)
+        assert session.unanswered()
+
+
 async def test_engine_failure_is_an_error_that_clients_retry() -> None:
     async with opened() as (server, session):
         server.engine.failures = 1
         body = {"messages": [{"role": "user", "content": "x"}]}
         assert (await post(server, session, "chat/completions", body)).status_code == 500
-        assert session.unanswered
+        assert session.unanswered()
         assert (await post(server, session, "chat/completions", body)).status_code == 200
-        assert not session.unanswered
+        assert not session.unanswered()
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "1+2?"}]}

@@ -10,6 +10,8 @@ import pytest
 from common.errors import ServiceLost
 from common.settings.sections import EnvironmentSection
 from services.environment import kept_server
+from services.environment.kept_server import KeptServer
+from services.environment.outcome import EnvironmentLost
 from services.environment.runners import load_runner
 from tests.support.environments import request_for, served
 from tests.support.paths import ROOT
@@ -61,6 +63,20 @@ async def test_a_killed_server_is_started_again_and_plays_its_episodes(tmp_path:
         assert pids < names_in(tmp_path)
         (again,) = server.service._tried_again.collect()
         assert again.samples[0].value >= 3
+
+
+async def test_a_server_that_hangs_before_it_is_ready_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_server, "_START_DEADLINES", 1)
+    mark = tmp_path / "started"
+    script = f"test -e {mark} || {{ touch {mark}; exec sleep 1000; }}; exec {SERVER} $0"
+    server = KeptServer("test", f"sh -c '{script}' {{port}}")
+    with pytest.raises(EnvironmentLost, match="was not ready within 1 s"):
+        await server.ready(1)
+    program = await server.ready(60)
+    assert not program.ended
+    await server.close()
 
 
 async def test_a_hung_server_costs_a_time_out_and_is_replaced(

@@ -251,6 +251,20 @@ async def test_the_sandbox_reaches_the_gateway_and_nothing_else(
     other.close()
 
 
+@pytest.mark.parametrize("mode", ["number", "leaves its answer"])
+async def test_the_gateway_sees_how_a_client_in_the_sandbox_leaves(
+    mode: str, section: Make
+) -> None:
+    program = ROOT / "tests" / "support" / "agent_program.py"
+    name = f"agent:/usr/bin/python3 -I -S {program}"
+    settings = section("sandbox")
+    settings.tools.append(str(program))
+    async with served(name, lambda _: "3", runtime=settings) as server:
+        (episode,) = await server.client.episodes(request_for(name, mode))
+        took_it = mode == "number"
+        assert (episode.status, episode.reward) == (("ok", 1.0) if took_it else ("died", None))
+
+
 LIMITED = """
 import os, threading, time
 try:

@@ -2,78 +2,136 @@
 finished."""
 
 import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request
-from starlette.types import Message
 
-from common.errors import InvalidInput, NotReady
+from common.errors import InvalidInput, NotReady, ServiceError
+from services.http.app import create_app, listen, serving
 from services.http.disconnect import ClientGone, cancel_on_disconnect
 
-
-class Connection:
-    """A request whose client stays until `close`."""
-
-    def __init__(self) -> None:
-        self.app, self._closed = FastAPI(), asyncio.Event()
-        self.app.state.draining = False
-        self.request = Request({"type": "http", "app": self.app}, self._receive)
-
-    def close(self) -> None:
-        self._closed.set()
-
-    async def _receive(self) -> Message:
-        await self._closed.wait()
-        return {"type": "http.disconnect"}
+Handler = Callable[[Request], Awaitable[str]]
 
 
 class Work:
     """Runs until it is cancelled."""
 
     def __init__(self) -> None:
-        self.started, self.cancelled = asyncio.Event(), False
+        self.started = asyncio.Event()
+        self.cancelled = False
 
-    async def run(self) -> None:
+    async def run(self) -> str:
         self.started.set()
         try:
             await asyncio.Event().wait()
         finally:
             self.cancelled = True
+        return "never"
+
+
+@asynccontextmanager
+async def served(handle: Handler) -> AsyncIterator[tuple[FastAPI, int]]:
+    """Serves `/` over a real socket; yields the app and its port."""
+    app = create_app("test")
+
+    @app.get("/")
+    async def answer(request: Request) -> str:
+        return await handle(request)
+
+    sock = listen("127.0.0.1", 0)
+    async with serving(app, sock):
+        yield app, sock.getsockname()[1]
+
+
+def ask(port: int) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port))
+    client.sendall(b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+    return client
 
 
 async def test_work_ends_with_its_result_or_its_error() -> None:
-    async def refuse() -> None:
-        raise InvalidInput("no")
+    async def finish(request: Request) -> str:
+        return await cancel_on_disconnect(request, asyncio.sleep(0, "done"), drain=True)
 
-    connection = Connection()
-    assert (
-        await cancel_on_disconnect(connection.request, asyncio.sleep(0, "done"), drain=True)
-        == "done"
-    )
-    with pytest.raises(InvalidInput):
-        await cancel_on_disconnect(connection.request, refuse())
+    async def refuse(request: Request) -> str:
+        async def work() -> str:
+            raise InvalidInput("no")
+
+        return await cancel_on_disconnect(request, work())
+
+    async with served(finish) as (_, port), httpx.AsyncClient() as http:
+        assert (await http.get(f"http://127.0.0.1:{port}/")).json() == "done"
+        assert (await http.get(f"http://127.0.0.1:{port}/")).json() == "done", "kept alive"
+    async with served(refuse) as (_, port), httpx.AsyncClient() as http:
+        assert (await http.get(f"http://127.0.0.1:{port}/")).status_code == 422
 
 
-async def test_work_is_cancelled_when_its_client_has_gone() -> None:
-    connection, work = Connection(), Work()
-    waiting = asyncio.create_task(cancel_on_disconnect(connection.request, work.run()))
-    await work.started.wait()
-    connection.close()
-    with pytest.raises(ClientGone) as caught:
-        await waiting
-    assert (caught.value.status, work.cancelled) == (499, True)
+@pytest.mark.parametrize("leaves_first", [False, True], ids=["while it runs", "before it begins"])
+async def test_work_is_cancelled_when_its_client_has_gone(leaves_first: bool) -> None:
+    work = Work()
+    asked = asyncio.Event()
+    left = asyncio.Event()
+    ended: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
+
+    async def handle(request: Request) -> str:
+        asked.set()
+        if leaves_first:
+            await left.wait()
+        try:
+            return await cancel_on_disconnect(request, work.run())
+        except ClientGone as error:
+            ended.set_result(error)
+            raise
+
+    async with served(handle) as (_, port):
+        client = ask(port)
+        await (asked if leaves_first else work.started).wait()
+        client.close()
+        await asyncio.sleep(0.1)
+        left.set()
+        error = await ended
+    assert (error.status, work.cancelled) == (499, True)
+
+
+async def test_work_of_a_request_in_the_same_process_runs_to_its_end() -> None:
+    app = FastAPI()
+
+    @app.get("/")
+    async def answer(request: Request) -> str:
+        return await cancel_on_disconnect(request, asyncio.sleep(0, "done"))
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://in-process") as http:
+        assert (await http.get("/")).json() == "done"
 
 
 async def test_stopping_service_cancels_only_work_that_allows_it() -> None:
-    connection, work, longer = Connection(), Work(), Work()
-    finished = asyncio.create_task(cancel_on_disconnect(connection.request, longer.run()))
-    waiting = asyncio.create_task(cancel_on_disconnect(connection.request, work.run(), drain=True))
-    await work.started.wait()
-    connection.app.state.draining = True
-    with pytest.raises(NotReady, match="stopping"):
-        await waiting
-    assert work.cancelled
-    assert not finished.done()
-    finished.cancel()
-    await asyncio.gather(finished, return_exceptions=True)
+    short = Work()
+    longer = Work()
+    stopped: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
+
+    async def handle(request: Request) -> str:
+        if not longer.started.is_set():
+            return await cancel_on_disconnect(request, longer.run())
+        try:
+            return await cancel_on_disconnect(request, short.run(), drain=True)
+        except NotReady as error:
+            stopped.set_result(error)
+            raise
+
+    async with served(handle) as (app, port):
+        first = ask(port)
+        await longer.started.wait()
+        second = ask(port)
+        await short.started.wait()
+        app.state.draining = True
+        assert "stopping" in str(await stopped)
+        assert short.cancelled
+        assert not longer.cancelled
+        first.close()
+        second.close()
     assert longer.cancelled

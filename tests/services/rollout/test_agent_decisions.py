@@ -212,6 +212,18 @@ def test_trainer_and_engine_make_logits_alike(
     assert ("--enable-fp32-lm-head" in command) is fp32_head
 
 
+@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_engines_of_a_reproducible_run_are_deterministic(
+    reproducible: bool, engine: Literal["sglang", "embedded"], tmp_path: Path
+) -> None:
+    (tmp_path / "python").touch()
+    rollout = RolloutSection(engine=engine, engine_python=str(tmp_path / "python"))
+    config = Config(rollout=rollout, reproducible=reproducible)
+    command = engine_command(config, Topology(), "m", "default")
+    assert ("--enable-deterministic-inference" in command) is reproducible
+
+
 def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:
     config = Config(rollout=RolloutSection(engine_python=str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match=r"rollout\.engine_python"):

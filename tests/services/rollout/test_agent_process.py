@@ -21,7 +21,7 @@ from tests.support.processes import alive
 
 pytestmark = pytest.mark.integration
 
-FAST = Timing(probe_s=0.05, hang_s=0.5, startup_s=20, first_backoff_s=0.01, max_backoff_s=0.02)
+FAST = Timing(probe_s=0.05, hang_s=0.5, stuck_s=20, first_backoff_s=0.01, max_backoff_s=0.02)
 SERVE = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); print('serving', flush=True); time.sleep(600)"
 FAMILY = """
 import subprocess, sys, time, pathlib, signal
@@ -208,12 +208,51 @@ async def test_child_that_is_killed_again_and_again_is_always_started_again(tmp_
         await until(lambda: rig.ups == FAST.max_failed_starts + 2, "up again")
 
 
-async def test_child_that_is_too_slow_to_start_is_killed(tmp_path: Path) -> None:
-    slow = Timing(
-        probe_s=0.05, startup_s=0.2, first_backoff_s=0.01, max_backoff_s=0.01, max_failed_starts=2
-    )
-    rig = Rig(tmp_path, "import time; time.sleep(600)", slow)
-    with pytest.raises(ChildFailed, match="after its start, killed"):
+LOADS = """
+import pathlib, sys, time
+flag, weights, part = sys.argv[1], sys.argv[2], sys.argv[3]
+for second in range(25):
+    if part == "reads":
+        pathlib.Path(weights).read_bytes()
+    elif part == "says":
+        print(f"Capturing CUDA graphs: {second}/25", end="\\r", flush=True)
+    elif part == "repeats":
+        print(f"waited {second} s for the other ranks", flush=True)
+    time.sleep(0.4)
+pathlib.Path(flag).touch()
+time.sleep(600)
+"""
+SLOW = Timing(probe_s=0.05, stuck_s=2.0, first_backoff_s=0.01, max_failed_starts=1)
+
+
+class Loading(Rig):
+    """A child that takes five times `stuck_s` to become healthy, as a server with a large model."""
+
+    def __init__(self, directory: Path, part: str) -> None:
+        super().__init__(directory, LOADS, SLOW)
+        self.part = part
+        self.weights = directory / "weights"
+        self.weights.write_bytes(b"\1" * (17 << 20))
+
+    async def launch(self) -> list[str]:
+        return [*await super().launch(), str(self.weights), self.part]
+
+
+@pytest.mark.parametrize("part", ["reads", pytest.param("says", marks=pytest.mark.slow)])
+async def test_child_that_loads_slowly_is_waited_for(tmp_path: Path, part: str) -> None:
+    rig = Loading(tmp_path, part)
+    async with rig.running() as run:
+        await until(lambda: rig.child.up or run.done(), "up")
+        assert (rig.child.up, rig.child.starts) == (True, 1)
+
+
+@pytest.mark.parametrize("part", ["sleeps", pytest.param("repeats", marks=pytest.mark.slow)])
+async def test_child_that_makes_no_progress_is_killed(tmp_path: Path, part: str) -> None:
+    """Also if it says for ever that it waits."""
+    rig = Loading(tmp_path, part)
+    with pytest.raises(
+        ChildFailed, match=r"no progress for 2[.\d]* s of waiting for the start of child.*no flag"
+    ):
         await asyncio.wait_for(rig.child.run(), 60)
 
 

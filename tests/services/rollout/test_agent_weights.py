@@ -9,12 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from common.clients.base import Unreachable
+from common.process import progress
 from common.process.metrics import Metrics
 from common.process.storage import StorageFailed
 from common.weights.checksums import Hasher
 from common.wire.schemas import Broadcast, WeightFile, WeightManifest
 from services.rollout.weights.store import (
     CorruptWeights,
+    Download,
     TrainerClient,
     WeightId,
     WeightsGone,
@@ -218,3 +220,17 @@ async def test_name_given_twice_never_writes_into_an_older_version(
     with pytest.raises(StorageFailed, match="exists"):
         await store.fetch(manifest.model_copy(update={"files": [one, *manifest.files]}), client)
     assert (first / "w").read_bytes() == b"one"
+
+
+def test_what_is_fetched_or_compared_again_is_no_progress() -> None:
+    download = Download(60)
+    before = progress.total()
+    for _ in range(3):
+        download.done = 0
+        for size in (10, 20, 30):
+            download.at(size)
+            download.read(size)
+    assert progress.total() == before + 6
+    download.done = 30
+    download.at(1)
+    assert progress.total() == before + 7

@@ -66,7 +66,7 @@ async def test_a_broadcast_pauses_joins_once_sends_bucket_by_bucket_checks_and_c
         client(engine) as api,
         TrainerClient("trainer", "http://trainer", transport=transport) as trainer,
     ):
-        receiver = BroadcastReceiver(NAME, api, trainer, timeout_s=30)
+        receiver = BroadcastReceiver(NAME, api, trainer)
         for version in (1, 2):
             sender.publish(
                 weights.items(), version
@@ -106,6 +106,6 @@ async def test_an_engine_that_was_left_in_a_session_is_cleaned_up(tmp_path: Path
         5.0,
     )
     async with client(engine) as api, TrainerClient("trainer", "http://nobody.invalid") as trainer:
-        await BroadcastReceiver(NAME, api, trainer, timeout_s=30).abandon(group.announcement([]))
+        await BroadcastReceiver(NAME, api, trainer).abandon(group.announcement([]))
     assert_golden("abandoned", recorded(engine, group=group.name))
     group.close()

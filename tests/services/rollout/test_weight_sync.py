@@ -111,7 +111,7 @@ def test_an_engine_that_hangs_is_started_again_and_takes_files(
     publisher = both.publisher("hung", "distributed")
     publisher.publish(both.weights().items(), 1)
     assert publisher.broadcaster is not None
-    publisher.broadcaster._timeout_s = 15.0  # this test waits it out
+    publisher.broadcaster._limit_s = 15.0  # this test waits it out
     hung, starts, new = (
         both.nodes[1].engine(),
         both.nodes[1].status()["engine_starts"],

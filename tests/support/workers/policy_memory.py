@@ -35,7 +35,7 @@ def held(policy: Policy) -> dict[str, int]:
 def main(directory: Path, model: str) -> None:
     torch.set_num_threads(1)
     config = load(["--model.name", model], {})
-    with Ranks.from_env(timeout_s=400) as ranks:
+    with Ranks.from_env(join_s=400) as ranks:
         policy = Policy(config, ranks)
         policy.update(prepared(policy, off_policy_groups()))
         (directory / f"{ranks.rank}.json").write_text(json.dumps(held(policy)))

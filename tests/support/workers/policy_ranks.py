@@ -17,7 +17,7 @@ def main(directory: Path, settings: list[str]) -> None:
     torch.set_num_threads(1)
     config = load(settings, {})
     groups = decode_groups((directory / "groups.msgpack").read_bytes())
-    with Ranks.from_env(timeout_s=400) as ranks:
+    with Ranks.from_env(join_s=400) as ranks:
         policy = Policy(config, ranks)
         metrics = policy.update(prepared(policy, groups)).metrics
         new = {name: tensor.clone() for name, tensor in policy.weights()}

@@ -22,7 +22,7 @@ from trainer.policy.critic import value_function
 def main(directory: Path, settings: list[str]) -> None:
     torch.set_num_threads(1)
     config = load(settings, {})
-    with Ranks.from_env(timeout_s=400) as ranks, ExitStack() as stack:
+    with Ranks.from_env(join_s=400) as ranks, ExitStack() as stack:
         client, loop = None, None
         if ranks.is_rank_zero:  # as in the trainer, only rank 0 talks to services
             loop = stack.enter_context(LoopThread())

@@ -115,13 +115,19 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
     # The tests cover dynamo and autograd on sharded layers; the C++ compiler would only add
     # minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")
-    with Ranks.from_env(timeout_s=400) as base:
+    with Ranks.from_env(join_s=400) as base:
         for name, case in cases.items():
             os.chdir(directory)
             config = load(case["settings"], {})
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             ranks = Ranks(
-                base.rank, base.world_size, base.local_rank, 150, "auto", config.trainer.shard_size
+                base.rank,
+                base.world_size,
+                base.local_rank,
+                150,
+                "auto",
+                config.trainer.shard_size,
+                context_size=config.trainer.context_parallel_size,
             )
             if case.get("peak"):  # bytes that loading added to the process's peak
                 with patch.object(

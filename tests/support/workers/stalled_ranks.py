@@ -14,7 +14,7 @@ from learning.ranks import Ranks
 
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
-    with watchdog.stalls(2), Ranks.from_env(timeout_s=600) as ranks:
+    with watchdog.stalls(2), Ranks.from_env(join_s=600) as ranks:
         setup_logging(f"rank{ranks.rank}", directory)
         watchdog.start()
         ranks.barrier()

@@ -54,7 +54,7 @@ def config(folder: Path, **fields: Any) -> GRPOConfig:
 def served(directory: Path, asked: Counter[str]) -> Iterator[str]:
     """Serves an engine with SGLang's API on a port of this machine; `asked` counts its calls by URL
     and path."""
-    app = make_app(Engine(Model(directory, 256, torch.device("cpu"), "float32"), seed=0))
+    app = make_app(Engine(Model(directory, 256, torch.device("cpu"), dtype="float32"), seed=0))
 
     async def counting(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -129,8 +129,8 @@ def test_a_quiet_run_warns_of_a_server_that_it_waits_for(
 ) -> None:
     monkeypatch.setattr("trainer.build.wait_healthy", partial(wait_healthy, every_s=0.1))
     url = f"http://127.0.0.1:{free_port()}"
-    settings = config(tmp_path, settings={"trainer.wait_timeout_s": 1.0})
-    with pytest.raises(Unreachable, match=f"not healthy after 1 s: .* at {url}"):
+    settings = config(tmp_path, settings={"trainer.stuck_after_s": 1.0})
+    with pytest.raises(Unreachable, match=f"not healthy after 1 s without progress: .* at {url}"):
         GRPOTrainer(str(base_model), length, settings, ROWS, engine=url).train()
     assert any(
         url in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING

@@ -89,7 +89,7 @@ def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> 
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (by_environment, {}, "takes environments, and there are none.*environment_factory"),
         (length, {"environment_factory": Insists}, "has get_reward, which gives the whole reward"),
-        (None, {"environment_factory": Silent}, "argument is required.*reward_fn"),
+        (None, {"environment_factory": Silent}, "argument is required.*reward_funcs"),
         (length, {"environment_factory": 7}, "cannot make environments.*environment_factory"),
         (length, {"environment_factory": dict}, "not a class of environments"),
         (length, {"environment_factory": Silent, "tools": [length]}, "brings its own tools"),

@@ -210,8 +210,15 @@ def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., 
 
     with pytest.raises(
         CollectFailed, match=r"5 groups in a row were dropped.*the engine is out of order"
-    ):
+    ) as raised:
         train_in_process(config, quiet(), lambda app: Faulty(app, set(range(1, 1000)), response))
+
+    # The run has diagnosed itself, and the error says where.
+    assert config.trainer.run_dir is not None
+    file = config.trainer.run_dir / "diagnosis.txt"
+    said = file.read_text().partition("\n")[0]
+    assert said.startswith("Completions cannot be generated: 5 groups in a row were dropped")
+    assert raised.value.__notes__ == [f"diagnosis: {said} ({file})"]
 
 
 def test_failures_between_successes_do_not_stop_the_run(settings: Callable[..., Config]) -> None:

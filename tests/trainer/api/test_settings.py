@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from trainer.api.settings import FIELDS, TrainerConfig, renamed
+from trainer.api.refusals import renamed
+from trainer.api.settings import FIELDS, TrainerConfig
 
 OUT = Path("out")
 

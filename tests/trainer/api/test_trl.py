@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from common.errors import ConfigError
 from common.settings.algorithm import RECIPES
@@ -109,8 +110,33 @@ def test_everything_wrong_with_a_trainer_is_said_at_once() -> None:
             optimizers=(optimizer, None),
             tools=[7],
         )
-    fields = ["rollout_func", "compute_loss", "optimizers", "tools", "callbacks", "reward_fn"]
-    assert (caught.value.field or "").split(", ") == [*fields, "train_dataset", "eval_steps"]
+    fields = ["rollout_func", "compute_loss", "optimizers", "tools", "callbacks", "reward_funcs"]
+    assert (caught.value.field or "").split(", ") == [*fields, "train_dataset", "eval_strategy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"max_completion_length": 0}, "max_completion_length"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"beta": -1.0}, "beta"),
+        ({"epsilon": "wide"}, "epsilon"),
+    ],
+)
+def test_an_error_names_the_argument_as_it_was_given(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**arguments)
+    assert caught.value.field == field
+
+
+def test_an_unknown_argument_is_one_of_the_class_that_was_called() -> None:
+    with pytest.raises(ConfigError, match=r"^GRPOConfig has no field learning_rte"):
+        GRPOConfig(**{"learning_rte": 1e-5})
+
+
+def test_the_arguments_of_another_trainer_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of type TrainingArguments.*args.*give a GRPOConfig"):
+        GRPOTrainer("model", print, TrainingArguments("out"), [{"prompt": "a"}])
 
 
 def test_what_is_said_about_an_argument_is_not_said_again(
@@ -383,7 +409,7 @@ def test_all_trackers_are_those_that_are_installed() -> None:
     [
         ({"beta": 0.1, "kl_coef": 0.2}, r"kl_coef has another value.*field: beta"),
         ({"loss_type": "vespo"}, r"no such loss.*field: loss_type.*use grpo, bnpo"),
-        ({"loss_type": "cispo", "epsilon_high": 0.2}, r"too small.*field: clip_range_high"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, r"too small.*field: epsilon_high"),
         (
             {"loss_type": "gdpo", "trainer_type": "rloo"},
             r"a way to compute advantages, and trainer_type is rloo",

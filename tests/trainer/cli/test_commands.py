@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from services.data.tiny import Split, problems
 from tests.support.forks import Forked
 from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT
+from trainer.api.settings import TrainerConfig
 from trainer.cli import evaluate_model, train_math
 from trainer.cli.commands import setting
 
@@ -395,3 +397,13 @@ def test_a_missing_key_variable_is_named(base_model: Path) -> None:
         evaluate_model.main(
             ["--model", "http://127.0.0.1:1", "--dataset", "tiny", "--api-key-env", "NOT_SET_HERE"]
         )
+
+
+def test_the_command_that_evaluates_reads_the_same_columns() -> None:
+    settings = {"data.prompt_field": "the text", "data.levels": ["4", "5"]}
+    config = TrainerConfig(model_name_or_path="base", max_new_tokens=24)
+    told = train_math.evaluation(config, Path("out/final"), "my data.csv", settings)
+    words = shlex.split(told)[3:]  # after python -m MODULE
+    arguments = vars(evaluate_model.parser().parse_args(words))
+    assert (arguments["dataset"], arguments["compare"]) == ("my data.csv", "base")
+    assert dict(arguments["set"]) == settings

@@ -13,6 +13,7 @@ import pytest
 from common.errors import ConfigError
 from common.process.cli import run
 from common.settings.config import load
+from jobgroup import sweep
 from jobgroup.doctor import __main__ as doctor
 from jobgroup.local import __main__ as local
 from tests.support.paths import ROOT
@@ -29,6 +30,7 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "tiny_model": tiny_model.main,
     "dashboard": dashboard.main,
     "local": local.main,
+    "sweep": sweep.main,
     "doctor": doctor.main,
     "trainer": lambda words: load(words, {}),
     "services.data": lambda words: load(words, {}),
@@ -41,6 +43,62 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     ),
 }
 MISTAKES = [
+    (
+        "train_math",
+        "--dataset FOLDER/latin1.csv --model BASE",
+        "--dataset|latin1.csv is not in UTF-8: byte 19 is 0xe9|save the file in UTF-8",
+    ),
+    (
+        "train_math",
+        "--dataset tiny --num-samples 3 --model BASE",
+        "--gradient-accumulation-steps|3 problems|lower it or --per-device-train-batch-size",
+    ),
+    (
+        "train_math",
+        "--dataset tiny --model FOLDER/weightless",
+        "--model|the directory has no weights|copy them there",
+    ),
+    (
+        "train_math",
+        "--dataset tiny --set reward.functions=math",
+        "--set reward.functions|does not apply|leave it out",
+    ),
+    (
+        "evaluate_model",
+        "--dataset tiny --model FOLDER/adapter",
+        "--model|an adapter of the model /srv/gone, which is not there|restore that model",
+    ),
+    (
+        "evaluate_model",
+        "--dataset tiny --model htp://host/v1",
+        "--model|this is no address of a server|http://HOST:PORT/v1",
+    ),
+    (
+        "evaluate_model",
+        "--dataset tiny --model http://127.0.0.1:1/v1",
+        "--model|the server cannot be reached|check that it is running",
+    ),
+    (
+        "sweep",
+        "FOLDER/nested.yaml",
+        "settings.trainer|a section, not a setting|trainer.max_steps",
+    ),
+    ("local", f"{GROUP} --env API_TOKEN=secret", "API_TOKEN|6 characters|openssl rand -hex 32"),
+    (
+        "local",
+        f"{GROUP} --env RLHF_ALGORITHM__NAME=grppo",
+        "algorithm.name|grppo|did you mean grpo?",
+    ),
+    (
+        "local",
+        f"{GROUP} --env MODEL_NAME=FOLDER/none",
+        "model.name|there is no such directory|name a local model directory",
+    ),
+    (
+        "local",
+        f"{GROUP} --env RLHF_REWARD__FUNCTIONS=my_rewards:Brief --env MODEL_NAME=BASE",
+        "reward.functions|there is no module my_rewards|add its directory to PYTHONPATH",
+    ),
     (
         "train_math",
         "--dataset FOLDER/rows.jsonl --model BASE",
@@ -134,6 +192,12 @@ MISTAKES = [
     ("train_math", "--resume", "--resume|--output-dir"),
     (
         "train_math",
+        "--output-dir FOLDER --dataset tiny --model BASE",
+        "--output-dir|continue it (--resume), replace it (--overwrite-output-dir), or",
+    ),
+    ("evaluate_model", "--model x --output-file FOLDER", "--output-file|this is a directory"),
+    (
+        "train_math",
         "--output-dir /proc/x --dataset tiny",
         "--output-dir|/proc/x|name another directory",
     ),
@@ -223,13 +287,19 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
     tmp_path: Path,
 ) -> None:
     for name, text in (
+        ("latin1.csv", b"question,answer\ncaf\xe9,3\n".decode("latin1")),
+        ("weightless/config.json", "{}"),
+        ("adapter/adapter_config.json", '{"base_model_name_or_path": "/srv/gone"}'),
+        ("adapter/adapter_model.safetensors", ""),
+        ("nested.yaml", "{settings: {trainer: {max_steps: 3}}, grid: {seed: [0, 1]}}"),
         ("rows.jsonl", '{"foo": 1}'),
         ("cut.jsonl", '{"foo": 1 "bar": 2}\n'),
         ("broken.yaml", "{\n"),
         ("text.yaml", "root:x:0:0"),
         ("config.json", "{"),
     ):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, "latin1")
     words = words.replace("FOLDER", str(tmp_path)).replace("BASE", str(base_model))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -271,7 +341,7 @@ def test_a_mistake_in_the_python_api_is_reported_with_its_field(
 
 
 MODULES = """
-trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard trainer.compare
+trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard trainer.compare trainer.diagnose
 services.data services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor jobgroup.sweep
 """
 LIGHT = """

@@ -19,9 +19,10 @@ from tests.support.own_environments import INSISTS
 from tests.support.ports import free_port
 from tests.support.reward_process import reward_server
 from tests.support.run_files import make_run
+from trainer.cli.diagnose import main as diagnose
 from trainer.dashboard.app import PAGES, STATIC, create_dashboard_app
-from trainer.dashboard.health import PATIENCE_S, Health
 from trainer.dashboard.run_list import RunList
+from trainer.diagnosis.health import PATIENCE_S, Health
 from trainer.server import BackgroundServer
 
 
@@ -72,12 +73,35 @@ async def test_files_are_open_and_data_needs_the_token(
         for path in sorted(PAGES):
             assert (await client.get(path, follow_redirects=True)).status_code == 200, path
             assert (await client.post(path)).status_code == 401, path
-        for call in ("runs", "facts", "series", "steps/1", "csv", "health"):
+        for call in ("runs", "facts", "series", "steps/1", "csv", "health", "diagnosis"):
             assert (await client.get(f"/dashboard/api/{call}")).status_code == 401, call
             header = {"authorization": "Bearer correct-horse-battery-staple"}
             assert (
                 await client.get(f"/dashboard/api/{call}", headers=header)
             ).status_code == 200, call
+
+
+async def test_the_first_finding_about_a_run_is_that_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", 5)
+    log = run / "state" / "logs" / "ppo-trainer-rank0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(
+        "2030-01-01 00:00:00,000 CRITICAL end: error: metrics.jsonl cannot be written: [Errno 28] "
+        "No space left on device · field: trainer.run_dir · remedy: free disk space there\n"
+    )
+    app = create_dashboard_app(RunList([run]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        answer = (await client.get("/dashboard/api/diagnosis")).json()
+    with pytest.raises(SystemExit) as ended:
+        diagnose([str(run)])
+    assert ended.value.code == 1
+    assert answer["first_line"] == capsys.readouterr().out.splitlines()[0]
+    assert answer["first_line"].startswith(
+        "A full disk: the trainer's run directory: metrics.jsonl"
+    )
+    assert [finding["level"] for finding in answer["findings"]] == ["stopped"]
 
 
 def ports(config: Config, **ports: int) -> Config:
@@ -161,7 +185,7 @@ async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that
     monkeypatch.setattr(
         EpisodeService, "_hung_calls", lambda _: {"hung_calls": 3, "hung_calls_limit": 64}
     )
-    monkeypatch.setattr("trainer.dashboard.health._FRESH_S", 0.0)
+    monkeypatch.setattr("trainer.diagnosis.health._FRESH_S", 0.0)
     config = tiny(base_model, tmp_path, "--environment.name", INSISTS)
     app = make("environment", config)
     with BackgroundServer(app, "127.0.0.1", 0) as server:

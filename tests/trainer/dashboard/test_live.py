@@ -20,8 +20,8 @@ from tests.support.ports import free_port
 from tests.support.reward_process import reward_server
 from tests.support.rollout_nodes import GROUP, Node, environment, names
 from tests.support.run_files import make_run
-from trainer.dashboard.health import Health
 from trainer.dashboard.live import LiveDashboard
+from trainer.diagnosis.health import Health
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.versions import write_version
@@ -81,7 +81,7 @@ def running(run_dir: Path, base_model: Path, tmp_path: Path) -> Iterator[Group]:
 @pytest.fixture
 def group(base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     for name in ("PATIENCE_S", "_ENGINE_PATIENCE_S"):  # what is killed refuses at once
-        monkeypatch.setattr(f"trainer.dashboard.health.{name}", 60.0)
+        monkeypatch.setattr(f"trainer.diagnosis.health.{name}", 60.0)
     with running(make_run(tmp_path / "run", 30), base_model, tmp_path) as found:
         yield found
 

@@ -12,10 +12,10 @@ import pytest
 from common.errors import ConfigError, NotFound
 from tests.support.run_files import evaluation, line, make_run, write
 from trainer.dashboard.columns import step_numbers
-from trainer.dashboard.jsonl import JsonlReader, parsed
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
+from trainer.observe.jsonl import JsonlReader, parsed
 
 
 def test_every_whole_line_of_a_file_is_read_once(tmp_path: Path) -> None:

@@ -138,6 +138,21 @@ def test_cuts_hand_computed() -> None:
     assert sorted([cut.tolist() for cut in cuts] for cuts in one_row) == [[[]], [[3]]]
 
 
+def test_ranks_that_compute_rows_together_have_the_same_micro_batches() -> None:
+    """Of their tokens together: twice those of one."""
+    sizes = sizes_of([(10, [5, 7]), (20, [6, 6, 6])], shared=True)
+    everything = np.arange(5)
+    pairs = [
+        [
+            cut.tolist()
+            for cut in micro_batches(sizes, everything, Ranks(rank, 4, context_size=2), 18)
+        ]
+        for rank in range(4)
+    ]
+    assert pairs[0] == pairs[1] == [[0, 1]], "20 tokens; 18 for each of two ranks"
+    assert pairs[2] == pairs[3] == [[2, 3, 4]], "35 tokens"
+
+
 def test_token_counts_match_those_of_the_layouts() -> None:
     prompts = [np.arange(length, dtype=np.int32) for length in (3, 3, 7, 7, 7)]
     completions = [np.arange(length, dtype=np.int32) for length in (4, 0, 9, 1, 2)]

@@ -228,9 +228,16 @@ IN_REWARD = [
 ]
 
 
+TOGETHER = ["--trainer.context_parallel_size", "2"]
+OVER_ROWS = ["--algorithm.name", "gspo", "--algorithm.entropy_coef", "0.01"]
+"""The ratio of a token is its row's, and entropies have a gradient."""
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "settings", [[], [*SEVERAL, *IN_REWARD]], ids=["one update", "several updates"]
+    "settings",
+    [[], [*SEVERAL, *IN_REWARD], [*SEVERAL, *IN_REWARD, *TOGETHER], [*OVER_ROWS, *TOGETHER]],
+    ids=["one update", "several updates", "rows computed together", "weights of whole rows"],
 )
 def test_two_trainer_processes_give_the_update_of_one(
     config: Config, groups: list[Group], tmp_path: Path, settings: list[str]

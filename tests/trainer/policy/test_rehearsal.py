@@ -33,6 +33,15 @@ _QWEN = {
 }
 """The published shapes of Qwen2.5."""
 _CHECKPOINTING = ["--trainer.activation_checkpointing", "true"]
+_LONG = [
+    "--trainer.micro_batch_tokens",
+    "8192",
+    "--trainer.context_parallel_size",
+    "8",
+    "--sampling.max_new_tokens",
+    "65536",
+]
+"""Answers that eight ranks compute together, as many tokens each as in a pass of their own."""
 _SMALL = (256, 1024, 4, 4, 2, 8192)
 
 
@@ -54,6 +63,7 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
         pytest.param(
             "7B", 16, [*_CHECKPOINTING, "--trainer.shard_size", "8"], marks=pytest.mark.slow
         ),
+        pytest.param("32B", 16, [*_CHECKPOINTING, *_LONG], marks=pytest.mark.slow),
         pytest.param("0.5B", 4, [], marks=pytest.mark.slow),
         pytest.param("1.5B", 8, ["--trainer.shard_size", "1"], marks=pytest.mark.slow),
     ],

@@ -175,3 +175,47 @@ def test_every_example_comes_once_an_epoch_in_another_order(tokenizer: Any) -> N
     )
     assert found[:7] != found[7:]
     assert found == order(1) != order(2)
+
+
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m.get('tool_calls', []) %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Like Qwen2.5's template."""
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "1+2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "#### 3"},
+]
+
+
+def test_calls_of_tools_are_learned_and_their_results_are_not(tokenizer: Any) -> None:
+    tokenizer.chat_template = TOOLS
+    (row,) = encoder(tokenizer).rows(example("row", CALLING, tools=[SCHEMA]))
+    whole, learned = texts(tokenizer, row)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert learned == [f"{call}{END}", f"#### 3{END}"]
+    assert whole == tokenizer.apply_chat_template(
+        CALLING, tools=[SCHEMA], tokenize=False
+    ).removesuffix("\n")
+    assert "<|im_start|>tool\n3" in whole
+
+
+def test_a_template_that_drops_calls_or_tools_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = TOOLS.replace("m.get('tool_calls', [])", "[]")
+    with pytest.raises(ConfigError, match="chat template does not write tool calls"):
+        encoder(tokenizer).rows(example("row", CALLING, tools=[SCHEMA]))
+    tokenizer.chat_template = TOOLS.replace("tools | tojson", "1").replace("if tools", "if false")
+    with pytest.raises(ConfigError, match="the chat template does not read tools"):
+        encoder(tokenizer).rows(example("row", CALLING, tools=[SCHEMA]))
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="chat template"):
+        encoder(tokenizer).rows(example("row", CALLING[:2]))

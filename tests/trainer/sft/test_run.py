@@ -259,6 +259,7 @@ def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
 def test_the_help_lists_the_settings_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(["--help-all"], {}, prog="rlhf-sft", subset=SFT_SETTINGS)
+    assert SFT_SETTINGS.meanings.keys() <= set(SFT_SETTINGS.reads)
     shown = capsys.readouterr().out
     assert "--trainer.learning_rate" in shown
     assert "2e-05" in shown

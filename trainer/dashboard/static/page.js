@@ -23,7 +23,8 @@ const overview = new Overview(byId("overview"), (data, step) => fetchJson(`steps
 const services = new Services();
 const problems = el("ul", { class: "verdict warn problems", hidden: true });
 overview.side.prepend(services.element);
-byId("alarms").append(services.alarm, problems);
+const diagnosis = el("p", { class: "verdict bad diagnosis", role: "status", hidden: true });
+byId("alarms").append(diagnosis, services.alarm, problems);
 const table = new RunsTable(byId("runs-table"), { choose, overlay, keep: (run, text) => put("note", { run }, { text }) });
 
 const runs = [];
@@ -116,6 +117,17 @@ async function readSeries() {
 
 async function readHealth() {
   if (primary()) services.show(await fetchJson("health", { run: primary().run }, HEALTH_PATIENCE_MS));
+}
+
+/** The first finding about this run, above everything else. */
+async function readDiagnosis() {
+  if (!primary()) return;
+  const { first_line: said, findings } = await fetchJson("diagnosis", { run: primary().run });
+  const [first] = findings;
+  diagnosis.hidden = !first;
+  if (!first) return;
+  diagnosis.className = `verdict diagnosis ${first.level === "slow" ? "warn" : "bad"}`;
+  fill(diagnosis, [said, el("br"), `Remedy: ${first.remedy}`]);
 }
 
 /** Steps that were put together are asked for as they are, as far as they are zoomed into. */
@@ -223,3 +235,4 @@ tabs();
 repeat(readRuns, RUNS_MS);
 repeat(readSeries, SERIES_MS);
 repeat(readHealth, HEALTH_MS);
+repeat(readDiagnosis, RUNS_MS);

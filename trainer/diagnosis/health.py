@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -24,13 +24,18 @@ from common.process.topology import (
     TRAINER,
     Topology,
 )
+from common.process.watchdog import Where
 from common.settings.config import Config
+from trainer.diagnosis.unreachable import Problem, problem_of
 
 PATIENCE_S = 2.0
 """A service that does not answer within this time is dead; the page then shows it within five
 seconds."""
 _ENGINE_PATIENCE_S = 1.0
 """The agent's answer decides whether the node is alive; its engine may be busy."""
+ROUTER = "router"
+_FAILURES = (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError, ValueError)
+"""What a call raises that gets no usable answer."""
 _FRESH_S = 1.0
 """How long a result is reused for all pages."""
 
@@ -43,6 +48,8 @@ class ServiceHealth(BaseModel):
     """`warning`: it answers but does not serve properly."""
     text: str = ""
     """Its current work, or why it is not healthy."""
+    problem: Problem = ""
+    """What kind of reason that is."""
     since_s: float = 0.0
     """Observed time in this state."""
     version: int | None = None
@@ -74,7 +81,8 @@ class _Target:
 class Health:
     """Checks the tasks of a job group. Used in one event loop, inside `running`.
 
-    `nodes` returns the number of known rollout nodes, `version` the newest weight version or None.
+    `nodes` returns the number of known rollout nodes, `version` the newest weight version or None;
+    `headers` are sent, None: the token of this process's run.
     """
 
     def __init__(
@@ -83,7 +91,9 @@ class Health:
         topology: Topology,
         nodes: Callable[[], int],
         version: Callable[[], int | None],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._headers = headers
         self._config = config
         self._topology = topology
         self._nodes = nodes
@@ -117,13 +127,25 @@ class Health:
                 self._answer = (time.monotonic(), [self._trainer(), *found])
             return self._answer[1]
 
+    async def where(self) -> dict[str, Where]:
+        """Returns what the services and agents are doing, by name. To be called after `ask`: who
+        was dead is not asked.
+        """
+        clients = {}
+        for name, target in self._targets.items():
+            if target.state != "dead" and name != ROUTER:  # which is another program
+                clients[name] = target.client
+        answers = await asyncio.gather(*map(_where, clients.values()))
+        found = zip(clients, answers, strict=True)
+        return {name: answer for name, answer in found if answer is not None}
+
     def _find(self) -> None:
         """Adds the nodes that are known by now."""
         config = self._config
         rollout = config.rollout
         for node in range(self._nodes()):
             self._add(ROLLOUT, rollout.agent_port, _check_rollout_node, node=node)
-        self._add(ROLLOUT, rollout.router_port, _check_router, name="router")
+        self._add(ROLLOUT, rollout.router_port, _check_router, name=ROUTER)
         self._add(DATA, config.data.port, _check_data, name=DATA)
         self._add(REWARD, config.reward.port, _check_reward, name=REWARD)
         self._add(REPLAY, config.replay.port, _check_replay, name=REPLAY)
@@ -141,8 +163,8 @@ class Health:
         engine = None
         if check is _check_rollout_node:
             url = self._topology.url(ROLLOUT, self._config.rollout.engine_port, node)
-            engine = Client(name, url)
-        client = Client(name, self._topology.url(task, port, node))
+            engine = Client(name, url, headers=self._headers)
+        client = Client(name, self._topology.url(task, port, node), headers=self._headers)
         self._targets[name] = _Target(name, client, check, engine=engine)
 
     def _environment(self, stats: Any) -> dict[str, Any]:
@@ -173,18 +195,26 @@ async def _check(target: _Target) -> ServiceHealth:
             found = await target.check(target)
     except TimeoutError:
         found.text = f"no answer within {PATIENCE_S:.0f} s"
+        found.problem = "silent"
     except ServiceError as error:
         found.text = shorten(str(error))
+        found.problem = problem_of(found.text)
     except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-        text = str(error).partition(" ssl:")[0]  # aiohttp appends the connection's TLS context
-        found.text = shorten(text or type(error).__name__)
+        found.text = shorten(_network_text(error))
+        found.problem = problem_of(str(error) or type(error).__name__)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         found.text = f"an unexpected answer: {error!r}"
+        found.problem = "error"
     if found.state != target.state:
         target.state = found.state
         target.since = time.monotonic()
     found.since_s = time.monotonic() - target.since
     return found
+
+
+def _network_text(error: Exception) -> str:
+    text = str(error).partition(" ssl:")[0]  # aiohttp appends the connection's TLS context
+    return text or type(error).__name__
 
 
 async def _get(client: Client, path: str) -> Any:
@@ -200,6 +230,14 @@ async def _get(client: Client, path: str) -> Any:
     return response.json()
 
 
+async def _where(client: Client) -> Where | None:
+    """Returns the answer of `GET /where`; None without one."""
+    with suppress(*_FAILURES):
+        async with asyncio.timeout(PATIENCE_S):
+            return Where.model_validate(await _get(client, "/where"))
+    return None
+
+
 def _service(path: str, fields_of: Callable[[Any], dict[str, Any]]) -> Check:
     """Returns the check of a service: `/health`, then the fields of `ServiceHealth` that
     `fields_of` finds in the answer of `path`.
@@ -212,11 +250,14 @@ def _service(path: str, fields_of: Callable[[Any], dict[str, Any]]) -> Check:
             return ServiceHealth(name=target.name, **fields)
         if response.status_code == 401:
             raise ServiceError("it rejects the API_TOKEN of the trainer")
-        try:
-            reason = str(response.json()["reason"])
-        except (ValueError, KeyError, TypeError):
-            reason = f"/health says {response.status_code}"
-        return ServiceHealth(name=target.name, state="warning", text=shorten(reason))
+        found = ServiceHealth(name=target.name, state="warning", problem="not_ready")
+        found.text = f"/health says {response.status_code}"
+        with suppress(ValueError, KeyError, TypeError):
+            answer = response.json()
+            found.text = shorten(str(answer["reason"]))
+            if answer.get("lost") is True:
+                found.problem = "lost"
+        return found
 
     return check
 
@@ -280,10 +321,14 @@ async def _check_rollout_node(target: _Target) -> ServiceHealth:
     )
     if state == "failed":
         found.state = "dead"
+        found.problem = "error"
     elif state in ("ready", "updating"):  # an update is a part of every step
         found.state = "healthy"
+    else:
+        found.problem = "not_ready"
     if state == "ready" and not status["registered"]:
         found.state = "warning"
+        found.problem = "not_ready"
         found.text = "ready, but the router does not list it"
     if state == "ready" and target.engine is not None:  # while loading weights it may answer late
         try:
@@ -294,7 +339,12 @@ async def _check_rollout_node(target: _Target) -> ServiceHealth:
                 found.tokens_per_s = sum(part["gen_throughput"] for part in load)
         except TimeoutError:
             found.state = "warning"
+            found.problem = "silent"
             found.text = (
                 f"ready, but its engine did not report its load within {_ENGINE_PATIENCE_S:.0f} s"
             )
+        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+            found.state = "dead"
+            found.problem = problem_of(str(error))
+            found.text = shorten(f"its engine does not answer: {_network_text(error)}")
     return found

@@ -1,0 +1,178 @@
+"""Passes of one shape: what the model computes for a token depends on nothing beside it, to the
+last bit.
+
+A matrix product rounds by its shape, so that a row has other last digits among 8 rows than among
+256. Here tokens, of prompts and of completions alike, are computed in blocks of `ROWS` tokens,
+which attend to a number of columns that follows from their position. A block that is not full
+repeats its last token. So it does not matter what else is in a batch, in which parts a prompt is
+computed, or whether a token was computed before or is computed again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import ConfigError
+from services.engine.cache import SlotCache
+from services.engine.graphs import round_up
+from services.engine.sampling import Inputs, sample
+
+ROWS = 64
+"""Tokens of a block."""
+_COLUMNS_UNIT = 64
+_PROBE = 24
+"""Tokens of the sequence that `check` computes alone and beside others."""
+Indices = NDArray[np.int64]
+Forward = Callable[[Tensor, Tensor, bool], Tensor]
+"""(tokens [ROWS], their positions [ROWS], whether logits are needed) -> logits [ROWS, V], or
+anything if they are not; in the pass that the cache has begun."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens that are computed together."""
+
+    members: Indices
+    """[ROWS] indices of the tokens; those after the first `count` repeat the last one."""
+    count: int
+    columns: int
+    """Columns of the KV cache that the tokens attend to."""
+
+    @property
+    def own(self) -> Indices:
+        """[count] indices of the tokens, each once."""
+        return self.members[: self.count]
+
+
+def blocks_of(positions: Indices) -> Iterator[Block]:
+    """Yields blocks of the tokens at these positions [N] of their rows.
+
+    Tokens that attend to the fewest columns come first, and others keep their order. So if the
+    tokens of a row are given in the order of their positions, none is computed before one that it
+    attends to.
+    """
+    columns = np.array([attended_columns(position) for position in positions.tolist()], np.int64)
+    for width in np.unique(columns).tolist():
+        of_width = np.flatnonzero(columns == width)
+        for start in range(0, len(of_width), ROWS):
+            own = of_width[start : start + ROWS]
+            members = np.pad(own, (0, ROWS - len(own)), mode="edge")
+            yield Block(members, len(own), width)
+
+
+def attended_columns(position: int) -> int:
+    """Returns the number of columns that a token at this position attends to: at least those up to
+    its own.
+    """
+    return round_up(position + 1, _COLUMNS_UNIT, maximum=1 << 62)
+
+
+class BlockPasses:
+    """Prefills and decode steps in blocks, over the rows of `cache`."""
+
+    def __init__(self, cache: SlotCache, forward: Forward) -> None:
+        self._cache = cache
+        self._forward = forward
+
+    def check(self, vocabulary: int) -> None:
+        """Checks, while no row runs, that a token's place in a block and the tokens beside it
+        change nothing. Raises ConfigError where they do.
+        """
+        prompts = (7 * np.arange(3 * _PROBE).reshape(3, _PROBE) % vocabulary).tolist()
+        probe = prompts[0]
+        positions = np.full(ROWS, _PROBE - 1)
+        alone = self.prefill([probe], [0], first=0)[0]
+        places = self._logits(np.full(ROWS, probe[-1]), np.zeros(ROWS, np.int64), positions)
+        unequal = bool((places != alone).any())
+        for shift in (1, _PROBE - 1):
+            beside = self.prefill([prompts[1][:shift], prompts[2], probe], [0, 1, 2], first=0)[2]
+            unequal |= not torch.equal(beside, alone)
+        if unequal:
+            raise ConfigError(
+                "this model, on this machine, computes a token differently beside other tokens, so "
+                "that no run with it is reproducible",
+                remedy="set reproducible false, or use a model without experts",
+            )
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], owners: Sequence[int], first: int
+    ) -> Tensor:
+        """Computes prompts, each in the first of its rows, and copies them to the others; see
+        `Decoder.prefill`. Every prompt needs an owner.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts])
+        own_rows = np.array([first + list(owners).index(index) for index in range(len(prompts))])
+        tokens = np.concatenate([np.array(prompt, np.int64) for prompt in prompts])
+        rows = np.repeat(own_rows, lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths.tolist()])
+        ends = np.cumsum(lengths) - 1
+        longest = max(self._cache.longest, attended_columns(int(lengths.max()) - 1))
+        self._cache.reserve(first + len(owners), longest)
+
+        before_ends = np.delete(np.arange(len(tokens)), ends)
+        self._compute(tokens[before_ends], rows[before_ends], positions[before_ends])
+        logits = self._logits(tokens[ends], rows[ends], positions[ends])
+
+        self._cache.longest = longest
+        sources = own_rows[list(owners)]
+        targets = np.arange(first, first + len(owners))
+        is_copy = sources != targets
+        if is_copy.any():
+            self._cache.move(targets[is_copy].tolist(), sources[is_copy].tolist())
+        return logits[torch.tensor(owners, device=self._cache.device)]
+
+    def decode(self, inputs: Inputs) -> Tensor:
+        """Computes and samples one more token of rows 0..B-1; see `Decoder.decode`."""
+        tokens = inputs.state[0].astype(np.int64)
+        positions = inputs.state[1].astype(np.int64)
+        self._cache.reserve(len(tokens), attended_columns(int(positions.max())))
+        return self.sample(self._logits(tokens, np.arange(len(tokens)), positions), inputs)
+
+    def sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
+        """Samples a token for every row of logits [B, V], in parts of `ROWS`; see
+        `Decoder.sample`.
+        """
+        state = torch.from_numpy(inputs.state).to(logits.device)
+        found: list[Tensor] = []
+        for start in range(0, len(logits), ROWS):
+            count = min(ROWS, len(logits) - start)
+            members = torch.arange(start, start + ROWS, device=logits.device)
+            members.clamp_(max=start + count - 1)
+            sampled = sample(logits[members], state[:, members], inputs.plain, kept=inputs.kept)
+            found.append(sampled[:, :count])
+        return torch.cat(found, 1)
+
+    def _compute(self, tokens: Indices, rows: Indices, positions: Indices) -> None:
+        """Computes keys and values of tokens [N] at positions of rows."""
+        for block in blocks_of(positions):
+            self._run(block, tokens, rows, positions=positions, needs_logits=False)
+
+    def _logits(self, tokens: Indices, rows: Indices, positions: Indices) -> Tensor:
+        """Returns the logits [N, V] after tokens [N], whose keys and values are computed too."""
+        parts: list[Tensor] = []
+        order: list[Indices] = []
+        for block in blocks_of(positions):
+            logits = self._run(block, tokens, rows, positions=positions, needs_logits=True)
+            parts.append(logits[: block.count])
+            order.append(block.own)
+        places = torch.from_numpy(np.argsort(np.concatenate(order)))
+        return torch.cat(parts)[places.to(self._cache.device)]
+
+    def _run(
+        self,
+        block: Block,
+        tokens: Indices,
+        rows: Indices,
+        *,
+        positions: Indices,
+        needs_logits: bool,
+    ) -> Tensor:
+        """Computes the tokens of a block."""
+        chosen = np.stack([values[block.members] for values in (tokens, rows, positions)])
+        of_block, of_rows, at = torch.from_numpy(chosen).to(self._cache.device)
+        self._cache.begin_block(of_rows, at, block.columns)
+        return self._forward(of_block, at, needs_logits)

@@ -1,0 +1,85 @@
+"""What a connection tells of its client: whether it has left, and whether it took its answers.
+
+A client that ends its connection after it has read everything sends FIN, which acknowledges every
+byte. The kernel of a client that leaves bytes unread, or to which bytes come after it closed,
+resets the connection instead (RFC 2525, section 2.17), also when the client was killed. So a server
+that watches the end of a connection knows what became of the last answer on it. A client that asks
+for something else on it has read the answer before.
+"""
+
+import fcntl
+import socket
+import struct
+import sys
+import termios
+from collections.abc import Callable
+from typing import Protocol
+
+from fastapi import Request
+
+EXTENSION = "rlhf"
+"""The key in `scope["extensions"]` of a mapping that has the `connection`; missing where client and
+server are one process."""
+_ESTABLISHED = 1
+_CLOSE_WAIT = 8
+"""States of TCP: both sides are open, and the client has closed its side."""
+
+
+class Delivery:
+    """Whether a client took an answer.
+
+    Args:
+        look: says what is known while the connection is open.
+    """
+
+    def __init__(self, look: Callable[[], bool | None]) -> None:
+        self._look = look
+        self._taken: bool | None = None
+
+    def end(self, taken: bool) -> None:
+        """Records what the end of the connection told."""
+        self._taken = taken
+
+    def taken(self) -> bool | None:
+        """Returns whether the client took the answer; None when it may still be reading."""
+        return self._look() if self._taken is None else self._taken
+
+
+class Connection(Protocol):
+    """The connection of a request."""
+
+    when_lost: Callable[[], None] | None
+    """Called when the client has left."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the client of the request has left."""
+
+    def deliver(self) -> Delivery:
+        """Follows the answer to the request, which is sent now."""
+
+
+def connection_of(request: Request) -> Connection | None:
+    """Returns the connection of a request; None when client and server are one process."""
+    extension = request.scope.get("extensions", {}).get(EXTENSION, {})
+    connection: Connection | None = extension.get("connection")
+    return connection
+
+
+def was_taken(sock: socket.socket) -> bool | None:
+    """Returns whether the client of an open connection took all that was written to it; None when
+    that is open.
+    """
+    if sys.platform != "linux":
+        return None
+    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    if state == _ESTABLISHED:
+        return None
+    return state == _CLOSE_WAIT and _unacknowledged(sock) == 0
+
+
+def _unacknowledged(sock: socket.socket) -> int:
+    """Returns the number of bytes in a socket that its peer has not acknowledged."""
+    # SIOCOUTQ, which has the number of TIOCOUTQ.
+    content = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    return int(struct.unpack("i", content)[0])

@@ -1,0 +1,38 @@
+"""Small runs with an audit record, and their replay by the command."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from common.settings.config import Config, load
+from tests.support.paths import ROOT
+
+
+def audited(model: Path, run_dir: Path, *more: str) -> Config:
+    """Returns the settings of a run of four small steps on the built-in task, with an audit."""
+    words = [
+        *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml")),
+        *("--model.name", str(model)),
+        *("--trainer.run_dir", str(run_dir), "--state_dir", str(run_dir / "state")),
+        *("--trainer.batch_size", "4", "--sampling.group_size", "4"),
+        *("--trainer.max_steps", "4", "--trainer.checkpoint_every", "2"),
+        *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0"),
+        *("--reward.workers", "1", "--trainer.audit", "true"),
+    ]
+    return load([*words, *more], {})
+
+
+def replayed(run_dir: Path, step: int, *more: str) -> tuple[int, str]:
+    """Runs `rlhf-replay` and returns its exit status and what it printed."""
+    command = [sys.executable, "-m", "trainer.replay", str(run_dir), "--step", str(step), *more]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr

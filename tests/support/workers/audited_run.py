@@ -1,0 +1,63 @@
+"""A rank of a small run with an audit, whose services are in rank 0: `audited_run RUN_DIR MODEL
+[STEP]`, killed at the end of STEP.
+"""
+
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from common.process.run_lock import RunLock
+from learning.ranks import Ranks
+from tests.support.audits import audited
+from tests.support.in_process import quiet
+from trainer.build import build_run
+from trainer.in_process import InProcessBackend
+from trainer.loop import train
+from trainer.run import Listener, Run
+
+
+class Killer(Listener):
+    """Kills this process at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_event(self, run: Run, event: str, **about: Any) -> None:
+        if event == "step_end" and run.policy.step == self._step:
+            run.checkpoints.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(run_dir: Path, model: Path, kill_at: int) -> None:
+    config = audited(model, run_dir)
+    backend = InProcessBackend(
+        console=quiet(),
+        rollout_transport=httpx.ASGITransport,
+        problems=None,
+        rewards=None,
+    )
+    with ExitStack() as stack:
+        is_first = os.environ["RANK"] == "0"
+        lock = stack.enter_context(RunLock.of_new_run(run_dir, "ranks")) if is_first else None
+        ranks = stack.enter_context(Ranks.from_env(120.0, config.trainer))
+        run = build_run(
+            config,
+            ranks,
+            run_dir,
+            lock=lock,
+            backend=backend,
+            stack=stack,
+            listener=Killer(kill_at),
+        )
+        train(run)
+        run.finish()
+        ranks.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int((sys.argv[3:] or ["0"])[0]))

@@ -1,0 +1,243 @@
+"""A recorded step is re-executed bit for bit, and whatever is changed in its record is named.
+
+The damage is done to the files directly, without the code that reads or writes them.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import msgpack
+import numpy as np
+import pytest
+
+from common.errors import ConfigError
+from tests.support.audits import audited, replayed
+from tests.support.in_process import quiet
+from trainer.audit.comparison import STAGES, Outcome, Stage
+from trainer.audit.replay import Replay
+from trainer.in_process import train_in_process
+
+pytestmark = pytest.mark.integration
+STEP = 4
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def run_dir(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints after the second and the last."""
+    directory = tmp_path_factory.mktemp("audited") / "run"
+    train_in_process(audited(base_model, directory), quiet())
+    return directory
+
+
+@pytest.fixture
+def copy(run_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the run, which a test may damage."""
+    return Path(shutil.copytree(run_dir, tmp_path / "copy", symlinks=True))
+
+
+def outcomes(run_dir: Path, step: int = STEP, *stages: Stage) -> dict[Stage, Outcome]:
+    told: list[Outcome] = []
+    replay = Replay(run_dir, step, stages or STAGES, tell=told.append)
+    found = replay.run(replay.ranks())
+    assert told == found, "every outcome is told, once and in order"
+    return {outcome.stage: outcome for outcome in found}
+
+
+def first_difference(run_dir: Path, *stages: Stage) -> Outcome:
+    found = outcomes(run_dir, STEP, *stages).values()
+    return next(outcome for outcome in found if outcome.state == "differs")
+
+
+def change_group(run_dir: Path, change: Callable[[Document], None]) -> None:
+    """Changes the first group of the step whose rewards differ."""
+    path = run_dir / f"groups/step_{STEP:06d}.zip"
+    with ZipFile(path) as file:
+        content = {name: file.read(name) for name in file.namelist()}
+    for name in sorted(content):
+        document = msgpack.unpackb(content[name])
+        if len({completion["reward"] for completion in document["completions"]}) > 1:
+            change(document)
+            content[name] = msgpack.packb(document)
+            break
+    else:
+        raise AssertionError("every group has equal rewards: use another step")
+    with ZipFile(path, "w", ZIP_DEFLATED) as file:
+        for name, body in content.items():
+            file.writestr(name, body)
+
+
+def change_line(run_dir: Path, step: int, change: Callable[[Document], None]) -> None:
+    """Changes the line of a step in the audit record."""
+    path = run_dir / "audit.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (line,) = [line for line in lines if line["kind"] == "step" and line["step"] == step]
+    change(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def flip(body: bytes, at: int) -> bytes:
+    """Flips the lowest bit of one byte."""
+    changed = bytearray(body)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+def other_digit(text: str) -> str:
+    return ("0" if text[0] != "0" else "1") + text[1:]
+
+
+def test_every_stage_of_a_step_comes_out_again(run_dir: Path) -> None:
+    found = outcomes(run_dir)
+    wanted = [stage for stage in STAGES if stage != "episodes"]
+    assert list(found) == wanted
+    # The run is not `reproducible`: the batch of a token may change its last bits.
+    assert found["completions"].state in ("equal", "close")
+    for stage in wanted:
+        if stage != "completions":
+            assert found[stage].state == "equal", found[stage]
+    assert "step_000002 and 1 recorded update" in found["weights"].detail
+
+
+def test_a_step_before_every_checkpoint_begins_with_the_initial_model(
+    copy: Path, base_model: Path
+) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    found = outcomes(copy, 2, "weights", "gradients", "new weights")
+    assert f"the initial model {base_model} and 1 recorded update" in found["weights"].detail
+    assert {outcome.state for outcome in found.values()} == {"equal"}
+
+
+def test_one_byte_of_a_token_is_named(copy: Path) -> None:
+    def change(document: Document) -> None:
+        completion = document["completions"][1]
+        completion["token_ids"] = flip(completion["token_ids"], 0)
+
+    change_group(copy, change)
+    found = first_difference(copy)
+    assert found.stage == "completions"
+    assert "completion 1, token 0" in found.where
+    assert found.expected.startswith("token ")
+    assert found.expected.partition(",")[0] != found.found.partition(",")[0]
+
+
+def test_one_byte_of_a_log_probability_is_named(copy: Path) -> None:
+    def change(document: Document) -> None:
+        completion = document["completions"][1]
+        values = np.frombuffer(completion["logprobs"], "<f4")
+        least_likely = int(values.argmin())
+        # In the exponent: four times the value, or a quarter of it.
+        completion["logprobs"] = flip(completion["logprobs"], 4 * least_likely + 3)
+
+    change_group(copy, change)
+    found = first_difference(copy)
+    assert found.stage == "completions"
+    assert "completion 1" in found.where
+
+
+def test_a_reward_is_named_with_what_the_function_says(copy: Path) -> None:
+    told: list[float] = []
+
+    def change(document: Document) -> None:
+        completion = document["completions"][2]
+        told.append(completion["reward"])
+        completion["reward"] = 1.0 - completion["reward"]
+
+    change_group(copy, change)
+    found = first_difference(copy)
+    (reward,) = told
+    assert found.stage == "rewards"
+    assert "completion 2" in found.where
+    assert found.expected.startswith(f"{1.0 - reward}")
+    assert found.found.startswith(f"{reward}")
+    # The advantages were computed from the true reward.
+    assert outcomes(copy)["advantages"].state == "differs"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("advantages", "advantages"), ("trainer_logprobs", "logprobs")]
+)
+def test_one_bit_of_what_the_trainer_computed_is_named(copy: Path, name: str, stage: Stage) -> None:
+    def change(document: Document) -> None:
+        completion = document["completions"][0]
+        completion[name] = flip(completion[name], 0)
+
+    change_group(copy, change)
+    found = first_difference(copy)
+    assert found.stage == stage
+    assert "completion 0, trained token 0" in found.where
+
+
+def test_a_prompt_is_named(copy: Path) -> None:
+    change_group(copy, lambda document: document.update(prompt="What is 1 + 1?"))
+    found = first_difference(copy, "prompts")
+    assert found.stage == "prompts"
+    assert "1 + 1" in found.expected
+    assert "1 + 1" not in found.found
+
+
+@pytest.mark.parametrize(
+    ("field", "step", "stage"),
+    [
+        ("gradients", STEP, "gradients"),
+        ("weights", STEP, "new weights"),
+        ("weights", STEP - 1, "weights"),
+    ],
+)
+def test_a_checksum_is_named(copy: Path, field: str, step: int, stage: Stage) -> None:
+    def change(line: Document) -> None:
+        value = line[field]
+        line[field] = [other_digit(value[0])] if isinstance(value, list) else other_digit(value)
+
+    change_line(copy, step, change)
+    found = first_difference(copy)
+    assert found.stage == stage
+    assert found.expected != found.found
+
+
+def test_one_byte_of_a_weight_is_named(copy: Path) -> None:
+    path = copy / "checkpoints/step_000002/model.safetensors"
+    path.write_bytes(flip(path.read_bytes(), -100))
+    found = outcomes(copy)
+    assert found["weights"].state == "differs"
+    assert "step_000002/model.safetensors" in found["weights"].where
+    assert list(found) == ["prompts", "weights"], "with other weights, nothing else is compared"
+
+
+def test_a_damaged_or_missing_record_is_an_error_that_names_the_file(copy: Path) -> None:
+    path = copy / f"groups/step_{STEP:06d}.zip"
+    whole = path.read_bytes()
+    path.write_bytes(flip(whole, 100))
+    with pytest.raises(ConfigError, match="groups of step 4 cannot be read"):
+        outcomes(copy)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"keep_groups_mb.*step_000004\.zip"):
+        outcomes(copy)
+    path.write_bytes(whole)
+
+    change_line(copy, STEP, lambda line: line["groups"].reverse())
+    with pytest.raises(ConfigError, match="in another order"):
+        outcomes(copy)
+    with pytest.raises(ConfigError, match=r"lacks step 9.*1 to 4"):
+        outcomes(copy, 9)
+    change_line(copy, STEP, lambda line: line.update(weights=3))
+    with pytest.raises(ConfigError, match=r"damaged.*weights"):
+        outcomes(copy)
+    (copy / "audit.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"no audit record.*trainer\.audit"):
+        outcomes(copy)
+
+
+def test_the_command_names_the_first_stage_that_differs(copy: Path) -> None:
+    change_group(copy, lambda document: document["completions"][0].update(reward=0.5))
+    status, printed = replayed(copy, STEP, "--stages", "prompts", "rewards")
+    assert status == 1
+    assert printed.splitlines()[-1] == "the first stage that differs: rewards"
+    assert "expected      0.5" in printed
+    status, printed = replayed(copy, STEP, "--stages", "reward")
+    assert status == 2
+    assert "did you mean rewards?" in printed

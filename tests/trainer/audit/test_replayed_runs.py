@@ -1,0 +1,100 @@
+"""Runs of several ranks, killed and resumed ones, those with a critic and those of episodes are
+replayed by the command.
+"""
+
+import json
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import msgpack
+import numpy as np
+import pytest
+
+from common.settings.config import load
+from examples.tool_calculator.base import build
+from tests.support.audits import audited, replayed
+from tests.support.in_process import quiet
+from tests.support.paths import ROOT
+from tests.support.ranks import run_ranks
+from trainer.in_process import train_in_process
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+NOTHING = "nothing differs from what the run recorded"
+
+
+def assert_equal(run_dir: Path, step: int) -> str:
+    """Replays a step, of which nothing may differ; returns what was printed."""
+    status, printed = replayed(run_dir, step)
+    assert status == 0, printed
+    assert printed.splitlines()[-1] == NOTHING, printed
+    return printed
+
+
+def test_a_run_of_two_ranks(base_model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(2, "audited_run", str(run_dir), str(base_model))
+    assert "on 2 ranks" in assert_equal(run_dir, 4)
+
+
+def test_a_run_that_was_killed_and_resumed(base_model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="-9"):
+        run_ranks(1, "audited_run", str(run_dir), str(base_model), "3")
+    run_ranks(1, "audited_run", str(run_dir), str(base_model))
+
+    lines = [json.loads(line) for line in (run_dir / "audit.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4], "the lost third was made again"
+    assert len({line["run_id"] for line in steps}) == 2
+    for step in (2, 3, 4):
+        assert_equal(run_dir, step)
+
+
+def test_a_run_with_a_critic_a_reference_and_truncated_sampling(
+    base_model: Path, tmp_path: Path
+) -> None:
+    more = ["--algorithm.name=ppo", "--algorithm.kl_coef=0.01", "--sampling.top_p=0.9"]
+    config = audited(base_model, tmp_path / "run", *more)
+    train_in_process(config, quiet())
+    printed = assert_equal(tmp_path / "run", 4)
+    assert "the reference's log-probabilities, the critic's values" in printed
+
+
+def test_a_run_of_episodes_and_a_tool_that_said_something_else(tmp_path: Path) -> None:
+    build(tmp_path, console=quiet(), steps=80, batch=8)
+    run_dir = tmp_path / "run"
+    words = [
+        *("--config", str(ROOT / "examples/tool_calculator/grpo.yaml")),
+        *("--model.name", str(tmp_path / "base"), "--data.source", str(tmp_path / "problems")),
+        *("--trainer.run_dir", str(run_dir), "--state_dir", str(run_dir / "state")),
+        *("--trainer.batch_size", "4", "--sampling.group_size", "4", "--trainer.max_steps", "2"),
+        *("--trainer.eval_samples", "4", "--trainer.audit", "true"),
+    ]
+    train_in_process(load(words, {}), quiet())
+    printed = assert_equal(run_dir, 2)
+    assert "16 episodes of python:examples.tool_calculator.calculator:Calculator" in printed
+
+    change_a_result(run_dir / "groups/step_000002.zip")
+    status, printed = replayed(run_dir, 2)
+    assert status == 1
+    assert printed.splitlines()[-1] == "the first stage that differs: episodes"
+
+
+def change_a_result(path: Path) -> None:
+    """Changes a token that the environment, not the model, said."""
+    with ZipFile(path) as file:
+        content = {name: file.read(name) for name in file.namelist()}
+    for name in sorted(content):
+        document = msgpack.unpackb(content[name])
+        for completion in document["completions"]:
+            mask = np.frombuffer(completion["mask"], "<i4")
+            if (mask == 0).any():
+                tokens = np.frombuffer(completion["token_ids"], "<i4").copy()
+                tokens[int(np.flatnonzero(mask == 0)[0])] ^= 1
+                completion["token_ids"] = tokens.tobytes()
+                content[name] = msgpack.packb(document)
+                with ZipFile(path, "w", ZIP_DEFLATED) as file:
+                    for each, body in content.items():
+                        file.writestr(each, body)
+                return
+    raise AssertionError("no tool was called: train the model for longer")

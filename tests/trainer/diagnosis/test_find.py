@@ -1,0 +1,170 @@
+"""What is found in the facts of real runs: each line of `diagnosed_runs.jsonl` was recorded from a run of the demo after the
+fault that it names, by `trainer.diagnosis.live.collect`, and shortened. Then faults are planted into the numbers of the healthy
+one."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+from trainer.diagnosis import names
+from trainer.diagnosis.facts import Facts, RankFacts
+from trainer.diagnosis.find import find
+from trainer.diagnosis.report import as_json, first_line, lines, text
+
+GOLDEN = ROOT / "tests" / "golden"
+RECORDED = [json.loads(line) for line in (GOLDEN / "diagnosed_runs.jsonl").read_text().splitlines()]
+
+
+def recorded(name: str) -> Facts:
+    """Returns the facts of a run, which a test may change."""
+    found = next(each["facts"] for each in RECORDED if each["recorded"] == name)
+    return Facts.model_validate_json(json.dumps(found))
+
+
+def healthy() -> Facts:
+    return recorded("healthy")
+
+
+@pytest.mark.parametrize("each", RECORDED, ids=lambda each: str(each["recorded"]))
+def test_the_first_finding_of_a_real_run_is_its_fault(each: dict[str, Any]) -> None:
+    facts = Facts.model_validate(each["facts"])
+    findings = find(facts)
+    assert (findings[0].name if findings else "") == each["expected"]
+
+    shown = lines(facts, findings)
+    assert len(shown) == 5 if findings else len(shown) <= 2
+    assert shown[0] == first_line(facts, findings)
+    assert all("\n" not in line for line in shown)
+    assert as_json(facts, findings)["first_line"] == shown[0]
+    assert text(facts, findings).startswith(shown[0])
+
+
+@pytest.mark.parametrize("each", RECORDED, ids=lambda each: str(each["recorded"]))
+def test_the_fault_began_after_the_last_step_before_it(each: dict[str, Any]) -> None:
+    facts = Facts.model_validate(each["facts"])
+    for finding in find(facts)[:1]:
+        if finding.since is not None:
+            assert (facts.started or 0.0) <= finding.since <= facts.now
+
+
+def test_a_healthy_run_has_no_finding_at_any_of_its_steps() -> None:
+    """The numbers of a healthy demo, as they grew."""
+    text = (GOLDEN / "healthy_metrics.jsonl").read_text()
+    steps = [json.loads(line) for line in text.splitlines()]
+    facts = healthy()
+    ended = facts.started or 0.0
+    for line in steps:
+        ended += sum(line["seconds"].values())
+        line["time"] = ended
+    for count in range(1, len(steps) + 1):
+        facts.steps = steps[max(0, count - 24) : count]
+        facts.now = facts.steps[-1]["time"] + 1.0
+        assert find(facts) == []
+
+
+def changed(**numbers: Any) -> Callable[[Facts], None]:
+    """Returns a function that sets numbers of the newest three steps."""
+
+    def change(facts: Facts) -> None:
+        for line in facts.steps[-3:]:
+            for name, value in numbers.items():
+                section, _, key = name.partition("__")
+                if key:
+                    line[section] = {**line.get(section, {}), key: value}
+                else:
+                    line[section] = value
+
+    return change
+
+
+def drawn_twice(facts: Facts) -> None:
+    """The stream begins anew: the prompts of an earlier step at new positions."""
+    again = json.loads(json.dumps(facts.groups[0]))
+    again["step"] = facts.step + 1
+    for group in again["groups"]:
+        group["position"] += 10_000
+    facts.groups.append(again)
+
+
+def one_position_twice(facts: Facts) -> None:
+    facts.groups[-1]["groups"][0]["position"] = facts.groups[0]["groups"][0]["position"]
+
+
+def another_release(facts: Facts) -> None:
+    facts.services[-1].release = "0.0.9"
+
+
+def fast_clock(facts: Facts) -> None:
+    facts.services[-1].clock_s = 3600.0
+
+
+def clock_goes_back(facts: Facts) -> None:
+    for line in facts.steps[:-1]:
+        line["time"] += 3600.0
+
+
+def alarm(facts: Facts) -> None:
+    facts.steps[-1]["alarms"] = {"delta_logprob": "mean |Δ logprob| is 0.3. Likely: filters"}
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (changed(update__skipped=1), names.NOT_FINITE),
+        (changed(reward=float("nan")), names.NOT_FINITE),
+        (changed(zero_variance_groups=32, accuracy=0.0), names.EQUAL_REWARDS),
+        (changed(staleness=3.0), names.OLD_WEIGHTS),
+        (changed(dropped={"reward": 40}), names.NOT_GRADED),
+        (drawn_twice, names.DRAWN_TWICE),
+        (one_position_twice, names.DRAWN_TWICE),
+        (another_release, names.VERSIONS_DIFFER),
+        (fast_clock, names.CLOCKS_DIFFER),
+        (clock_goes_back, names.CLOCK_JUMPS),
+        (alarm, "delta_logprob"),
+    ],
+)
+def test_a_planted_fault_is_the_first_finding(plant: Callable[[Facts], None], name: str) -> None:
+    facts = healthy()
+    plant(facts)
+    found = find(facts)
+    assert [finding.name for finding in found[:1]] == [name]
+    assert found[0].remedy
+
+
+def test_a_solved_task_with_equal_answers_is_no_fault() -> None:
+    facts = healthy()
+    changed(zero_variance_groups=32, accuracy=1.0, update__entropy=0.01)(facts)
+    assert find(facts) == []
+
+
+def ranks(*stacks: str) -> list[RankFacts]:
+    found = []
+    for number, stack in enumerate(stacks):
+        rank = RankFacts(rank=number, name=f"rank {number}", answered=bool(stack))
+        rank.place = "the update of step 9"
+        rank.since_s = 60.0
+        rank.collective = "all_reduce" if stack == "all_reduce" else ""
+        rank.stacks = f'thread MainThread:\n  File "own.py", line 1, in {stack}'
+        found.append(rank)
+    return found
+
+
+def test_the_rank_that_is_not_in_the_collective_is_the_stuck_one() -> None:
+    facts = healthy()
+    facts.now += 60.0
+    facts.ranks = ranks("all_reduce", "dead_lock", "all_reduce")
+    found = find(facts)
+    assert found[0].name == names.RANK_STUCK
+    assert found[0].what.startswith("rank 1 is at: the update of step 9, in dead_lock")
+    assert len(found[0].evidence) == 2
+
+
+def test_a_rank_that_does_not_answer_is_stuck_only_if_the_run_is() -> None:
+    facts = healthy()
+    facts.ranks = ranks("all_reduce", "")
+    assert find(facts) == []  # a busy machine
+    facts.now += 60.0
+    assert find(facts)[0].what == "rank 1 does not answer"

@@ -1,0 +1,243 @@
+"""What the files of a run say: of one that lives, was killed, ended, was interrupted, or never began."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import ServiceError
+from common.process.logs import JsonFormatter, TextFormatter
+from common.process.run_lock import RunLock
+from common.process.topology import LocalHost, Topology
+from common.settings.config import Config
+from tests.support.paths import ROOT
+from tests.support.run_files import make_run, write
+from trainer.diagnosis import names
+from trainer.diagnosis.find import find
+from trainer.diagnosis.own import diagnosed
+from trainer.diagnosis.report import first_line
+from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from common.process.run_lock import RunLock
+with RunLock(Path(sys.argv[1]), "group-1"):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def says(directory: Path) -> str:
+    facts = read_facts(directory)
+    return first_line(facts, find(facts))
+
+
+def log(
+    directory: Path, name: str, *lines: tuple[float, str, str, str], json_lines: bool = False
+) -> None:
+    """Writes a log as our processes do: time, level, logger and message of each line."""
+    formatter = JsonFormatter(service=name) if json_lines else TextFormatter()
+    path = directory / "state" / "logs" / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for created, level, logger, message in lines:
+            record = logging.LogRecord(
+                logger, logging.getLevelNamesMapping()[level], "", 0, message, None, None
+            )
+            record.created, record.msecs = created, created % 1 * 1000
+            file.write(formatter.format(record) + "\n")
+
+
+def started(directory: Path, at: float) -> tuple[float, str, str, str]:
+    return (
+        at,
+        "INFO",
+        "trainer.rank",
+        "ppo-trainer 0.1.0 starts: rank 0 of 2 on ppo-trainer-0 (cpu), model=x",
+    )
+
+
+def test_a_run_that_ended_well_is_finished(tmp_path: Path) -> None:
+    assert says(make_run(tmp_path / "run", 60)) == "finished: step 60 of 60; nothing is wrong"
+    assert says(tmp_path) == "empty: no run has started here"
+
+
+@pytest.mark.integration
+def test_a_killed_run_is_told_from_a_living_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(run)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    with holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert read_facts(run).state == "running"
+        holder.send_signal(signal.SIGKILL)
+    assert (
+        says(run)
+        == f"The trainer was killed: process {holder.pid} on {os.uname().nodename} is gone"
+    )
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_the_last_words_of_a_run_are_classified_in_both_formats(
+    tmp_path: Path, json_lines: bool
+) -> None:
+    run = make_run(tmp_path / "run", 3)
+    now = time.time()
+    waited = "waited 20 s so far for reward-server to answer POST /grade: Cannot connect to host 127.0.0.1:8002 ssl:default [Connect call failed]"
+    gave_up = (
+        "error: reward-server did not answer POST /grade in time: Cannot connect to host 127.0.0.1:8002 ssl:default "
+        "[Connect call failed] · field: url · value: http://127.0.0.1:8002 · remedy: look at the log of reward-server"
+    )
+    log(
+        run,
+        "ppo-trainer-rank0",
+        (now - 500, "CRITICAL", "end", "error: of an earlier attempt · field: x · remedy: y"),
+        started(run, now - 100),
+        (now - 40, "WARNING", "common.clients.base", waited),
+        (
+            now - 30,
+            "CRITICAL",
+            "end",
+            f"{gave_up}\ndiagnosis: of the run itself (run/diagnosis.txt)",
+        ),
+        json_lines=json_lines,
+    )
+    log(
+        run,
+        "reward-server",
+        (now - 61, "CRITICAL", "end", "error: no memory"),
+        json_lines=json_lines,
+    )
+    facts = read_facts(run)
+    finding = find(facts)[0]
+    assert facts.state == "ended"
+    assert facts.exit_reason == gave_up
+    assert finding.name == names.REWARD_DIES
+    assert finding.since == pytest.approx(now - 60, abs=0.1)  # when the wait began
+    assert "reward-server: error: no memory" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("error: data-server: the token is wrong · remedy: set the same API_TOKEN in every task", names.WRONG_TOKEN),
+        ("error: metrics.jsonl cannot be written: [Errno 28] No space left on device · field: trainer.run_dir", names.DISK_OF_RUN),
+        ("error: 16 groups in a row were dropped, the last one because of reward: timeout: 3 s · field: trainer.max_failed_groups", names.NOT_GRADED),
+        ("error: 16 groups in a row were dropped, the last one because of generation: HTTP 500: bad · field: x", names.NOT_GENERATED),
+        ("error: 4 rounds of dynamic sampling left groups of equal rewards in the batch · field: algorithm.dynamic_sampling_rounds", names.EQUAL_REWARDS),
+        ("error: weights.safetensors has changed since it was written · field: trainer.run_dir", names.CHECKPOINT_DAMAGED),
+        ("error: after 720 s 0 of 2 rollout nodes serve weights 3; missing: rollout-server-0 (stale, weights 2)", names.OLD_WEIGHTS),
+        ("error: not healthy after 60 s: data-server at http://data-server-0.x:8000 (Cannot connect to host data-server-0.x:8000 ssl:default [Name or service not known])", names.UNKNOWN_NAME),
+        ("error: reward-server: the graders did not start 5 times in a row: died · remedy: see", names.CANNOT_START),
+        ("error: rank 0 is out of GPU memory in step 3: CUDA · field: trainer.micro_batch_tokens", names.RANK_MEMORY),
+        ("error: something that no heading is about · remedy: do this", names.ENDED),
+        ("interrupted; start again with the same run directory to continue from its newest checkpoint", names.INTERRUPTED),
+    ],
+)  # fmt: skip
+def test_an_error_is_known_by_its_words(tmp_path: Path, words: str, name: str) -> None:
+    run = make_run(tmp_path / "run", 3)
+    now = time.time()
+    log(run, "ppo-trainer-rank0", started(run, now - 100), (now - 1, "CRITICAL", "end", words))
+    finding = find(read_facts(run))[0]
+    assert finding.name == name
+    if name == names.ENDED:
+        assert finding.remedy == "do this"
+
+
+def test_a_task_that_failed_for_good_is_the_cause_of_an_interrupted_run(tmp_path: Path) -> None:
+    """The local runner then ends the trainer with SIGTERM."""
+    run = make_run(tmp_path / "run", 3)
+    now = time.time()
+    log(
+        run,
+        "ppo-trainer-rank0",
+        started(run, now - 100),
+        (now - 1, "CRITICAL", "end", "interrupted; start again"),
+    )
+    logs = run / "logs"
+    logs.mkdir()
+    (logs / "rollout-server-0.log").write_text(
+        "error: engine crashed 5 times in a row, most recently: status 1\n"
+    )
+    facts = read_facts(run)
+    found = [finding.name for finding in find(facts)]
+    assert found == [names.ENGINE_DIES_AGAIN, names.INTERRUPTED]
+
+
+def test_a_task_that_kept_the_run_from_beginning_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    wrong = "error: this number is too small · field: reward.workers · value: 0 · remedy: give a number above 0"
+    (run / "logs" / "reward-server-0.log").write_text(wrong + "\n")
+    (finding,) = find(read_facts(run))
+    assert (finding.name, finding.remedy) == (names.WRONG_SETTING, "give a number above 0")
+    assert finding.what == "reward-server-0: this number is too small"
+    assert "reward.workers is 0" in finding.evidence
+    assert finding.since is not None
+
+
+def test_the_newest_step_of_a_long_file_is_found_at_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3000)
+    facts = read_facts(run)
+    assert (facts.step, len(facts.steps)) == (3000, 24)
+
+
+def test_damaged_files_do_not_stop_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3)
+    for name in ("config.json", "topology.json", ".lock", "groups.jsonl"):
+        (run / name).write_bytes(b"\xff{[")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'not json\n{"no": "step"}\n{"step": 4, "hal')
+    (run / "state" / "logs").mkdir(parents=True)
+    (run / "state" / "logs" / "data-server.log").write_bytes(
+        b'\xff\xfe\n{"time"\n2026-99-99 00:00:00,000 INFO x: y\n'
+    )
+    assert read_facts(run).step == 3
+
+
+def test_the_addresses_are_read_as_they_were_written(tmp_path: Path) -> None:
+    hosts = {
+        "ppo-trainer-0.group": LocalHost("127.1.2.3", 7),
+        "data-server-0.group": LocalHost("127.1.2.4"),
+    }
+    topology = Topology("group", node_ips=("127.1.2.3",), local_hosts=hosts)
+    write_topology(tmp_path, topology, world_size=2)
+    found = read_topology(tmp_path)
+    assert found is not None
+    assert (
+        found.url("ppo-trainer", 8004)
+        == topology.url("ppo-trainer", 8004)
+        == "http://127.1.2.3:8011"
+    )
+    assert json.loads((tmp_path / "topology.json").read_text())["versions"]["python"]
+
+    write_topology(tmp_path, None, world_size=1)
+    assert read_topology(tmp_path) is None
+
+
+def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3)
+    write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "group-1", "step": 0}])
+    with RunLock(run, "group-1"), pytest.raises(ServiceError) as raised, diagnosed(run, Config()):
+        raise ServiceError("something", remedy="do this")
+    line = "The run ended with an error: something"
+    assert raised.value.__notes__ == [f"diagnosis: {line} ({run / 'diagnosis.txt'})"]
+    assert json.loads((run / "diagnosis.json").read_text())["first_line"] == line
+    assert "remedy   do this" in (run / "diagnosis.txt").read_text()
+
+    # Without a log this is what later says why the run ended; a new attempt makes it old.
+    assert says(run) == line
+    write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "group-2", "step": 0}])
+    assert not says(run).startswith("The run ended")

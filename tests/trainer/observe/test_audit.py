@@ -1,0 +1,173 @@
+"""What an audit records: groups exactly as the trainer read them, and checksums that see one bit."""
+
+import zlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.settings.config import load
+from common.wire.schemas import Completion, Group, Turn
+from learning.digest import digest
+from learning.loading import _ALIGNMENT, _align
+from learning.ranks import Ranks
+from trainer.audit.comparison import columns, differences
+from trainer.observe.audit import Setup
+from trainer.observe.group_files import GroupRecorder, RecordedGroup, read_trained
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def group(name: str) -> Group:
+    """A group with everything that a completion may have."""
+    whole = Completion(
+        token_ids=ints(5, 6, 7),
+        logprobs=floats(-0.5, -1.25, -1e-7),
+        text="a\n",
+        finish_reason="length",
+        weight_versions=[(3, 0, 2), (4, 2, 3)],
+        reward=0.1,
+        components={"math": 0.1, "format": None},
+        kept_tokens=ints(5, 8, 6, 7),
+        kept_counts=ints(2, 1, 1),
+    )
+    masked = Completion(
+        token_ids=ints(5, 6, 7, 8),
+        logprobs=floats(-0.5, 0, 0, -2),
+        text="b",
+        finish_reason="stop",
+        weight_versions=[(4, 0, 4)],
+        reward=-1.0,
+        mask=ints(1, 0, 0, 1),
+        prompt_ids=ints(1, 2),
+        turns=[Turn(0, 1, 0.25), Turn(3, 4)],
+    )
+    return Group(
+        id=name,
+        prompt_id="p",
+        prompt="What is 1 + 1?",
+        ground_truth="2",
+        prompt_token_ids=ints(1, 2, 3),
+        completions=[whole, masked],
+        position=7,
+        created_at=1.5,
+        min_new_tokens=2,
+        barred=ints(9),
+    )
+
+
+def test_groups_are_read_as_the_trainer_had_them(tmp_path: Path) -> None:
+    trained = [
+        RecordedGroup(
+            group("first"),
+            advantages=[floats(0.5, 0.25, -1), floats(2, -2)],
+            logprobs=[None, floats(-0.75, -3)],
+            weight=0.3,
+            reused=True,
+        ),
+        RecordedGroup(
+            group("second"),
+            advantages=[floats(0, 0, 0), floats(1, 1)],
+            logprobs=[floats(-1, -2, -3), floats(-4, -5)],
+        ),
+    ]
+    dropped = group("dropped")
+    dropped.completions[0].reward = float("nan")
+    recorder = GroupRecorder(tmp_path, 1 << 20, 0, whole=True)
+    recorder.step(1, trained, [RecordedGroup(dropped, reason="reward", detail="it failed")])
+    recorder.flush()
+
+    found = read_trained(tmp_path, 1)
+    assert len(found) == 2
+    for was, is_now in zip(trained, found, strict=True):
+        assert msgspec.to_builtins(is_now.group, enc_hook=np.ndarray.tolist) == msgspec.to_builtins(
+            was.group, enc_hook=np.ndarray.tolist
+        )
+        assert (is_now.weight, is_now.reused) == (was.weight, was.reused)
+        for before, after in zip(was.advantages, is_now.advantages, strict=True):
+            assert before.tobytes() == after.tobytes()
+        for known, read in zip(was.logprobs, is_now.logprobs, strict=True):
+            assert (known is None) == (read is None)
+            assert known is None or (read is not None and known.tobytes() == read.tobytes())
+
+
+def test_a_checksum_sees_a_name_and_one_bit() -> None:
+    ranks = Ranks(device_kind="cpu")
+    tensor = torch.arange(12.0).reshape(3, 4)
+    before = digest([("a", tensor)], ranks)
+    assert digest([("a", tensor.T.contiguous().T)], ranks) == before, "of values, not of memory"
+    assert digest([("b", tensor)], ranks) != before
+    tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(100.0))
+    assert digest([("a", tensor)], ranks) != before
+
+
+def test_weights_are_aligned_whatever_file_they_were_read_from() -> None:
+    memory = torch.arange(64 * 64 + 16, dtype=torch.float32)
+    layer = torch.nn.Linear(64, 64, bias=False)
+    shifted = memory[10 : 10 + 64 * 64].view(64, 64)
+    assert shifted.data_ptr() % _ALIGNMENT, "as in a file"
+    layer.weight.data = shifted
+    crc = zlib.crc32(shifted.numpy().tobytes())
+    _align(layer)
+    assert layer.weight.data_ptr() % _ALIGNMENT == 0
+    assert zlib.crc32(layer.weight.detach().numpy().tobytes()) == crc
+
+
+def test_columns_are_compared_by_their_bits_or_within_a_bound() -> None:
+    names = ["one", "two", "three"]
+    expected = [floats(1, 2), None, floats(0.5)]
+    same = columns(
+        "advantages", "numbers", expected, [floats(1, 2), floats(9), floats(0.5)], names=names
+    )
+    assert (same.state, same.detail) == ("equal", "3 numbers")
+
+    near = [floats(1, np.nextafter(np.float32(2), np.float32(3))), None, floats(0.5)]
+    other = columns("advantages", "numbers", expected, near, names=names)
+    assert (other.state, other.where) == ("differs", "one, trained token 1")
+    assert other.expected != other.found
+    assert (
+        columns("advantages", "numbers", expected, near, names=names, bound=1e-4).state == "close"
+    )
+
+    lost = [floats(1, np.nan), None, floats(0.5)]
+    assert (
+        columns("advantages", "numbers", expected, lost, names=names, bound=1.0).state == "differs"
+    )
+    short = [floats(1), None, floats(0.5)]
+    assert columns("advantages", "numbers", expected, short, names=names).state == "differs"
+
+
+def test_what_makes_bits_incomparable_is_said() -> None:
+    setup = Setup(
+        packages={"torch": "2.13.0"},
+        world_size=2,
+        sharded=False,
+        threads=1,
+        device="cpu",
+        instructions="x86_64 AVX512",
+    )
+    assert differences(setup, setup) == []
+    other = msgspec.structs.replace(setup, world_size=1, packages={"torch": "2.14.0"})
+    assert differences(setup, other) == [
+        "the run had 2 ranks, this has 1",
+        "torch was 2.13.0 and is 2.14.0",
+    ]
+
+
+def test_an_audit_needs_the_groups_and_a_critic_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="needs the groups of every step"):
+        load(["--trainer.audit", "true", "--trainer.keep_groups_mb", "0"], {})
+    with pytest.raises(ConfigError, match="what a critic-server computed"):
+        load(
+            ["--trainer.audit", "true", "--algorithm.name", "ppo", "--critic.location", "server"],
+            {},
+        )

@@ -1,0 +1,129 @@
+"""Which rollout nodes the trainer waits for, and which it fences, by what they report."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from common.wire.schemas import WeightManifest, WorkerReport, WorkerState
+from trainer.weights.board import PublishFailed, WeightBoard
+
+LIMIT_S = 0.8
+MANIFEST = WeightManifest(version=3, run_id="run")
+
+
+class Nodes:
+    """Two nodes that report to a board; `progress` says what each reports next."""
+
+    def __init__(self, directory: Path) -> None:
+        self.board = WeightBoard(directory)
+        self.versions = [2, 2]
+        self.progress: list[Callable[[], int]] = [lambda: 5, lambda: 5]
+        self.ended = threading.Event()
+
+    def report(self) -> None:
+        for node in range(2):
+            state: WorkerState = "ready" if self.versions[node] == 3 else "updating"
+            self.board.report(
+                WorkerReport(
+                    name=f"rollout-server-{node}",
+                    url=f"http://node-{node}",
+                    num_nodes=2,
+                    state=state,
+                    version=self.versions[node],
+                    run_id="run",
+                    detail="" if state == "ready" else "1.2 of 3.4 MB fetched",
+                    progress=self.progress[node](),
+                )
+            )
+
+    def run(self) -> None:
+        while not self.ended.wait(0.02):
+            self.report()
+
+
+class Growing:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self) -> int:
+        self.number += 1
+        return self.number
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path)
+    nodes.report()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(nodes.run)
+        try:
+            yield nodes
+        finally:
+            nodes.ended.set()
+
+
+def waiting(nodes: Nodes) -> "Future[list[WorkerReport]]":
+    found: Future[list[WorkerReport]] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(nodes.board.wait_confirmed(MANIFEST, LIMIT_S, lambda _: None))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return found
+
+
+def test_nodes_that_make_progress_are_waited_for(nodes: Nodes) -> None:
+    nodes.progress = [Growing(), Growing()]
+    found = waiting(nodes)
+    time.sleep(5 * LIMIT_S)
+    assert not found.done()
+    nodes.versions = [3, 3]
+    assert found.result(60) == []
+
+
+def test_a_node_without_progress_is_fenced_while_another_serves(nodes: Nodes) -> None:
+    nodes.versions[0] = 3
+    (fenced,) = waiting(nodes).result(60)
+    assert fenced.name == "rollout-server-1"
+
+
+def test_a_slow_node_is_no_stuck_node(nodes: Nodes) -> None:
+    nodes.versions[0] = 3
+    nodes.progress[1] = Growing()
+    found = waiting(nodes)
+    time.sleep(3 * LIMIT_S)
+    assert not found.done()
+    nodes.progress[1] = lambda: 7
+    (fenced,) = found.result(60)
+    assert fenced.name == "rollout-server-1"
+
+
+def test_without_any_node_that_serves_the_error_says_how_far_each_is(nodes: Nodes) -> None:
+    with pytest.raises(
+        PublishFailed,
+        match=r"no progress for 0.8 s: 0 of 2 rollout nodes serve weights 3; missing: "
+        r"rollout-server-0 \(updating, weights 2\) 1.2 of 3.4 MB fetched, .*"
+        r"trainer.fence_after_s · value: 0.8",
+    ):
+        waiting(nodes).result(60)
+
+
+def test_an_agent_that_was_restarted_counts_from_0_again(nodes: Nodes) -> None:
+    """Its progress is below what it had reported before, and is progress all the same."""
+    nodes.versions[0] = 3
+    nodes.progress[1] = lambda: 1000
+    found = waiting(nodes)
+    growing = Growing()
+    nodes.progress[1] = growing
+    time.sleep(3 * LIMIT_S)
+    assert growing.number < 1000
+    assert not found.done()
+    nodes.versions[1] = 3
+    assert found.result(60) == []

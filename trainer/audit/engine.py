@@ -1,0 +1,184 @@
+"""The embedded engine of a run, without its server: it samples given tokens again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry, Counter
+
+from common.clients.rollout import completion_from_answer
+from common.settings.config import Config
+from common.wire.schemas import Float32
+from learning.device import choose_device
+from services.engine.jobs import GenerationJob
+from services.engine.model import Model
+from services.engine.protocol import GenerateBody, answer
+from services.engine.sampling import FIELDS, Inputs, uniforms
+from services.engine.scheduler import Scheduler
+
+TIE = 1e-4
+"""Cumulative probability by which a draw may miss a token that rounding could have given it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that one request sampled from one weight version."""
+
+    row: int
+    """Index of the completion in the batch."""
+    prompt: list[int]
+    """The tokens that the request sent."""
+    earlier: list[int]
+    """The tokens that it sampled before these, from earlier versions."""
+    seed: int
+    """Of the request, for one completion."""
+    start: int
+    """Index of the first token in the completion."""
+    tokens: list[int]
+    logprobs: Float32
+    """[tokens] as the run recorded them."""
+
+    def part(self, start: int, end: int) -> "Span":
+        """Returns the tokens from `start` to `end` of this span."""
+        return replace(
+            self,
+            earlier=self.earlier + self.tokens[:start],
+            start=self.start + start,
+            tokens=self.tokens[start:end],
+            logprobs=self.logprobs[start:end],
+        )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the engine sampled in the place of a span."""
+
+    tokens: list[int]
+    logprobs: Float32
+    """[tokens]"""
+
+    def part(self, end: int) -> "Sampled":
+        """Returns the tokens before `end`."""
+        return Sampled(self.tokens[:end], self.logprobs[:end])
+
+    def first_other(self, span: Span) -> int | None:
+        """Returns the index of the first token that is not the recorded one; None if all are."""
+        if self.tokens == span.tokens:
+            return None
+        for at, (was, is_now) in enumerate(zip(span.tokens, self.tokens, strict=False)):
+            if was != is_now:
+                return at
+        return min(len(self.tokens), len(span.tokens))
+
+    def equals(self, span: Span) -> bool:
+        """Whether tokens and log-probabilities are the recorded ones, bit for bit."""
+        same_tokens = self.tokens == span.tokens
+        return same_tokens and self.logprobs.tobytes() == span.logprobs.tobytes()
+
+
+def is_reproducible(config: Config) -> bool:
+    """Whether the run's engines computed every completion as if alone (`reproducible`)."""
+    return bool(getattr(config, "reproducible", False))
+
+
+class ReplayEngine:
+    """Samples spans again.
+
+    Args:
+        config: the settings of the run.
+        directory: a complete version of the weights.
+        stop_token_ids: tokens that end a completion.
+    """
+
+    def __init__(self, config: Config, directory: Path, stop_token_ids: Sequence[int]) -> None:
+        rollout = config.rollout
+        # The setting and the argument come together.
+        options: dict[str, Any] = {"deterministic": True} if is_reproducible(config) else {}
+        self._model = Model(
+            directory,
+            rollout.max_context_tokens,
+            choose_device(rollout.device, "rollout.device"),
+            dtype=config.model.dtype,
+            fp32_head=config.model.fp32_head,
+            **options,
+        )
+        registry = CollectorRegistry()
+        self._scheduler = Scheduler(
+            self._model,
+            rollout.max_running_requests,
+            "0",
+            generated=Counter("generated", "Tokens", registry=registry),
+            prefilled=Counter("prefilled", "Tokens", registry=registry),
+        )
+        sampling = config.sampling
+        self._parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "stop_token_ids": list(stop_token_ids),
+        }
+        if not config.environment.name:  # the call of an episode has none of these
+            self._parameters |= sampling.training_truncation() | sampling.stop_conditions()
+        self._truncates = bool(sampling.truncation())
+
+    def sample(self, spans: Sequence[Span]) -> list[Sampled]:
+        """Returns what the engine samples for each span."""
+        jobs = [self._job(span) for span in spans]
+        with torch.inference_mode():
+            self._scheduler.enqueue(jobs)
+            while self._scheduler.can_step:
+                self._scheduler.step(admit=True)
+        return [self._sampled(job, span) for job, span in zip(jobs, spans, strict=True)]
+
+    def could_sample(self, span: Span, at: int) -> bool:
+        """Whether the token `at` of a span, after those before it, is what its random number draws
+        if the probabilities are rounded a little differently.
+        """
+        count = len(span.earlier) + at
+        before = span.prompt + span.earlier + span.tokens[:at]
+        (job,) = [self._job(span)]
+        sampling = job.sampling
+        key = np.array([job.sequences[0].key], np.int64)
+        drawn = uniforms(key, np.array([count], np.int64))[0]
+        near = np.clip([drawn - TIE, drawn, drawn + TIE], 0.0, np.nextafter(1.0, 0.0))
+        columns = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or np.inf,
+            "min_p": sampling.min_p,
+        }
+        rows = [near if name == "uniform" else [columns.get(name, 0.0)] * 3 for name in FIELDS]
+        if count < sampling.min_new_tokens:
+            rows += [[float(token)] * 3 for token in sampling.stop_ids]
+        with torch.inference_mode():
+            logits = self._model.prefill([before], [0, 0, 0], 0)
+            found = self._model.sample(logits, Inputs(np.array(rows), plain=False))
+        return span.tokens[at] in found[0].astype(int).tolist()
+
+    def _sampled(self, job: GenerationJob, span: Span) -> Sampled:
+        (sequence,) = job.done.result()
+        completion = completion_from_answer(
+            answer(sequence, self._model.tokenizer), truncated=self._truncates
+        )
+        begin = len(span.earlier)
+        return Sampled(completion.token_ids[begin:].tolist(), completion.logprobs[begin:])
+
+    def _job(self, span: Span) -> GenerationJob:
+        limit = len(span.earlier) + len(span.tokens)
+        sampling = self._parameters | {"max_new_tokens": limit, "sampling_seed": span.seed}
+        if "min_new_tokens" in sampling:
+            sampling["min_new_tokens"] = min(limit, sampling["min_new_tokens"])
+        body = GenerateBody(
+            input_ids=span.prompt,
+            sampling_params=sampling,
+            return_logprob=True,
+            return_sampling_mask=self._truncates,
+        )
+        (job,) = body.jobs(self._model)
+        job.start(0, lambda: "again")
+        # As if the engine had been stopped there, to load these weights.
+        (sequence,) = job.sequences
+        sequence.tokens = list(span.earlier)
+        sequence.logprobs = [0.0] * len(span.earlier)
+        return job

@@ -1,0 +1,72 @@
+"""Draws the prompts of a step again: their rows, their order and their tokens."""
+
+from collections.abc import Mapping
+
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config
+from common.wire.schemas import Group, Prompt
+from services.data.loaders import load_split
+from services.data.stream import permutation
+from trainer.audit.comparison import Outcome
+from trainer.audit.recorded import RecordedStep
+from trainer.policy.scorer import load_tokenizer
+
+
+def load_rows(recorded: RecordedStep, config: Config) -> dict[str, Prompt]:
+    """Returns the rows of the training split by id, in their order; none when the caller of the
+    Python API gave them. Raises ConfigError when the data set does not load.
+    """
+    if "prompts" in recorded.start.given:
+        return {}
+    return {row.id: row for row in load_split(config.data, "train", config.seed)}
+
+
+def compare_prompts(recorded: RecordedStep, config: Config, rows: Mapping[str, Prompt]) -> Outcome:
+    """Compares the prompts of a step with the rows of the data set at their positions."""
+    if "prompts" in recorded.start.given:
+        reason = "the caller of the Python API gave the prompts, which the run does not keep"
+        return Outcome("prompts", "not compared", reason)
+
+    ids = list(rows)
+    prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
+    has_order = config.data.curriculum == "none"
+    detail = f"{len(recorded.fresh)} prompts of {config.data.source}: rows"
+    detail += ", order and tokens" if has_order else " and tokens (a curriculum chose the order)"
+    for group in recorded.fresh:
+        drawn = ids[_place(config.seed, group.position, len(ids))] if has_order else ""
+        difference = _difference(group, rows, drawn=drawn, prompter=prompter, config=config)
+        if difference is not None:
+            where, expected, found = difference
+            return Outcome("prompts", "differs", detail, where, expected=expected, found=found)
+    return Outcome("prompts", "equal", detail)
+
+
+def _difference(
+    group: Group, rows: Mapping[str, Prompt], *, drawn: str, prompter: Prompter, config: Config
+) -> tuple[str, str, str] | None:
+    """Returns where the prompt of a group differs from the row `drawn` at its position, what was
+    recorded and what was found; None when it does not.
+    """
+    where = f"group {group.id}, position {group.position}"
+    row = rows.get(group.prompt_id)
+    if row is None:
+        return where, f"row {group.prompt_id}", "no such row"
+    if drawn and drawn != group.prompt_id:
+        return where, f"row {group.prompt_id}", f"row {drawn}"
+    if row.prompt != group.prompt:
+        return f"{where}, text", repr(group.prompt), repr(row.prompt)
+    if row.ground_truth != group.ground_truth:
+        return f"{where}, ground truth", repr(group.ground_truth), repr(row.ground_truth)
+    if config.environment.name:
+        return None  # the environment makes the first messages
+    recorded = group.prompt_token_ids.tolist()
+    tokens = list(prompter.all_token_ids([row])[0])
+    if tokens != recorded:
+        return f"{where}, tokens", str(recorded), str(tokens)
+    return None
+
+
+def _place(seed: int, position: int, size: int) -> int:
+    """Returns the row of the data set at a position of the stream of prompts."""
+    epoch, place = divmod(position, size)
+    return int(permutation(seed, epoch, size)[place])

@@ -1,0 +1,87 @@
+"""A step as the run recorded it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from common.errors import ConfigError
+from common.settings.config import Config, from_validation
+from common.wire.schemas import Group
+from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.observe.audit import AuditedStart, AuditedStep, AuditRecord
+from trainer.observe.group_files import RecordedGroup, read_trained
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The record of one step: its line, its attempt and its groups."""
+
+    line: AuditedStep
+    start: AuditedStart
+    """Of the attempt that made the step."""
+    groups: list[RecordedGroup]
+    """In the order in which they were trained on."""
+
+    @classmethod
+    def read(cls, run_dir: Path, record: AuditRecord, step: int) -> "RecordedStep":
+        """Reads the record of a step. Raises ConfigError when a part of it is missing, damaged or
+        of another attempt.
+        """
+        line = record.step(step)
+        groups = read_trained(run_dir, step)
+        ids = [item.group.id for item in groups]
+        if ids != line.groups:
+            raise ConfigError(
+                f"the groups of step {step} are others, or in another order, than the audit "
+                "record says",
+                field=f"groups/step_{step:06d}.zip",
+                value=_first_difference(line.groups, ids),
+                remedy="restore that file and audit.jsonl from one copy of the run directory",
+            )
+        return cls(line, record.start(line), groups)
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.line.step
+
+    @cached_property
+    def fresh(self) -> list[Group]:
+        """The groups that were generated for this step. Reused ones were part of earlier steps."""
+        return [item.group for item in self.groups if not item.reused]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The name of every completion of the batch, in messages."""
+        return [
+            f"group {number} ({item.group.id}), completion {index}"
+            for number, item in enumerate(self.groups)
+            for index in range(len(item.group.completions))
+        ]
+
+    def batch(self, config: Config) -> Batch:
+        """Returns the batch of the step, without computed columns."""
+        items = [TrainingGroup(item.group, item.weight, item.reused) for item in self.groups]
+        return Batch.of(items, config, self.step - 1)
+
+
+def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
+    """Returns the settings of an attempt, for this directory and device. Raises ConfigError."""
+    content: dict[str, Any] = dict(start.config)
+    content["trainer"] = content["trainer"] | {"run_dir": str(run_dir), "device": device}
+    try:
+        return Config(**content)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _first_difference(known: Sequence[str], found: Sequence[str]) -> str:
+    """Returns the first found id that is not the known one, or how many were found."""
+    for was, is_now in zip(known, found, strict=False):
+        if was != is_now:
+            return is_now
+    return f"{len(found)} groups instead of {len(known)}"

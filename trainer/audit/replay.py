@@ -1,0 +1,226 @@
+"""Re-executes a recorded step on this rank, stage by stage. Rank 0 compares."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from common.settings.sections import TrainerSection
+from common.wire.schemas import Prompt
+from learning.ranks import Ranks
+from trainer.audit.comparison import Outcome, Stage, checksum, differences
+from trainer.audit.completions import Completions, requests_of_groups, sampling_versions
+from trainer.audit.engine import is_reproducible
+from trainer.audit.episodes import PlayedAgain, play_again
+from trainer.audit.grading import answers_of_groups, graded_again
+from trainer.audit.history import History
+from trainer.audit.prompts import compare_prompts, load_rows
+from trainer.audit.recorded import RecordedStep, config_of
+from trainer.audit.updates import compare_update
+from trainer.observe.audit import AuditRecord, Setup
+from trainer.policy.scorer import load_tokenizer, stop_token_ids
+
+_PATIENCE_S = 7200.0
+"""Seconds for which a rank waits for rank 0, which samples and grades."""
+_OF_UPDATE: frozenset[Stage] = frozenset({"logprobs", "advantages", "gradients", "new weights"})
+
+
+@dataclass
+class Replay:
+    """The replay of one step of a run, on one rank.
+
+    Args:
+        run_dir: the directory of the run.
+        step: the step to re-execute.
+        stages: those to compare.
+        tell: receives each outcome as soon as it is known, on rank 0.
+
+    Raises ConfigError when the record is missing or damaged.
+    """
+
+    run_dir: Path
+    step: int
+    stages: Sequence[Stage]
+    tell: Callable[[Outcome], None]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._record = AuditRecord(self.run_dir)
+        self.recorded = RecordedStep.read(self.run_dir, self._record, self.step)
+
+    def ranks(self) -> Ranks:
+        """Returns this rank among those of the replay, which are as many as the run had."""
+        start = self.recorded.start
+        trainer = start.config["trainer"]
+        device = "cpu" if start.setup.device == "cpu" else "auto"
+        settings = TrainerSection.model_validate(trainer | {"device": device})
+        return Ranks.from_env(_PATIENCE_S, settings)
+
+    def run(self, ranks: Ranks) -> list[Outcome]:
+        """Compares the stages and returns their outcomes in order; those of a rank above 0 are
+        empty. A collective.
+
+        Where the weights before the step are others, no later stage can be compared.
+        """
+        self._ranks = ranks
+        start = self.recorded.start
+        self._config = config_of(start, self.run_dir, ranks.device.type)
+        if is_reproducible(self._config):
+            torch.use_deterministic_algorithms(True)  # as in the run
+        reasons = differences(start.setup, Setup.here(ranks))
+        self._why_rounded = "; ".join(reasons)
+
+        rows = self._compare_prompts() if ranks.is_rank_zero else {}
+        if not self._needs_models():
+            self._compare_rewards(rows, None)
+            return self.outcomes
+        history = self._history()
+        if self._load(history):
+            self._compare_with_models(history, rows)
+        return self.outcomes
+
+    def _compare_with_models(self, history: History, rows: dict[str, Prompt]) -> None:
+        """Compares the stages for which the models are loaded. A collective."""
+        played = self._play(history, rows)
+        completions = self._completions(played)
+        if not self._bring_to_step(history, completions):
+            return
+        if played is not None:
+            self._add(played.outcome)
+        if "completions" in self.stages and self._ranks.is_rank_zero:
+            self._add(completions.outcome())
+        self._compare_rewards(rows, played)
+
+        if _OF_UPDATE.isdisjoint(self.stages):
+            return
+        again = history.advance()
+        if self._ranks.is_rank_zero:
+            for outcome in compare_update(self.recorded, again, self._why_rounded):
+                self._add(outcome)
+
+    def _add(self, outcome: Outcome) -> None:
+        """Adds the outcome of a wanted stage, or of one that ends the replay; rank 0 only."""
+        if outcome.stage in self.stages or outcome.state == "differs":
+            self.outcomes.append(outcome)
+            self.tell(outcome)
+
+    def _needs_models(self) -> bool:
+        if self._config.environment.name:
+            return not set(self.stages) <= {"prompts"}
+        return not set(self.stages) <= {"prompts", "rewards"}
+
+    def _compare_prompts(self) -> dict[str, Prompt]:
+        """Compares the prompts; returns the rows of the data set by id."""
+        rows = load_rows(self.recorded, self._config)
+        self._add(compare_prompts(self.recorded, self._config, rows))
+        return rows
+
+    def _history(self) -> History:
+        """Returns the history that begins at the oldest version whose weights are needed. A
+        collective.
+        """
+        first = self.step - 1
+        if "completions" in self.stages:
+            first = min([first, *sampling_versions(self.recorded)])
+        return History(self._record, self.run_dir, self._config, self._ranks, first=first)
+
+    def _load(self, history: History) -> bool:
+        """Loads the models; returns False when the checkpoint is damaged. A collective."""
+        changed = history.changed_file()
+        if not changed:
+            history.load()
+            return True
+        if self._ranks.is_rank_zero:
+            outcome = Outcome(
+                "weights",
+                "differs",
+                f"the checkpoint {history.origin}",
+                f"{history.origin}/{changed}",
+                expected="the checksum in its trainer_state.json",
+                found="another: the file has changed since it was written",
+            )
+            self._add(outcome)
+        return False
+
+    def _play(self, history: History, rows: dict[str, Prompt]) -> PlayedAgain | None:
+        """Plays the episodes of the step again; None on ranks above 0, and for single
+        completions.
+        """
+        if not self._config.environment.name or not self._ranks.is_rank_zero:
+            return None
+        stops = stop_token_ids(history.policy.model, load_tokenizer(self._config.model))
+        return play_again(self.recorded, self._config, rows, stops)
+
+    def _completions(self, played: PlayedAgain | None) -> Completions:
+        """Returns the completions that are to be sampled again. A collective."""
+        why_not = ""
+        if self.recorded.start.engine != "embedded":
+            why_not = f"{self.recorded.start.engine} sampled them"
+        elif self._config.lora.publishes_adapter:
+            why_not = "the engine sampled them with an adapter"
+        elif played is not None and played.outcome.state != "equal":
+            why_not = "their episodes were not played again"
+        return Completions(
+            recorded=self.recorded,
+            config=self._config,
+            ranks=self._ranks,
+            requests=requests_of_groups(self.recorded) if played is None else played.requests,
+            why_not=self._ranks.broadcast(why_not),
+        )
+
+    def _bring_to_step(self, history: History, completions: Completions) -> bool:
+        """Takes the models to the weights before the step and verifies every version; on the way
+        each version samples its completions again. Returns whether the weights are those of the
+        run. A collective.
+        """
+        versions = completions.versions() if "completions" in self.stages else []
+        begun = history.policy.step
+        while True:
+            step = history.policy.step
+            outcome = self._verified(history, begun)
+            is_last = step == self.step - 1
+            if self._ranks.is_rank_zero and (is_last or outcome.state == "differs"):
+                self._add(outcome)
+            if outcome.state == "differs":
+                return False
+            if step in versions:
+                completions.take(history.policy)
+            if is_last:
+                return True
+            history.advance()
+
+    def _verified(self, history: History, begun: int) -> Outcome:
+        """Compares the weights that the models have now. A collective."""
+        step = history.policy.step
+        updates = step - begun
+        what = f"version {step} from {history.origin}"
+        if updates:
+            what += f" and {updates} recorded update" + ("s" if updates > 1 else "")
+        expected = self._record.weights_at(step)
+        outcome = checksum("weights", what, expected, history.policy.digest())
+        if outcome.state == "differs" and updates and self._why_rounded:
+            # The updates were executed with another rounding, so that nobody can expect the bits.
+            return Outcome(
+                "weights", "not compared", f"{what}: no bits, because {self._why_rounded}"
+            )
+        return outcome
+
+    def _compare_rewards(self, rows: dict[str, Prompt], played: PlayedAgain | None) -> None:
+        if "rewards" not in self.stages or not self._ranks.is_rank_zero:
+            return
+        if "rewards" in self.recorded.start.given:
+            reason = "the caller of the Python API gave the reward functions"
+            self._add(Outcome("rewards", "not compared", reason))
+        elif played is None:
+            answers = answers_of_groups(self.recorded, rows)
+            self._add(graded_again(self._config, answers))
+        elif played.outcome.state == "not compared":
+            self._add(Outcome("rewards", "not compared", played.outcome.detail))
+        elif played.wrong_reward is not None:
+            self._add(played.wrong_reward)
+        elif played.answers:
+            self._add(graded_again(self._config, played.answers))
+        else:
+            given = f"{played.given} rewards given again by {self._config.environment.name}"
+            self._add(Outcome("rewards", "equal", given))

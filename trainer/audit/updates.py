@@ -1,0 +1,114 @@
+"""Compares an update that was executed again with the recorded one."""
+
+from collections.abc import Iterator, Sequence
+
+from common.wire.schemas import Float32
+from trainer.audit.comparison import LOGPROB_BOUND, NORM_BOUND, Outcome, checksum, columns
+from trainer.audit.history import Reexecuted
+from trainer.audit.recorded import RecordedStep
+
+
+def compare_update(
+    recorded: RecordedStep, again: Reexecuted, why_rounded: str
+) -> Iterator[Outcome]:
+    """Yields the outcomes of the stages of an update, in order.
+
+    `why_rounded` says why the bits of two executions may differ; empty when they may not.
+    """
+    bound = LOGPROB_BOUND if why_rounded else 0.0
+    yield _logprobs(recorded, again, bound)
+    assert again.batch.advantages is not None
+    yield columns(
+        "advantages",
+        "advantages",
+        [row for item in recorded.groups for row in item.advantages],
+        again.batch.advantages,
+        names=recorded.names,
+        bound=bound,
+    )
+    yield _gradients(recorded, again, why_rounded)
+    yield _new_weights(recorded, again, why_rounded)
+
+
+def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> Outcome:
+    """Compares the policy's log-probabilities, number by number, and the checksums of the
+    reference's and of the critic's values.
+    """
+    expected = [row for item in recorded.groups for row in item.logprobs]
+    found: Sequence[Float32 | None] = [None] * len(expected)
+    scored = again.batch.old_logprobs or again.update.logprobs
+    if scored is not None:
+        found = scored
+    outcome = columns(
+        "logprobs",
+        "log-probabilities of the policy",
+        expected,
+        found,
+        names=recorded.names,
+        bound=bound,
+    )
+    if outcome.state == "differs" or bound:
+        return outcome
+
+    line = recorded.line
+    others = {
+        "the reference's log-probabilities": (
+            line.reference_logprobs,
+            again.line.reference_logprobs,
+        ),
+        "the critic's values": (line.values, again.line.values),
+    }
+    detail = outcome.detail
+    for what, (was, is_now) in others.items():
+        if was != is_now:
+            return checksum("logprobs", what, was, is_now)
+        if was:
+            detail += f", {what}"
+    return Outcome("logprobs", "equal", detail)
+
+
+def _gradients(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> Outcome:
+    """Compares norm and checksum of the gradient of every optimiser update."""
+    line = recorded.line
+    expected = list(zip(line.norms, line.gradients, strict=False))
+    found = list(zip(again.line.norms, again.line.gradients, strict=False))
+    if len(expected) != len(found):
+        return Outcome(
+            "gradients",
+            "differs",
+            "optimiser updates of the step",
+            "their number",
+            expected=str(len(expected)),
+            found=str(len(found)),
+        )
+    for number, (was, is_now) in enumerate(zip(expected, found, strict=True)):
+        is_close = abs(was[0] - is_now[0]) <= NORM_BOUND * abs(was[0])
+        if was != is_now and not (why_rounded and is_close):
+            return Outcome(
+                "gradients",
+                "differs",
+                "gradients before clipping",
+                f"update {number}",
+                expected=f"norm {was[0]!r}, checksum {was[1]}",
+                found=f"norm {is_now[0]!r}, checksum {is_now[1]}",
+            )
+    if not expected:
+        return Outcome("gradients", "equal", "the step made no update")
+    norms = ", ".join(f"{norm:.6g}" for norm in line.norms)
+    if why_rounded:
+        detail = f"norm {norms}, within {NORM_BOUND:g} of it; no bits, because {why_rounded}"
+        return Outcome("gradients", "close", detail)
+    detail = f"norm {norms}, checksum {', '.join(line.gradients)}"
+    return Outcome("gradients", "equal", detail)
+
+
+def _new_weights(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> Outcome:
+    line = recorded.line
+    what = f"version {recorded.step}"
+    outcome = checksum("new weights", what, line.weights, again.line.weights)
+    if outcome.state == "equal" and line.critic != again.line.critic:
+        what = f"the critic after step {recorded.step}"
+        outcome = checksum("new weights", what, line.critic, again.line.critic)
+    if outcome.state == "differs" and why_rounded:
+        return Outcome("new weights", "not compared", f"no bits, because {why_rounded}")
+    return outcome

@@ -1,0 +1,159 @@
+"""Re-executes a step of a run and compares every stage with what the run recorded: completions,
+rewards, advantages, gradients and weights.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import ConfigError, did_you_mean
+from common.process.cli import CommandParser, positive, run
+from trainer.audit.comparison import STAGES, Outcome, Stage
+from trainer.observe.audit import AuditedStart
+
+_EPILOG = """\
+examples:
+  python -m trainer.replay runs/demo-seed0 --step 12
+  python -m trainer.replay runs/demo-seed0 --step 12 --stages completions rewards
+
+The run must have been made with trainer.audit true. Each stage is re-executed from what the run
+recorded, and compared bit for bit; where bits cannot be compared, the line says why and states the
+rounding. The first stage that differs is named, with what was expected and what was found.
+
+exit status: 0 when nothing differs, 1 when a stage differs, 2 when the record is missing or damaged
+"""
+_RANK = "RLHF_REPLAY_RANK"
+"""Set in the processes that replay a run of several ranks."""
+_LOOK_EVERY_S = 0.1
+
+
+def parser() -> CommandParser:
+    """Returns the command line."""
+    usage = "RUN_DIR --step STEP [--stages STAGE …]"
+    made = CommandParser("trainer.replay", __doc__ or "", usage, _EPILOG)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    made.add_argument(
+        "--step", type=positive, required=True, metavar="STEP", help="the step to re-execute"
+    )
+    made.add_argument(
+        "--stages",
+        nargs="+",
+        metavar="STAGE",
+        default=None,
+        help="compare only these: prompts, weights, completions, rewards, logprobs, advantages, "
+        "gradients, new-weights (default: all)",
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Replays a step; exits with 1 when a stage differs. Raises ConfigError for a record that is
+    missing or damaged.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    arguments = parser().parse_args(words)
+    stages = _stages(arguments.stages)
+
+    from trainer.audit.replay import Replay  # torch: slow to import
+
+    lines = _Lines()
+    replay = Replay(arguments.run_dir, arguments.step, stages, tell=lines.add)
+    setup = replay.recorded.start.setup
+    if setup.world_size > 1 and _RANK not in os.environ:
+        raise SystemExit(_run_ranks(setup.world_size, setup.threads, words))
+
+    import torch
+
+    torch.set_num_threads(setup.threads)
+    with replay.ranks() as ranks:
+        if ranks.is_rank_zero:
+            lines.begin(replay.run_dir, replay.step, replay.recorded.start)
+        outcomes = replay.run(ranks)
+        ranks.barrier()
+    raise SystemExit(lines.end(outcomes) if ranks.is_rank_zero else 0)
+
+
+def _stages(names: list[str] | None) -> list[Stage]:
+    """Returns the stages in their order. Raises ConfigError for an unknown one."""
+    if names is None:
+        return list(STAGES)
+    known = {stage.replace(" ", "-"): stage for stage in STAGES}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                "there is no such stage",
+                field="--stages",
+                value=name,
+                remedy=did_you_mean(name, known),
+            )
+    return [stage for name, stage in known.items() if name in names]
+
+
+class _Lines:
+    """Prints the replay, a line for each stage."""
+
+    def begin(self, run_dir: Path, step: int, start: AuditedStart) -> None:
+        """Prints what is replayed."""
+        setup = start.setup
+        ranks = "1 rank" if setup.world_size == 1 else f"{setup.world_size} ranks"
+        where = f"{setup.device}, torch {setup.packages.get('torch')}"
+        print(f"step {step} of {run_dir}, made by {start.run_id} on {ranks} ({where})")
+
+    def add(self, outcome: Outcome) -> None:
+        """Prints the outcome of a stage."""
+        print(f"{outcome.stage:<12} {outcome.state:<13} {outcome.detail}", flush=True)
+        if outcome.where:
+            print(f"{'':<12} at            {outcome.where}")
+            print(f"{'':<12} expected      {outcome.expected}")
+            print(f"{'':<12} found         {outcome.found}", flush=True)
+
+    def end(self, outcomes: Sequence[Outcome]) -> int:
+        """Prints the conclusion; returns the exit status."""
+        for outcome in outcomes:
+            if outcome.state == "differs":
+                print(f"the first stage that differs: {outcome.stage}")
+                return 1
+        left_out = [outcome.stage for outcome in outcomes if outcome.state == "not compared"]
+        rest = f", except what was not compared ({', '.join(left_out)})" if left_out else ""
+        print(f"nothing differs from what the run recorded{rest}")
+        return 0
+
+
+def _run_ranks(count: int, threads: int, words: Sequence[str]) -> int:
+    """Runs this command in as many processes as the run had ranks; returns the status of rank 0, or
+    that of the first that failed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = os.environ | {
+        _RANK: "1",
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [sys.executable, "-m", "trainer.replay", *words]
+    ranks = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(count)
+    ]
+    try:
+        while True:
+            statuses = [rank.poll() for rank in ranks]
+            failed = [status for status in statuses if status]
+            if failed or None not in statuses:
+                return failed[0] if failed else 0
+            time.sleep(_LOOK_EVERY_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+if __name__ == "__main__":
+    run(main, "")

@@ -1,0 +1,123 @@
+"""What is known of a run when it is diagnosed. Pure data, which a test can record and read."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from common.process.watchdog import Awaited
+from trainer.diagnosis.health import ServiceHealth
+
+State = Literal["empty", "starting", "running", "finished", "ended", "killed"]
+"""`ended`: by itself or by a signal that it handled; `killed`: it had no time to say why."""
+Level = Literal["stopped", "stalled", "harm", "slow"]
+LEVELS: tuple[Level, ...] = ("stopped", "stalled", "harm", "slow")
+"""The run has ended; it does not advance; what it learns is wrong or in danger; it is slow."""
+
+
+class LogLine(BaseModel):
+    """One message of a log file."""
+
+    source: str
+    """Name of the file without its suffix: `ppo-trainer-rank0`, `reward-server`."""
+    time: float | None
+    """Seconds since 1970; None for output that is no line of a log."""
+    level: str = ""
+    logger: str = ""
+    text: str
+
+
+class RankFacts(BaseModel):
+    """Where a rank of the trainer is."""
+
+    rank: int
+    name: str
+    answered: bool
+    place: str = ""
+    since_s: float = 0.0
+    awaited: list[Awaited] = Field([])
+    stacks: str = ""
+    collective: str = ""
+    """The collective call in its main thread, such as `all_reduce`."""
+
+
+class ServiceFacts(ServiceHealth):
+    """A service or rollout node, and what it waits for."""
+
+    awaited: list[Awaited] = Field([])
+    clock_s: float | None = None
+    """How much its clock is ahead of that of this process."""
+    release: str = ""
+    """Its version of this system."""
+    stacks: str = ""
+
+
+class ProcessFacts(BaseModel):
+    """A process of the run on this machine."""
+
+    name: str
+    """The node of the job group that it belongs to."""
+    pid: int
+    state: str
+    command: str
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("stopped", "tracing-stop")
+
+
+class Facts(BaseModel):
+    """All that is known of a run."""
+
+    directory: str
+    now: float
+    state: State
+    started: float | None = None
+    """Start of the newest attempt."""
+    config: dict[str, Any] = {}
+    """Settings by name, such as `trainer.batch_size`."""
+    steps: list[dict[str, Any]] = []
+    """The newest lines of `metrics.jsonl`."""
+    groups: list[dict[str, Any]] = []
+    """The prompts of the newest lines of `groups.jsonl`."""
+    lines: list[LogLine] = []
+    """Lines of the logs of the newest attempt that may matter, the oldest first."""
+    exit_reason: str = ""
+    """Why rank 0 ended, in its own words."""
+    exited: float | None = None
+    """When it wrote that."""
+    holder: dict[str, Any] = {}
+    """Who has, or had when it died, the run directory."""
+    asked: bool = False
+    """Whether the living processes were asked."""
+    trainer_problem: str = ""
+    """Why rank 0 does not answer; empty if it does, or was not asked."""
+    ranks: list[RankFacts] = []
+    services: list[ServiceFacts] = []
+    processes: list[ProcessFacts] = []
+    versions: dict[str, str] = {}
+
+    @property
+    def step(self) -> int:
+        """The newest step; 0 before the first."""
+        return int(self.steps[-1].get("step", 0)) if self.steps else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        total = self.steps[-1].get("total_steps") if self.steps else None
+        return int(total) if total else None
+
+    @property
+    def lives(self) -> bool:
+        return self.state in ("starting", "running")
+
+
+class Finding(BaseModel):
+    """One thing that is wrong."""
+
+    name: str
+    """A heading of docs/how-to/operations.md or troubleshooting.md."""
+    what: str
+    since: float | None = None
+    evidence: list[str] = []
+    remedy: str
+    level: Level

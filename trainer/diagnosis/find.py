@@ -1,0 +1,20 @@
+"""What is wrong, the most important first. Pure."""
+
+from trainer.diagnosis.facts import LEVELS, Facts, Finding
+from trainer.diagnosis.learning import from_numbers
+from trainer.diagnosis.messages import from_messages
+from trainer.diagnosis.processes import from_processes
+
+
+def find(facts: Facts) -> list[Finding]:
+    """Returns the findings: what ended the run, then what keeps it from going on, then what harms
+    it, then what makes it slow; among these, causes before their effects.
+    """
+    found: dict[str, Finding] = {}
+    for finding in [*from_processes(facts), *from_messages(facts), *from_numbers(facts)]:
+        known = found.setdefault(finding.name, finding)
+        if known is not finding:
+            known.evidence += [each for each in finding.evidence if each not in known.evidence][:2]
+            times = [each for each in (known.since, finding.since) if each is not None]
+            known.since = min(times, default=None)
+    return sorted(found.values(), key=lambda finding: LEVELS.index(finding.level))

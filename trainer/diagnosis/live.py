@@ -1,0 +1,146 @@
+"""Asks the living processes of a run: rank 0 about all ranks, and every service about itself."""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+
+from common.clients.base import Client
+from common.errors import ServiceError
+from common.process.security import TOKEN, authorization
+from common.process.topology import ROLLOUT, TRAINER, Topology
+from common.process.watchdog import RankWhere, Where
+from common.settings.config import Config, from_mapping
+from trainer.diagnosis.facts import Facts, RankFacts, ServiceFacts
+from trainer.diagnosis.health import Health
+from trainer.diagnosis.run_files import log_folders, read_facts, read_topology, token_file
+from trainer.diagnosis.unreachable import problem_of
+
+_TRAINER_PATIENCE_S = 3.5
+"""Rank 0 waits two seconds for the others."""
+_AGAIN_S = 1.2
+"""Longer than `Health` reuses an answer."""
+_COLLECTIVE = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+, in (\w+)')
+_WRAPPERS = frozenset({"wrapper", "_fn", "inner", "decorate_context"})
+_MAIN = "thread MainThread:"
+
+
+def collect(run_dir: Path, logs: Path | None = None) -> Facts:
+    """Returns all that can be known of a run within some seconds.
+
+    The token of the run is that of the environment, or the one that `jobgroup.local` wrote. Raises
+    ConfigError when there is no such directory.
+    """
+    facts = read_facts(run_dir, logs)
+    topology = read_topology(run_dir)
+    if not facts.lives or topology is None:
+        return facts
+    headers = None
+    if not os.environ.get(TOKEN):
+        file = token_file(log_folders(run_dir, facts.config, logs))
+        if file is not None:
+            headers = authorization({TOKEN: file.read_text(encoding="ascii").strip()})
+    with suppress(ServiceError):  # settings of another version
+        config = from_mapping(facts.config)
+        asyncio.run(ask(facts, config, topology, headers=headers))
+    return facts
+
+
+async def ask(
+    facts: Facts,
+    config: Config,
+    topology: Topology,
+    *,
+    own: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Adds to `facts` what the living processes answer.
+
+    With `own`, this process is rank 0, which is not asked. `headers` have the token of the run;
+    None: that of this process.
+    """
+    begin = time.time()
+    facts.asked = True
+    nodes = 1
+    if not own:
+        ranks, nodes, facts.trainer_problem = await _ask_trainer(config, topology, headers)
+        facts.ranks = [_rank(each) for each in ranks]
+    health = Health(config, topology, lambda: nodes, lambda: None, headers=headers)
+    async with health.running():
+        _, *services = await health.ask()
+        is_known = any(process.is_stopped for process in facts.processes)
+        if any(service.problem == "silent" for service in services) and not is_known:
+            # A busy machine may take that long once.
+            await asyncio.sleep(_AGAIN_S)
+            _, *services = await health.ask()
+        answers = await health.where()
+    facts.services = []
+    for service in services:
+        found = ServiceFacts(**service.model_dump())
+        where = answers.get(service.name)
+        if where is not None:
+            _add(found, where, begin)
+        facts.services.append(found)
+    facts.now = time.time()
+
+
+def _add(service: ServiceFacts, where: Where, asked: float) -> None:
+    service.awaited = where.awaited
+    service.stacks = where.stacks
+    service.release = where.version
+    # Its clock was read at some moment between these two of this process.
+    service.clock_s = where.time - min(max(where.time, asked), time.time())
+
+
+async def _ask_trainer(
+    config: Config, topology: Topology, headers: Mapping[str, str] | None
+) -> tuple[list[RankWhere], int, str]:
+    """Returns where the ranks are, the number of rollout nodes, and why rank 0 does not answer."""
+    nodes = max(1, sum(name.startswith(f"{ROLLOUT}-") for name in topology.local_hosts))
+    url = topology.url(TRAINER, config.trainer.port)
+    client = Client(TRAINER, url, headers=headers)
+    try:
+        async with asyncio.timeout(_TRAINER_PATIENCE_S), client:
+            workers, ranks = await asyncio.gather(_get(client, "/workers"), _get(client, "/ranks"))
+            nodes = max([nodes, *(int(worker["num_nodes"]) for worker in workers)])
+            return [RankWhere.model_validate(rank) for rank in ranks], nodes, ""
+    except TimeoutError:
+        return [], nodes, "silent"
+    except ServiceError as error:
+        return [], nodes, problem_of(str(error))
+    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+        return [], nodes, problem_of(str(error) or type(error).__name__)
+    except (ValueError, LookupError, TypeError):
+        return [], nodes, "error"
+
+
+async def _get(client: Client, path: str) -> Any:
+    response = await client.http.get(path, timeout=_TRAINER_PATIENCE_S)
+    if not response.is_success:
+        raise ServiceError(f"{path} says {response.status_code}")
+    return response.json()
+
+
+def _rank(where: RankWhere) -> RankFacts:
+    return RankFacts(
+        **where.model_dump(exclude={"pid", "time", "version"}),
+        answered=where.pid > 0,
+        collective=collective(where.stacks),
+    )
+
+
+def collective(stacks: str) -> str:
+    """Returns the collective call in the stack of the main thread; empty without one."""
+    _, _, after = stacks.partition(_MAIN)
+    main = after.partition("\nthread ")[0]
+    calls = [name for name in _COLLECTIVE.findall(main) if name not in _WRAPPERS]
+    if calls:
+        return str(calls[0])
+    return "backward" if "_engine_run_backward" in main else ""

@@ -1,0 +1,137 @@
+"""Reads the ends of a run's log files: those of the services and ranks, and those that
+`jobgroup.local` makes of the output of every node.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from trainer.diagnosis.facts import LogLine
+
+_READ_BYTES = 400_000
+"""Read of the end of every file."""
+_MAX_CHARS = 1500
+"""Kept of one message, whose beginning says what it is about."""
+_KEPT = 50
+"""Messages of one file that are kept from its beginning, and from its end."""
+_TEXT = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?P<level>[A-Z]+) (?P<logger>[^ :\[]+)"
+    r"(?: \[[^\]]*\])?: (?P<text>.*)",
+    re.DOTALL,
+)
+_SERIOUS = ("WARNING", "ERROR", "CRITICAL")
+_STARTS = re.compile(r"(starts: rank \d+ of|listens on http)")
+"""The first message of a process."""
+_RAW = re.compile(
+    r"(?:error: |rank \d+: error: |rank \d+ was ended|[\w.]*(?:Error|Exception|Interrupt)\b"
+    r"|interrupted|Killed|Fatal Python error|terminate called)"
+)
+"""Output that is no line of a log and says why a program ended."""
+
+
+def log_files(folders: list[Path]) -> list[Path]:
+    """Returns the log files in these folders."""
+    found: dict[Path, None] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.log")):
+            found[path.resolve()] = None
+    return list(found)
+
+
+def read_log(path: Path, since: float) -> list[LogLine]:
+    """Returns the warnings, errors and last words in a log file since that time, and since the
+    newest start of its process.
+    """
+    found: list[LogLine] = []
+    last: float | None = None
+    changed = path.stat().st_mtime if path.exists() else None
+    for text in _messages(_end(path)):
+        line = _parse(path.stem, text)
+        if line.time is None:
+            line.time = last or changed
+        else:
+            last = line.time
+        if _STARTS.search(line.text) and line.logger:
+            found = []
+        if line.time is not None and line.time < since:
+            continue
+        if line.level in _SERIOUS or (not line.logger and _RAW.match(line.text)):
+            found.append(line)
+    return found if len(found) <= 2 * _KEPT else [*found[:_KEPT], *found[-_KEPT:]]
+
+
+def last_start(path: Path) -> float | None:
+    """Returns when the process of this log started last; None when it does not say."""
+    newest = None
+    for text in _messages(_end(path)):
+        line = _parse(path.stem, text)
+        if line.logger and _STARTS.search(line.text):
+            newest = line.time
+    return newest
+
+
+def _end(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _READ_BYTES))
+            data = file.read()
+    except OSError:
+        return ""
+    if size > _READ_BYTES:
+        data = data.partition(b"\n")[2]
+    return data.decode("utf-8", "replace")
+
+
+def _messages(text: str) -> Iterator[str]:
+    """Yields the messages of a log: a line, with those below it that are indented or belong to a
+    report.
+    """
+    message: list[str] = []
+    for line in text.splitlines():
+        begins = _TEXT.match(line) or line.startswith('{"time"') or _RAW.match(line)
+        if begins and message:
+            yield "\n".join(message)
+            message = []
+        message.append(line)
+    if message:
+        yield "\n".join(message)
+
+
+def _parse(source: str, text: str) -> LogLine:
+    if text.startswith("{"):
+        try:
+            entry = json.loads(text.partition("\n")[0])
+            return LogLine(
+                source=source,
+                time=datetime.fromisoformat(entry["time"]).timestamp(),
+                level=entry["level"],
+                logger=entry["logger"],
+                text=_cut(entry["message"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            pass
+    match = _TEXT.match(text)
+    time = None if match is None else _seconds(match["time"])
+    if match is None or time is None:
+        return LogLine(source=source, time=None, text=_cut(text))
+    return LogLine(
+        source=source,
+        time=time,
+        level=match["level"],
+        logger=match["logger"],
+        text=_cut(match["text"]),
+    )
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+    except ValueError:
+        return None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}…"

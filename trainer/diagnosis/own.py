@@ -1,0 +1,82 @@
+"""A run diagnoses itself: when it stops with an error, and when it stalls."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from common.errors import ServiceError
+from common.process import watchdog
+from common.process.topology import Topology
+from common.settings.config import Config
+from trainer.diagnosis.find import find
+from trainer.diagnosis.live import ask
+from trainer.diagnosis.report import first_line, write
+from trainer.diagnosis.run_files import read_facts
+
+log = logging.getLogger(__name__)
+_PATIENCE_S = 8.0
+
+
+@contextmanager
+def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -> Iterator[None]:
+    """Writes the diagnosis of this run when an error leaves the block, and when the run stalls.
+
+    The error gets a note that names what was found and the file. `topology` finds the services;
+    None: they are in this process, and are not asked.
+    """
+
+    def stalled(reason: str) -> None:
+        said = diagnose(run_dir, config, topology)
+        if said:
+            log.error("%s", said)
+
+    watchdog.after_report(stalled)
+    try:
+        yield
+    except Exception as error:
+        said = diagnose(run_dir, config, topology, reason=_words(error))
+        if said:
+            error.add_note(said)
+        raise
+    finally:
+        watchdog.after_report(None)
+
+
+def diagnose(
+    run_dir: Path, config: Config, topology: Topology | None = None, reason: str = ""
+) -> str:
+    """Writes the diagnosis of this process's run and returns the line that names it; empty if that
+    is impossible. Never raises: the run has its own reason to end.
+
+    Args:
+        run_dir: directory of the run.
+        config: its settings.
+        topology: finds the services; None: they are not asked.
+        reason: why the run ends; empty when it goes on.
+    """
+    try:
+        facts = read_facts(run_dir)
+        facts.state = "running"
+        if topology is not None:
+            with suppress(TimeoutError, ServiceError):
+                asking = ask(facts, config, topology, own=bool(reason))
+                asyncio.run(asyncio.wait_for(asking, _PATIENCE_S))
+        if reason:
+            facts.state = "ended"
+            facts.exit_reason = reason
+            facts.exited = time.time()
+        findings = find(facts)
+        path = write(run_dir, facts, findings)
+        return f"diagnosis: {first_line(facts, findings)} ({path})"
+    except Exception as error:
+        log.warning("the run could not be diagnosed: %r", error)
+        return ""
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ServiceError):
+        return f"error: {error}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,244 @@
+"""Findings from what the living processes of a run answer. Pure."""
+
+from collections.abc import Iterator
+from statistics import median
+
+from trainer.diagnosis import names
+from trainer.diagnosis.facts import Facts, Finding, ProcessFacts, RankFacts, ServiceFacts
+from trainer.diagnosis.health import ROUTER
+from trainer.diagnosis.unreachable import Problem
+
+_SHORTEST_STALL_S = 15.0
+_STEPS_OF_STALL = 5.0
+"""A run that has not finished a step for so many times the usual seconds of one is stalled."""
+_MAX_CLOCK_S = 5.0
+_WAITS_S = 3.0
+"""Longer than polls take."""
+_WAITS_FOR_BATCH = "waiting for the batch"
+_COMMANDS = {
+    "services.engine": "engine",
+    "router": "router",
+    "sglang": "engine",
+    "services.rollout": "agent",
+    "services.data": "data-server",
+    "services.replay": "replay-buffer",
+    "services.reward": "reward-server",
+    "services.critic": "critic-server",
+    "services.environment": "environment-server",
+    "-m trainer": "rank",
+}
+"""What a process is, by a part of its command."""
+_CHILDREN = ("worker.py", "resource_tracker", "spawn_main", "trainer.launch")
+
+
+def stalled_for(facts: Facts) -> float:
+    """Returns the seconds since the last step if they are too many; 0 for a run that goes on."""
+    if facts.state != "running":
+        return 0.0
+    last = facts.steps[-1].get("time", 0.0) if facts.steps else 0.0
+    silent_s = facts.now - max(last, facts.started or 0.0)
+    usual = [sum(line.get("seconds", {}).values()) for line in facts.steps]
+    limit_s = max(_SHORTEST_STALL_S, _STEPS_OF_STALL * (median(usual) if usual else 60.0))
+    return silent_s if silent_s > limit_s else 0.0
+
+
+def from_processes(facts: Facts) -> Iterator[Finding]:
+    """Yields the findings about ranks, services and processes, the causes first."""
+    if not facts.lives:
+        return
+    stall_s = stalled_for(facts)
+    yield from _stopped_processes(facts)
+    yield from _services(facts, stall_s)
+    yield from _ranks(facts, stall_s)
+    yield from _no_batch(facts, stall_s)
+    yield from _clocks(facts)
+    yield from _versions(facts)
+
+
+def _stopped_processes(facts: Facts) -> Iterator[Finding]:
+    for process in facts.processes:
+        kind = _kind(process)
+        if not process.is_stopped or not kind:
+            continue
+        name = {"rank": names.RANK_STUCK, "agent": names.AGENT_HANGS}.get(kind, "")
+        name = name or names.of_service(kind, "silent")
+        who = process.name if kind in process.name else f"{kind} of {process.name}"
+        yield _finding(
+            name,
+            f"the {who} is stopped (SIGSTOP): process {process.pid}",
+            facts,
+            evidence=[f"process {process.pid} is {process.state}: {process.command}"],
+            remedy=f"kill -CONT {process.pid}",
+        )
+
+
+def _kind(process: ProcessFacts) -> str:
+    if any(word in process.command for word in _CHILDREN):
+        return ""
+    for word, kind in _COMMANDS.items():
+        if word in process.command:
+            return kind
+    return ""
+
+
+def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
+    dead_nodes = [each for each in facts.services if each.state != "healthy"]
+    for service in dead_nodes:
+        if service.problem == "not_ready" and not stall_s:
+            continue  # a part of a start, or of an update
+        name, what = _of_service(service)
+        since = facts.now - service.since_s if service.since_s > 1 else None
+        evidence = [f"{service.name}: {service.text}", *_who_waits(facts, service.name)]
+        found = _finding(name, what, facts, evidence=evidence)
+        found.since = since or found.since
+        if not stall_s:
+            found.level = "harm"
+        yield found
+
+
+def _who_waits(facts: Facts, service: str) -> Iterator[str]:
+    """Yields the ranks and services that wait for this one."""
+    task = "rollout-server" if service == ROUTER else service
+    waiting = [(rank.name, rank.awaited) for rank in facts.ranks]
+    waiting += [(each.name, each.awaited) for each in facts.services]
+    for name, awaited in waiting:
+        for call in awaited:
+            if call.service == task and call.seconds > _WAITS_S:
+                yield f"{name} waits for {call.call} for {call.seconds:.0f} s"
+                break
+
+
+def _of_service(service: ServiceFacts) -> tuple[str, str]:
+    """Returns the name and the sentence of what is wrong with a service."""
+    text = service.text
+    who = service.name
+    problem: Problem = service.problem
+    if who.startswith("rollout-server"):
+        if text.startswith("its engine does not answer") or "did not report its load" in text:
+            return names.of_service("engine", problem), f"that of {who}: {text}"
+        if "cannot be written" in text or "No space left" in text:
+            return names.DISK_OF_NODE, f"{who}: {text}"
+        if text.startswith("stale"):
+            return names.OLD_WEIGHTS, f"{who} is {text}"
+        if text.startswith(("failed", "starting")):
+            return names.ENGINE_DIES, f"that of {who} is {text}"
+        if problem == "not_ready":
+            return names.ENGINE_HANGS, f"{who}: {text}"
+    if problem == "not_ready" and who == "router":
+        return names.ENGINE_DIES, f"the router {text}"
+    if problem in ("not_ready", "error"):
+        return names.SERVICE_HANGS, f"{who} is not ready: {text}"
+    return names.of_service(who, problem), f"{who}: {text}"
+
+
+def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
+    if facts.trainer_problem and facts.state == "running":
+        yield from _rank_zero(facts, stall_s)
+        return
+    silent = [rank for rank in facts.ranks if not rank.answered]
+    waiting = [rank for rank in facts.ranks if rank.collective]
+    if silent and stall_s:
+        who = " and ".join(rank.name for rank in silent)
+        waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
+        yield _finding(names.RANK_STUCK, f"{who} does not answer", facts, evidence=waits)
+        return
+    if not stall_s or not waiting or len(waiting) == len(facts.ranks):
+        calls = {rank.collective for rank in waiting}
+        if stall_s and len(calls) > 1:
+            where = [f"{rank.name} in {rank.collective} ({rank.place})" for rank in waiting]
+            what = "the ranks are in different collectives"
+            yield _finding(names.RANK_STUCK, what, facts, evidence=where)
+        return
+    late = [rank for rank in facts.ranks if rank.answered and not rank.collective]
+    if any(_is_served(rank) for rank in late):
+        return  # rank 0 waits for a service, and the others for rank 0
+    who = " and ".join(rank.name for rank in late)
+    evidence = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
+    what = f"{who} is at: {late[0].place}, in {innermost(late[0].stacks)}"
+    yield _finding(names.RANK_STUCK, what, facts, evidence=evidence)
+
+
+def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
+    problem = facts.trainer_problem
+    if problem == "silent" and stall_s:
+        what = "rank 0 does not answer, and its process lives"
+        yield _finding(names.RANK_STUCK, what, facts, evidence=["GET /ranks has no answer"])
+    elif problem == "unauthorized":
+        what = "the trainer rejects the token of this command"
+        evidence = ["API_TOKEN of this shell is not that of the run"]
+        found = _finding(names.WRONG_TOKEN, what, facts, evidence=evidence)
+        found.level = "slow"
+        found.remedy = "set API_TOKEN to that of the run; it is not known what its services do"
+        yield found
+
+
+def _is_served(rank: RankFacts) -> bool:
+    return rank.place.startswith(_WAITS_FOR_BATCH) or bool(rank.awaited)
+
+
+def innermost(stacks: str) -> str:
+    """Returns the function at the end of the main thread's stack."""
+    main = stacks.partition("\nthread ")[0].rstrip().splitlines()
+    frames = [line.strip() for line in main if line.strip().startswith("File ")]
+    return frames[-1].rpartition(" in ")[2] if frames else "no Python code"
+
+
+def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
+    leader = next((rank for rank in facts.ranks if rank.rank == 0 and rank.answered), None)
+    if not stall_s or leader is None or not leader.place.startswith(_WAITS_FOR_BATCH):
+        return
+    calls = [
+        f"{each.call} from {each.service} for {each.seconds:.0f} s ({each.count} calls)"
+        for each in leader.awaited
+    ]
+    slow = [each for each in leader.awaited if each.seconds > _SHORTEST_STALL_S / 2]
+    what = f"rank 0 is at: {leader.place}, for {leader.since_s:.0f} s"
+    if slow:
+        what += f"; {slow[0].service} has not answered {slow[0].call}"
+    yield _finding(names.NO_BATCH, what, facts, evidence=calls or ["no call is in flight"])
+
+
+def _clocks(facts: Facts) -> Iterator[Finding]:
+    for service in facts.services:
+        if service.clock_s is not None and abs(service.clock_s) > _MAX_CLOCK_S:
+            ahead = "ahead of" if service.clock_s > 0 else "behind"
+            seconds = abs(service.clock_s)
+            what = f"that of {service.name} is {seconds:.0f} s {ahead} that of this machine"
+            found = _finding(names.CLOCKS_DIFFER, what, facts)
+            found.since = None
+            found.level = "slow"
+            yield found
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    own = facts.versions.get("rlhf-math")
+    others = {
+        service.name: service.release
+        for service in facts.services
+        if service.release and service.release != own
+    }
+    if own and others:
+        listed = ", ".join(f"{name} has {release}" for name, release in others.items())
+        found = _finding(names.VERSIONS_DIFFER, f"the trainer has {own}, {listed}", facts)
+        found.since = facts.started
+        found.level = "harm"
+        yield found
+
+
+def _finding(
+    name: str,
+    what: str,
+    facts: Facts,
+    *,
+    evidence: list[str] | None = None,
+    remedy: str = "",
+) -> Finding:
+    last = facts.steps[-1].get("time") if facts.steps else None
+    return Finding(
+        name=name,
+        what=what,
+        since=max(filter(None, (last, facts.started)), default=None),
+        evidence=evidence or [],
+        remedy=remedy or names.REMEDIES[name],
+        level="stalled",
+    )

@@ -1,0 +1,174 @@
+"""The report of a diagnosis: five lines, and behind them what was found where."""
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import shorten
+from common.process.security import SecretRedactor
+from common.process.storage import storing
+from common.process.watchdog import Awaited
+from trainer.diagnosis.facts import Facts, Finding, RankFacts
+
+TEXT = "diagnosis.txt"
+JSON = "diagnosis.json"
+_SHOWN_LINES = 12
+_MAX_CHARS = 240
+"""Of what is said in one line."""
+_WIDTH = 9
+_OPERATIONS = "docs/how-to/operations.md"
+_TROUBLESHOOTING = "docs/how-to/troubleshooting.md"
+
+
+def first_line(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Returns the line that says what is wrong, or that nothing is."""
+    if findings:
+        return f"{findings[0].name}: {shorten(findings[0].what, _MAX_CHARS)}"
+    steps = f"step {facts.step} of {facts.total_steps}" if facts.total_steps else "no step yet"
+    return {
+        "finished": f"finished: {steps}; nothing is wrong",
+        "running": f"nothing is wrong: running, {steps}",
+        "starting": f"nothing is wrong: starting, {steps}",
+        "ended": f"ended: {steps}; nothing says why",
+        "killed": f"killed: {steps}",
+        "empty": "empty: no run has started here",
+    }[facts.state]
+
+
+def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
+    """Returns the five lines; fewer when nothing is wrong."""
+    found = [first_line(facts, findings)]
+    if not findings:
+        return [*found, _row("asked", _asked(facts))] if facts.lives else found
+    main = findings[0]
+    others = [finding.name for finding in findings[1:]]
+    also = f"also: {'; '.join(others)}" if others else "nothing else is wrong"
+    since = "not known" if main.since is None else _since(main.since, facts)
+    return [
+        *found,
+        _row("since", since),
+        _row(
+            "evidence", "; ".join(shorten(each, _MAX_CHARS) for each in main.evidence) or "as above"
+        ),
+        _row("remedy", main.remedy),
+        _row("more", f"{also}; {page(main.name)}"),
+    ]
+
+
+def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Returns the report for programs."""
+    found = [{**finding.model_dump(), "page": page(finding.name)} for finding in findings]
+    return {
+        "run": facts.directory,
+        "time": facts.now,
+        "state": facts.state,
+        "exit_reason": facts.exit_reason,
+        "exited": facts.exited,
+        "step": facts.step,
+        "total_steps": facts.total_steps,
+        "first_line": first_line(facts, findings),
+        "findings": found,
+        "ranks": [rank.model_dump() for rank in facts.ranks],
+        "services": [service.model_dump() for service in facts.services],
+        "processes": [process.model_dump() for process in facts.processes],
+        "versions": facts.versions,
+        "lines": last_lines(facts),
+    }
+
+
+def text(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Returns the whole report: the five lines, then every finding, service, rank and line."""
+    return SecretRedactor().redact("\n".join(_all_lines(facts, findings)) + "\n")
+
+
+def write(run_dir: Path, facts: Facts, findings: Sequence[Finding]) -> Path:
+    """Writes the report to the run directory and returns the file. Raises StorageFailed."""
+    path = run_dir / TEXT
+    with storing(TEXT, path, "trainer.run_dir"):
+        path.write_text(text(facts, findings), encoding="utf-8")
+        content = json.dumps(as_json(facts, findings), indent=1, ensure_ascii=False)
+        (run_dir / JSON).write_text(SecretRedactor().redact(content) + "\n", encoding="utf-8")
+    return path
+
+
+def page(name: str) -> str:
+    """Returns the place in the documentation that is about a finding."""
+    if " " not in name:  # a hint or an alarm
+        return _TROUBLESHOOTING
+    anchor = re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
+    return f"{_OPERATIONS}#{anchor}"
+
+
+def last_lines(facts: Facts) -> list[str]:
+    """Returns the last lines of the logs that matter, those of the trainer among them."""
+    of_trainer = [line for line in facts.lines if line.source.startswith("ppo-trainer")]
+    chosen = [*of_trainer[-_SHOWN_LINES:], *facts.lines[-_SHOWN_LINES:]]
+    found = []
+    for line in facts.lines:
+        if not any(line is each for each in chosen):
+            continue
+        at = "" if line.time is None else time.strftime("%H:%M:%S ", time.localtime(line.time))
+        found.append(f"{at}{line.source} {line.level} {line.text.partition(chr(10))[0]}"[:400])
+    return found
+
+
+def _all_lines(facts: Facts, findings: Sequence[Finding]) -> Iterator[str]:
+    yield from lines(facts, findings)
+    at = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(facts.now))
+    yield f"\n{facts.directory}, {facts.state}, step {facts.step} of {facts.total_steps}, {at}"
+    yield ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    for finding in findings[1:]:
+        yield f"\n{finding.name}: {finding.what}"
+        yield _row("evidence", "; ".join(finding.evidence))
+        yield _row("remedy", finding.remedy)
+    if facts.services:
+        yield "\nservices"
+        for service in facts.services:
+            yield f"  {service.name}: {service.state}: {service.text}{_waits(service.awaited)}"
+    if facts.ranks:
+        yield "\nranks"
+        for rank in facts.ranks:
+            yield f"  {where(rank)}{_waits(rank.awaited)}"
+    if facts.lines:
+        yield "\nlast lines that matter"
+        yield from (f"  {line}" for line in last_lines(facts))
+    for rank in facts.ranks:
+        if rank.stacks:
+            yield f"\nstacks of {rank.name}\n{rank.stacks}"
+
+
+def where(rank: RankFacts) -> str:
+    """Returns where a rank is, in words."""
+    if not rank.answered:
+        return f"{rank.name} does not answer"
+    collective = f", in {rank.collective}" if rank.collective else ""
+    return f"{rank.name} is at: {rank.place or 'no place'}{collective}, for {rank.since_s:.0f} s"
+
+
+def _waits(awaited: Sequence[Awaited]) -> str:
+    calls = [f"{each.call} from {each.service} for {each.seconds:.0f} s" for each in awaited]
+    return f"; waits for {', '.join(calls[:3])}" if calls else ""
+
+
+def _asked(facts: Facts) -> str:
+    if not facts.asked:
+        return "the files alone: the run has no topology.json, or its settings cannot be read"
+    return f"{len(facts.services)} services and {len(facts.ranks)} ranks, which answer"
+
+
+def _row(name: str, said: str) -> str:
+    return f"{name:<{_WIDTH}}{' '.join(said.split())}"
+
+
+def _since(since: float, facts: Facts) -> str:
+    seconds = max(0.0, facts.now - since)
+    ago = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if seconds >= 7200:
+        ago = f"{seconds / 3600:.1f} h"
+    total = f" of {facts.total_steps}" if facts.total_steps else ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    step = max((line["step"] for line in facts.steps if line.get("time", 0) <= since), default=0)
+    return f"{at} ({ago} before this report), after step {step}{total}"
