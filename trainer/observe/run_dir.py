@@ -87,9 +87,9 @@ class StepRecord:
     lost_episodes: dict[str, int] = field(default_factory=dict)
     """Episodes without a reward since the last step, by status."""
     refused_calls: int = 0
-    copies: float = 0.0
     weights_checksum: str | None = None
     """Of the weights after the step, with `reproducible`."""
+    copies: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
