@@ -82,7 +82,7 @@ def _group(
     group = _Running(folder, _settings(lab, **settings))
     group.nodes = nodes
     group.trainers = trainers
-    group.edit = edit  # type: ignore[method-assign]
+    group.edit = edit
     with subprocess.Popen(
         ["tail", "--retry", "-s", "0.1", "-F", str(folder / "output.txt")],
         stderr=subprocess.DEVNULL,
