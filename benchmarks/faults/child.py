@@ -73,11 +73,11 @@ def run_child(
             lines.append(line)
             log.write(f"{line.at - began:8.2f} {line.text}\n")
     os.close(reading)
-    status = _status(pid, deadline.at)
+    ended = _status(pid, deadline.at)
     _kill(pid)
-    if status is None:
+    if ended is None:
         os.waitpid(pid, 0)
-    return Outcome(lines, began, time.monotonic() - began, status)
+    return Outcome(lines, began, time.monotonic() - began, ended)
 
 
 def _status(pid: int, until: float) -> int | None:

@@ -113,6 +113,6 @@ def environment_unreachable(lab: Lab) -> None:
         environment__context=250,
         environment__deadline_s=5,
         trainer__max_failed_groups=8,
-        trainer__wait_timeout_s=30,
+        trainer__stuck_after_s=30,
     )
     lab.train(config)

@@ -118,7 +118,7 @@ def _replaced(run_dir: Path) -> set[int]:
     return {position for (position,) in rows}
 
 
-def _state(path: Path) -> dict[str, object] | None:
+def _state(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -126,7 +126,7 @@ def _state(path: Path) -> dict[str, object] | None:
     return content if {"position", "finished", "step"} <= content.keys() else None
 
 
-def _lines(path: Path) -> list[dict[str, object]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []

@@ -36,7 +36,7 @@ class Dies(_Misbehaves):
 
     name = "dies"
 
-    def misbehave(self) -> None:  # type: ignore[override]
+    def misbehave(self) -> None:
         """Dies."""
         os._exit(11)
 
@@ -46,7 +46,7 @@ class Sleeps(_Misbehaves):
 
     name = "sleeps"
 
-    def misbehave(self) -> None:  # type: ignore[override]
+    def misbehave(self) -> None:
         """Sleeps."""
         time.sleep(3600)
 
@@ -56,7 +56,7 @@ class Backtracks(_Misbehaves):
 
     name = "backtracks"
 
-    def misbehave(self) -> None:  # type: ignore[override]
+    def misbehave(self) -> None:
         """Matches for ever."""
         re.match(r"(a+)+$", "a" * 60 + "!")
 
@@ -66,7 +66,7 @@ class Eats(_Misbehaves):
 
     name = "eats"
 
-    def misbehave(self) -> None:  # type: ignore[override]
+    def misbehave(self) -> None:
         """Allocates, with a limit in place of a small machine."""
         resource.setrlimit(resource.RLIMIT_AS, (_EATEN, _EATEN))
         bytearray(2 * _EATEN)

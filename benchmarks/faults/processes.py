@@ -60,8 +60,8 @@ def _settings(lab: Lab, **values: Any) -> dict[str, str]:
         "RLHF_TRAINER__LEARNING_RATE": 1e-6,
         "RLHF_TRAINER__LOST_AFTER_S": _LOST_AFTER_S,
         "RLHF_TRAINER__SERVICE_TIMEOUT_S": _SERVICE_S,
-        "RLHF_TRAINER__PUBLISH_TIMEOUT_S": 30,
-        "RLHF_TRAINER__WAIT_TIMEOUT_S": 40,
+        "RLHF_TRAINER__FENCE_AFTER_S": 30,
+        "RLHF_TRAINER__STUCK_AFTER_S": 40,
         "RLHF_SAMPLING__REQUEST_TIMEOUT_S": 20,
     }
     return {name: str(value) for name, value in (settings | values).items()}
@@ -82,7 +82,7 @@ def _group(
     group = _Running(folder, _settings(lab, **settings))
     group.nodes = nodes
     group.trainers = trainers
-    group.edit = edit  # type: ignore[method-assign]
+    group.edit = edit
     with subprocess.Popen(
         ["tail", "--retry", "-s", "0.1", "-F", str(folder / "output.txt")],
         stderr=subprocess.DEVNULL,
@@ -242,7 +242,7 @@ def router_hangs(lab: Lab) -> None:
     r"rollout-server-1",
     r"silent|no report|reported|out of the router|missing|not heard|fenced|has not",
     reported="https://github.com/radixark/miles/issues/1724",
-    timeout="trainer.publish_timeout_s",
+    timeout="trainer.fence_after_s",
     timeout_s=30.0,
 )
 def agent_hangs(lab: Lab) -> None:
@@ -361,7 +361,7 @@ def token_wrong(lab: Lab) -> None:
     r"reward-server",
     r"refused|not ready|wait|reach|connect|health",
     reported="https://github.com/PrimeIntellect-ai/prime-rl/pull/1630",
-    timeout="trainer.wait_timeout_s",
+    timeout="trainer.stuck_after_s",
     timeout_s=40.0,
 )
 def service_never_ready(lab: Lab) -> None:

@@ -186,7 +186,8 @@ def interpreter_guarded(stuck_s: float = STUCK_S) -> Iterator[None]:
 
     A thread postpones a timer of the C library again and again, which it cannot when it is stuck.
     """
-    if sys.__stderr__ is None:
+    output = sys.__stderr__
+    if output is None:
         yield
         return
     ended = threading.Event()
@@ -194,7 +195,7 @@ def interpreter_guarded(stuck_s: float = STUCK_S) -> Iterator[None]:
 
     def postpone() -> None:
         while not ended.is_set():
-            faulthandler.dump_traceback_later(stuck_s, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(stuck_s, file=output)
             ended.wait(tick_s)
 
     thread = threading.Thread(target=postpone, name="interpreter-guard", daemon=True)

@@ -75,8 +75,8 @@ def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0
         "RLHF_TRAINER__EVAL_PASS_SAMPLES": "0",
         "RLHF_TRAINER__LOST_AFTER_S": str(LOST_AFTER_S),
         "RLHF_TRAINER__SERVICE_TIMEOUT_S": str(SERVICE_TIMEOUT_S),
-        "RLHF_TRAINER__PUBLISH_TIMEOUT_S": "90",
-        "RLHF_TRAINER__WAIT_TIMEOUT_S": "180",
+        "RLHF_TRAINER__FENCE_AFTER_S": "90",
+        "RLHF_TRAINER__STUCK_AFTER_S": "180",
         "RLHF_SAMPLING__REQUEST_TIMEOUT_S": "60",
     }
 

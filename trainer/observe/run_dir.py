@@ -274,7 +274,8 @@ def tell(console: Console, text: str, level: int = logging.INFO) -> None:
     if console.quiet or is_set_up():
         log.log(level, "%s", text, extra=SHOWN)
     if structured() is None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        # `module:Fire: text` is no picture of a fire.
+        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def run_ids(directory: Path) -> list[str]:

@@ -19,7 +19,7 @@ from common.process.logs import setup_logging
 from common.settings.config import Config
 from tests.support.groups import make_group
 from trainer.api.callbacks import Callbacks
-from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line
+from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
@@ -181,3 +181,9 @@ def test_progress_bars_appear_only_on_terminals(tmp_path: Path) -> None:
         )
         assert ("training" in said.getvalue()) == terminal
         assert ("\x1b" in said.getvalue()) == terminal
+
+
+def test_an_import_path_is_not_read_as_an_emoji() -> None:
+    said = io.StringIO()
+    tell(Console(file=said, width=120), "the tracker module:Fire: it burns")
+    assert said.getvalue() == "the tracker module:Fire: it burns\n"
