@@ -20,7 +20,7 @@ from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
 from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, Outcome, columns
-from trainer.audit.engine import ReplayEngine, Sampled, Span, is_reproducible
+from trainer.audit.engine import ReplayEngine, Sampled, Span
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import computes_in_bfloat16, load_tokenizer, stop_token_ids
@@ -128,7 +128,7 @@ class Completions:
                 is_tie = (
                     at is not None
                     and at < len(span.tokens)
-                    and not is_reproducible(self.config)
+                    and not self.config.reproducible
                     and engine.could_sample(span, at)
                 )
                 if at is None or not is_tie:
@@ -172,7 +172,7 @@ class Completions:
         if twice is not None:
             return twice
         unequal = [(span, sampled) for span, sampled in self._pairs if not sampled.equals(span)]
-        if is_reproducible(self.config) and not self.why_not and unequal:
+        if self.config.reproducible and not self.why_not and unequal:
             return self._first_difference(*unequal[0])
 
         for span, sampled in unequal:

@@ -79,11 +79,6 @@ class Sampled:
         return same_tokens and self.logprobs.tobytes() == span.logprobs.tobytes()
 
 
-def is_reproducible(config: Config) -> bool:
-    """Whether the run's engines computed every completion as if alone (`reproducible`)."""
-    return bool(getattr(config, "reproducible", False))
-
-
 class ReplayEngine:
     """Samples spans again.
 
@@ -95,15 +90,13 @@ class ReplayEngine:
 
     def __init__(self, config: Config, directory: Path, stop_token_ids: Sequence[int]) -> None:
         rollout = config.rollout
-        # The setting and the argument come together.
-        options: dict[str, Any] = {"deterministic": True} if is_reproducible(config) else {}
         self._model = Model(
             directory,
             rollout.max_context_tokens,
             choose_device(rollout.device, "rollout.device"),
             dtype=config.model.dtype,
             fp32_head=config.model.fp32_head,
-            **options,
+            deterministic=config.reproducible,
         )
         registry = CollectorRegistry()
         self._scheduler = Scheduler(

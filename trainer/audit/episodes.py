@@ -235,8 +235,7 @@ class _RecordedAnswers:
         asked = tokens.tolist()
         known = [each for each in self._waiting if each[1] == asked]
         if not known or self.unknown is not None:
-            if self.unknown is None:
-                self.unknown = asked
+            self.unknown = self.unknown or asked
             raise ServiceError("the run made no such call")
         row, before, start, end = known[0]
         self._waiting.remove(known[0])

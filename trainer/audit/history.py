@@ -18,7 +18,7 @@ from trainer.policy.reference import Reference
 
 _READ = ("seed", "model", "lora", "algorithm", "critic", "sampling", "teacher", "trainer")
 """The settings and sections that an update reads."""
-_UNREAD_OF_TRAINER = frozenset(
+UNREAD_OF_TRAINER = frozenset(
     {
         "device",
         "port",
@@ -35,10 +35,10 @@ _UNREAD_OF_TRAINER = frozenset(
         "keep_groups_mb",
         "resume",
         "run_dir",
-        "wait_timeout_s",
+        "stuck_after_s",
+        "fence_after_s",
         "weight_sync",
         "service_timeout_s",
-        "publish_timeout_s",
         "lost_after_s",
         "max_failed_groups",
     }
@@ -148,6 +148,6 @@ def _of_updates(config: dict[str, Any]) -> dict[str, Any]:
             found[section] = content
             continue
         for name, value in content.items():
-            if section != "trainer" or name not in _UNREAD_OF_TRAINER:
+            if section != "trainer" or name not in UNREAD_OF_TRAINER:
                 found[f"{section}.{name}"] = value
     return found

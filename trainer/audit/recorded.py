@@ -76,7 +76,14 @@ def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
     try:
         return Config(**content)
     except ValidationError as error:
-        raise from_validation(error) from None
+        reason = from_validation(error)
+        made_by = start.setup.packages.get("rlhf-math", "another version")
+        raise ConfigError(
+            f"this version cannot read the settings of the run: {reason.message}",
+            field=reason.field,
+            value=reason.value,
+            remedy=f"replay the run with the version that made it (rlhf-math {made_by})",
+        ) from None
 
 
 def _first_difference(known: Sequence[str], found: Sequence[str]) -> str:

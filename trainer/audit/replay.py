@@ -4,14 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from common.settings.sections import TrainerSection
 from common.wire.schemas import Prompt
+from learning.device import reproducible_numbers
 from learning.ranks import Ranks
 from trainer.audit.comparison import Outcome, Stage, checksum, differences
 from trainer.audit.completions import Completions, requests_of_groups, sampling_versions
-from trainer.audit.engine import is_reproducible
 from trainer.audit.episodes import PlayedAgain, play_again
 from trainer.audit.grading import answers_of_groups, graded_again
 from trainer.audit.history import History
@@ -21,8 +18,8 @@ from trainer.audit.updates import compare_update
 from trainer.observe.audit import AuditRecord, Setup
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 
-_PATIENCE_S = 7200.0
-"""Seconds for which a rank waits for rank 0, which samples and grades."""
+_JOIN_S = 600.0
+"""Seconds for all ranks to join."""
 _OF_UPDATE: frozenset[Stage] = frozenset({"logprobs", "advantages", "gradients", "new weights"})
 
 
@@ -52,10 +49,9 @@ class Replay:
     def ranks(self) -> Ranks:
         """Returns this rank among those of the replay, which are as many as the run had."""
         start = self.recorded.start
-        trainer = start.config["trainer"]
         device = "cpu" if start.setup.device == "cpu" else "auto"
-        settings = TrainerSection.model_validate(trainer | {"device": device})
-        return Ranks.from_env(_PATIENCE_S, settings)
+        settings = config_of(start, self.run_dir, device).trainer
+        return Ranks.from_env(_JOIN_S, settings)
 
     def run(self, ranks: Ranks) -> list[Outcome]:
         """Compares the stages and returns their outcomes in order; those of a rank above 0 are
@@ -66,19 +62,22 @@ class Replay:
         self._ranks = ranks
         start = self.recorded.start
         self._config = config_of(start, self.run_dir, ranks.device.type)
-        if is_reproducible(self._config):
-            torch.use_deterministic_algorithms(True)  # as in the run
         reasons = differences(start.setup, Setup.here(ranks))
         self._why_rounded = "; ".join(reasons)
 
-        rows = self._compare_prompts() if ranks.is_rank_zero else {}
+        with reproducible_numbers(self._config.reproducible):
+            self._compare()
+        return self.outcomes
+
+    def _compare(self) -> None:
+        """Compares the stages. A collective."""
+        rows = self._compare_prompts() if self._ranks.is_rank_zero else {}
         if not self._needs_models():
             self._compare_rewards(rows, None)
-            return self.outcomes
+            return
         history = self._history()
         if self._load(history):
             self._compare_with_models(history, rows)
-        return self.outcomes
 
     def _compare_with_models(self, history: History, rows: dict[str, Prompt]) -> None:
         """Compares the stages for which the models are loaded. A collective."""

@@ -10,11 +10,13 @@ import torch
 
 from common.errors import ConfigError
 from common.settings.config import load
+from common.settings.sections import TrainerSection
 from common.wire.schemas import Completion, Group, Turn
 from learning.digest import digest
 from learning.loading import _ALIGNMENT, _align
 from learning.ranks import Ranks
 from trainer.audit.comparison import columns, differences
+from trainer.audit.history import UNREAD_OF_TRAINER
 from trainer.observe.audit import Setup
 from trainer.observe.group_files import GroupRecorder, RecordedGroup, read_trained
 
@@ -161,6 +163,10 @@ def test_what_makes_bits_incomparable_is_said() -> None:
         "the run had 2 ranks, this has 1",
         "torch was 2.13.0 and is 2.14.0",
     ]
+
+
+def test_settings_that_an_update_does_not_read_exist() -> None:
+    assert set(TrainerSection.model_fields) >= UNREAD_OF_TRAINER
 
 
 def test_an_audit_needs_the_groups_and_a_critic_of_its_own() -> None:
