@@ -58,10 +58,12 @@ def test_every_problem_of_every_service_has_a_name(service: str, problem: Proble
 
 @pytest.mark.parametrize(
     "setting",
-    set(
-        re.findall(
-            r"\b(?:trainer|reward|sampling|rollout|model|data)\.[a-z_]+",
-            " ".join(names.REMEDIES.values()),
+    sorted(
+        set(
+            re.findall(
+                r"\b(?:trainer|reward|sampling|rollout|model|data)\.[a-z_]+",
+                " ".join(names.REMEDIES.values()),
+            )
         )
     ),
 )
