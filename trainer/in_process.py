@@ -48,7 +48,7 @@ from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
 from trainer.backend import BackendContext
 from trainer.build import build_run
-from trainer.diagnosis.own import diagnosed
+from trainer.diagnosis.self_diagnosis import diagnosed
 from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.loop import train
 from trainer.observe.audit import Given

@@ -18,8 +18,8 @@ from common.settings.config import Config
 from learning.device import reproducible_numbers
 from learning.liveness import Liveness
 from learning.ranks import Ranks
-from trainer.diagnosis.own import diagnose, diagnosed
 from trainer.diagnosis.run_files import write_topology
+from trainer.diagnosis.self_diagnosis import diagnose, diagnosed
 
 log = logging.getLogger(__name__)
 

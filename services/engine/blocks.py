@@ -105,7 +105,8 @@ class BlockPasses:
         `Decoder.prefill`. Every prompt needs an owner.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
-        own_rows = np.array([first + list(owners).index(index) for index in range(len(prompts))])
+        _, first_owners = np.unique(owners, return_index=True)
+        own_rows = first + first_owners
         tokens = np.concatenate([np.array(prompt, np.int64) for prompt in prompts])
         rows = np.repeat(own_rows, lengths)
         positions = np.concatenate([np.arange(length) for length in lengths.tolist()])

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from common.wire.schemas import Float32
-from trainer.observe.audit import Setup
+
+if TYPE_CHECKING:
+    from trainer.observe.audit import Setup  # torch: slow to import
 
 Stage = Literal[
     "prompts",
@@ -35,7 +37,8 @@ STAGES: tuple[Stage, ...] = (
 LOGPROB_BOUND = 1e-3
 """Most by which two float32 computations of one log-probability may differ, in nats."""
 LOGPROB_BOUND_LOW = 0.5
-"""The same in bfloat16, where trainer and engine round every layer differently."""
+"""The same in bfloat16, on a GPU and with SGLang, where trainer and engine round every layer
+differently."""
 NORM_BOUND = 1e-3
 """Relative difference of gradient norms where bits cannot be compared."""
 
@@ -57,7 +60,7 @@ class Outcome:
     """What came out again."""
 
 
-def differences(then: Setup, now: Setup) -> list[str]:
+def differences(then: "Setup", now: "Setup") -> list[str]:
     """Returns why the bits of a result may differ from those of the run."""
     found = []
     if now.device != then.device:
@@ -76,14 +79,14 @@ def differences(then: Setup, now: Setup) -> list[str]:
     return found
 
 
-def checksum(stage: Stage, what: str, expected: str | None, found: str | None) -> Outcome:
+def compare_checksums(stage: Stage, what: str, expected: str | None, found: str | None) -> Outcome:
     """Compares two checksums of `what`."""
     if expected == found:
         return Outcome(stage, "equal", f"{what} {expected}")
     return Outcome(stage, "differs", what, what, expected=str(expected), found=str(found))
 
 
-def columns(
+def compare_columns(
     stage: Stage,
     what: str,
     expected: Sequence[Float32 | None],

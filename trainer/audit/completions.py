@@ -1,9 +1,10 @@
 """Samples the completions of a step again, from the weights of their versions.
 
-With `reproducible`, tokens and log-probabilities are compared bit for bit. Otherwise the batch in
-which the engine computed a token changes its last bits, and near a tie the token itself; and some
-engines cannot sample again at all. Then the log-probability of every recorded token, under the
-weights of its version, must be what the engine reported, within a bound.
+With `reproducible`, and on a machine like that of the run, tokens and log-probabilities are
+compared bit for bit. Otherwise the batch in which the engine computed a token, or the machine,
+changes its last bits, and near a tie the token itself; and some engines cannot sample again at all.
+Then the log-probability of every recorded token, under the weights of its version, must be what the
+engine reported, within a bound.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ from common.clients.rollout import sample_seed
 from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
-from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, Outcome, columns
+from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, Outcome, compare_columns
 from trainer.audit.engine import ReplayEngine, Sampled, Span
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.policy import Policy
@@ -86,11 +87,18 @@ class Completions:
     requests: Sequence[Request]
     why_not: str
     """Why no engine can sample again; empty when one can."""
+    why_rounded: str
+    """Why the bits of two executions may differ; empty when they may not."""
     _pairs: list[tuple[Span, Sampled]] = field(default_factory=list)
     _ties: int = 0
     """Tokens that another rounding would have sampled too."""
     _scores: dict[int, list[Float32]] = field(default_factory=dict)
     """By version, [L] for every row of the batch."""
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether an answer has to be equal bit for bit."""
+        return self.config.reproducible and not self.why_rounded
 
     def versions(self) -> list[int]:
         """Returns the versions that sampled a token of a fresh group, oldest first."""
@@ -128,7 +136,7 @@ class Completions:
                 is_tie = (
                     at is not None
                     and at < len(span.tokens)
-                    and not self.config.reproducible
+                    and not self._is_exact
                     and engine.could_sample(span, at)
                 )
                 if at is None or not is_tie:
@@ -172,7 +180,7 @@ class Completions:
         if twice is not None:
             return twice
         unequal = [(span, sampled) for span, sampled in self._pairs if not sampled.equals(span)]
-        if self.config.reproducible and not self.why_not and unequal:
+        if self._is_exact and not self.why_not and unequal:
             return self._first_difference(*unequal[0])
 
         for span, sampled in unequal:
@@ -191,9 +199,12 @@ class Completions:
             return Outcome("completions", "equal", detail)
         rounded = sum(len(span.tokens) for span, _ in unequal)
         ties = f" except {self._ties} that rounding decides" if self._ties else ""
+        why = "as they may without reproducible"
+        if self.config.reproducible:
+            why = f"because {self.why_rounded}"
         detail += (
-            f", equal{ties}; the log-probabilities of {rounded} differ in their last bits, as they "
-            f"may without reproducible ({scored.detail})"
+            f", equal{ties}; the log-probabilities of {rounded} differ in their last bits, {why} "
+            f"({scored.detail})"
         )
         return Outcome("completions", "close", detail)
 
@@ -240,7 +251,7 @@ class Completions:
                 expected.append(completion.trained(completion.logprobs) if known else None)
                 found.append(completion.trained(scores) if known else None)
                 row += 1
-        return columns(
+        return compare_columns(
             "completions",
             "sampled tokens scored by the trainer's model",
             expected,

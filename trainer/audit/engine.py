@@ -130,18 +130,20 @@ class ReplayEngine:
         """
         count = len(span.earlier) + at
         before = span.prompt + span.earlier + span.tokens[:at]
-        (job,) = [self._job(span)]
+        job = self._job(span)
         sampling = job.sampling
         key = np.array([job.sequences[0].key], np.int64)
         drawn = uniforms(key, np.array([count], np.int64))[0]
         near = np.clip([drawn - TIE, drawn, drawn + TIE], 0.0, np.nextafter(1.0, 0.0))
-        columns = {
+        parameters = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or np.inf,
             "min_p": sampling.min_p,
         }
-        rows = [near if name == "uniform" else [columns.get(name, 0.0)] * 3 for name in FIELDS]
+        rows: list[Any] = []
+        for name in FIELDS:
+            rows.append(near if name == "uniform" else [parameters.get(name, 0.0)] * 3)
         if count < sampling.min_new_tokens:
             rows += [[float(token)] * 3 for token in sampling.stop_ids]
         with torch.inference_mode():

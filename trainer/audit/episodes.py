@@ -79,6 +79,18 @@ class _Row:
     completion: Completion
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """A recorded answer of the model."""
+
+    row: _Row
+    before: list[int]
+    """The tokens that the model read."""
+    start: int
+    end: int
+    """Its place in the completion."""
+
+
 class _Player:
     def __init__(
         self,
@@ -203,8 +215,8 @@ class _RecordedAnswers:
 
     def __init__(self, rows: Sequence[_Row], stops: Sequence[int]) -> None:
         self._stops = set(stops)
-        self._waiting: list[tuple[_Row, list[int], int, int]] = []
-        """The row, the tokens before, start and end of each answer that was not asked for yet."""
+        self._waiting: list[_Answer] = []
+        """Answers that were not asked for yet."""
         for row in rows:
             completion = row.completion
             assert completion.prompt_ids is not None, "a sequence of an episode has its own prompt"
@@ -212,7 +224,7 @@ class _RecordedAnswers:
             offset = len(completion.prompt_ids)
             for turn in completion.turns:
                 before = tokens[: offset + turn.start]
-                self._waiting.append((row, before, turn.start, turn.end))
+                self._waiting.append(_Answer(row, before, turn.start, turn.end))
         self.requests: list[Request] = []
         self.unknown: Sequence[int] | None = None
         """The tokens of a call that the run did not make."""
@@ -224,7 +236,7 @@ class _RecordedAnswers:
 
     def expected(self) -> Sequence[int]:
         """Returns the tokens of the next call that the run made; none when it made no other."""
-        return self._waiting[0][1] if self._waiting else []
+        return self._waiting[0].before if self._waiting else []
 
     async def sample(
         self, tokens: Int32, max_new_tokens: int, seed: int, stop: Sequence[str]
@@ -233,18 +245,26 @@ class _RecordedAnswers:
         run made.
         """
         asked = tokens.tolist()
-        known = [each for each in self._waiting if each[1] == asked]
+        known = [answer for answer in self._waiting if answer.before == asked]
         if not known or self.unknown is not None:
             self.unknown = self.unknown or asked
             raise ServiceError("the run made no such call")
-        row, before, start, end = known[0]
-        self._waiting.remove(known[0])
-        self.requests.append(Request(row=row.index, prompt=before, seed=seed, start=start, end=end))
-        sampled: Int32 = row.completion.token_ids[start:end]
+        answer = known[0]
+        self._waiting = [each for each in self._waiting if each is not answer]
+        request = Request(
+            row=answer.row.index,
+            prompt=answer.before,
+            seed=seed,
+            start=answer.start,
+            end=answer.end,
+        )
+        self.requests.append(request)
+        completion = answer.row.completion
+        sampled: Int32 = completion.token_ids[answer.start : answer.end]
         stopped = int(sampled[-1]) in self._stops or len(sampled) < max_new_tokens
         return Completion(
             token_ids=sampled,
-            logprobs=row.completion.logprobs[start:end],
+            logprobs=completion.logprobs[answer.start : answer.end],
             text="",
             finish_reason="stop" if stopped else "length",
             weight_versions=[(0, 0, len(sampled))],

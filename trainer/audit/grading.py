@@ -16,6 +16,9 @@ from trainer.audit.comparison import Outcome
 from trainer.audit.recorded import RecordedStep
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 
+_MAX_GRADE = 1024
+"""Most answers in one call."""
+
 
 @dataclass(frozen=True)
 class GradedAnswer:
@@ -102,10 +105,6 @@ def _grade(config: Config, items: list[RewardItem]) -> list[RewardResult]:
             return found
 
     return asyncio.run(grade())
-
-
-_MAX_GRADE = 1024
-"""Most answers in one call."""
 
 
 def _same(answer: GradedAnswer, result: RewardResult) -> bool:

@@ -16,8 +16,8 @@ from trainer.policy.learn import learn
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 
-_READ = ("seed", "model", "lora", "algorithm", "critic", "sampling", "teacher", "trainer")
-"""The settings and sections that an update reads."""
+_SECTIONS = ("model", "lora", "algorithm", "critic", "sampling", "teacher", "trainer")
+"""The sections whose settings an update reads."""
 UNREAD_OF_TRAINER = frozenset(
     {
         "device",
@@ -141,13 +141,14 @@ class History:
 
 def _of_updates(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that an update reads, by name."""
-    found: dict[str, Any] = {}
-    for section in _READ:
-        content = config[section]
-        if not isinstance(content, dict):
-            found[section] = content
-            continue
-        for name, value in content.items():
+    found: dict[str, Any] = {
+        "seed": config["seed"],
+        "reproducible": config["reproducible"],
+        "environment.turn_discount": config["environment"]["turn_discount"],
+        "reward.functions": config["reward"]["functions"],  # their weights, for GDPO
+    }
+    for section in _SECTIONS:
+        for name, value in config[section].items():
             if section != "trainer" or name not in UNREAD_OF_TRAINER:
                 found[f"{section}.{name}"] = value
     return found

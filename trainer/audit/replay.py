@@ -7,7 +7,7 @@ from pathlib import Path
 from common.wire.schemas import Prompt
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
-from trainer.audit.comparison import Outcome, Stage, checksum, differences
+from trainer.audit.comparison import Outcome, Stage, compare_checksums, differences
 from trainer.audit.completions import Completions, requests_of_groups, sampling_versions
 from trainer.audit.episodes import PlayedAgain, play_again
 from trainer.audit.grading import answers_of_groups, graded_again
@@ -166,6 +166,7 @@ class Replay:
             ranks=self._ranks,
             requests=requests_of_groups(self.recorded) if played is None else played.requests,
             why_not=self._ranks.broadcast(why_not),
+            why_rounded=self._why_rounded,
         )
 
     def _bring_to_step(self, history: History, completions: Completions) -> bool:
@@ -197,7 +198,7 @@ class Replay:
         if updates:
             what += f" and {updates} recorded update" + ("s" if updates > 1 else "")
         expected = self._record.weights_at(step)
-        outcome = checksum("weights", what, expected, history.policy.digest())
+        outcome = compare_checksums("weights", what, expected, history.policy.digest())
         if outcome.state == "differs" and updates and self._why_rounded:
             # The updates were executed with another rounding, so that nobody can expect the bits.
             return Outcome(

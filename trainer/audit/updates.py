@@ -3,7 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from common.wire.schemas import Float32
-from trainer.audit.comparison import LOGPROB_BOUND, NORM_BOUND, Outcome, checksum, columns
+from trainer.audit.comparison import (
+    LOGPROB_BOUND,
+    NORM_BOUND,
+    Outcome,
+    compare_checksums,
+    compare_columns,
+)
 from trainer.audit.history import Reexecuted
 from trainer.audit.recorded import RecordedStep
 
@@ -18,7 +24,7 @@ def compare_update(
     bound = LOGPROB_BOUND if why_rounded else 0.0
     yield _logprobs(recorded, again, bound)
     assert again.batch.advantages is not None
-    yield columns(
+    yield compare_columns(
         "advantages",
         "advantages",
         [row for item in recorded.groups for row in item.advantages],
@@ -39,7 +45,7 @@ def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> Outcom
     scored = again.batch.old_logprobs or again.update.logprobs
     if scored is not None:
         found = scored
-    outcome = columns(
+    outcome = compare_columns(
         "logprobs",
         "log-probabilities of the policy",
         expected,
@@ -61,7 +67,7 @@ def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> Outcom
     detail = outcome.detail
     for what, (was, is_now) in others.items():
         if was != is_now:
-            return checksum("logprobs", what, was, is_now)
+            return compare_checksums("logprobs", what, was, is_now)
         if was:
             detail += f", {what}"
     return Outcome("logprobs", "equal", detail)
@@ -105,10 +111,10 @@ def _gradients(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> O
 def _new_weights(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> Outcome:
     line = recorded.line
     what = f"version {recorded.step}"
-    outcome = checksum("new weights", what, line.weights, again.line.weights)
+    outcome = compare_checksums("new weights", what, line.weights, again.line.weights)
     if outcome.state == "equal" and line.critic != again.line.critic:
         what = f"the critic after step {recorded.step}"
-        outcome = checksum("new weights", what, line.critic, again.line.critic)
+        outcome = compare_checksums("new weights", what, line.critic, again.line.critic)
     if outcome.state == "differs" and why_rounded:
         return Outcome("new weights", "not compared", f"no bits, because {why_rounded}")
     return outcome

@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, did_you_mean
 from common.process.cli import CommandParser, positive, run
 from trainer.audit.comparison import STAGES, Outcome, Stage
-from trainer.observe.audit import AuditedStart
+
+if TYPE_CHECKING:
+    from trainer.observe.audit import AuditedStart  # torch: slow to import
 
 _EPILOG = """\
 examples:
@@ -29,6 +32,8 @@ exit status: 0 when nothing differs, 1 when a stage differs, 2 when the record i
 _RANK = "RLHF_REPLAY_RANK"
 """Set in the processes that replay a run of several ranks."""
 _LOOK_EVERY_S = 0.1
+_STAGES_BY_WORD = {stage.replace(" ", "-"): stage for stage in STAGES}
+"""Stages by their names on the command line."""
 
 
 def parser() -> CommandParser:
@@ -44,8 +49,7 @@ def parser() -> CommandParser:
         nargs="+",
         metavar="STAGE",
         default=None,
-        help="compare only these: prompts, weights, completions, rewards, logprobs, advantages, "
-        "gradients, new-weights (default: all)",
+        help=f"compare only these: {', '.join(_STAGES_BY_WORD)} (default: all)",
     )
     return made
 
@@ -81,22 +85,21 @@ def _stages(names: list[str] | None) -> list[Stage]:
     """Returns the stages in their order. Raises ConfigError for an unknown one."""
     if names is None:
         return list(STAGES)
-    known = {stage.replace(" ", "-"): stage for stage in STAGES}
     for name in names:
-        if name not in known:
+        if name not in _STAGES_BY_WORD:
             raise ConfigError(
                 "there is no such stage",
                 field="--stages",
                 value=name,
-                remedy=did_you_mean(name, known),
+                remedy=did_you_mean(name, _STAGES_BY_WORD),
             )
-    return [stage for name, stage in known.items() if name in names]
+    return [stage for name, stage in _STAGES_BY_WORD.items() if name in names]
 
 
 class _Lines:
     """Prints the replay, a line for each stage."""
 
-    def begin(self, run_dir: Path, step: int, start: AuditedStart) -> None:
+    def begin(self, run_dir: Path, step: int, start: "AuditedStart") -> None:
         """Prints what is replayed."""
         setup = start.setup
         ranks = "1 rank" if setup.world_size == 1 else f"{setup.world_size} ranks"

@@ -72,7 +72,8 @@ def _drops(facts: Facts) -> Iterator[Finding]:
     for reason, name in _DROPS.items():
         began = oldest.get(reason, 0) if len(facts.steps) > 1 else 0
         count = newest.get(reason, 0)
-        count -= began if count >= began else 0  # the counts begin anew with the process
+        if count >= began:  # otherwise the process, and its counts, began anew meanwhile
+            count -= began
         if count and count >= MAX_DROPPED * (groups + count):
             what = f"{count} groups were dropped ({reason}) in the last {len(facts.steps)} steps"
             yield _finding(name, what, facts.steps[-1].get("time"))
@@ -97,7 +98,9 @@ def _is_finite(value: object) -> bool:
 
 
 def _drawn_twice(facts: Facts) -> Iterator[Finding]:
-    """Yields a prompt of the stream at two places: the same prompts in the same order."""
+    """Yields two steps that trained on one position of the stream, or on the same prompts in the
+    same order.
+    """
     seen: dict[tuple[str, ...], int] = {}
     positions: dict[int, int] = {}
     for line in facts.groups:

@@ -63,8 +63,8 @@ async def ask(
 ) -> None:
     """Adds to `facts` what the living processes answer.
 
-    With `own`, this process is rank 0, which is not asked. `headers` have the token of the run;
-    None: that of this process.
+    With `own`, rank 0 is not asked: it is this process, and about to end. `headers` have the token
+    of the run; None: that of this process.
     """
     begin = time.time()
     facts.asked = True

@@ -114,9 +114,10 @@ def _recent(facts: Facts) -> Iterator[LogLine]:
 
 
 def _lost_ranks(facts: Facts, lines: Iterable[LogLine]) -> Iterator[Finding]:
+    """Yields why the ranks of an ended run gave up on one of them."""
+    if facts.lives:
+        return
     for line in lines:
-        if facts.lives:
-            return
         if "no rank has made progress for" in line.text:
             what = line.text.partition(". ")[0]
             evidence = [_said(line), *_place(lines)]
@@ -167,7 +168,7 @@ def _of_exit(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     began = None if facts.steps else facts.started
     since = _begin_of_wait(name, lines) or began or at
     evidence = [field] if field else []
-    evidence += _own_words(name, lines)
+    evidence += _last_error(lines)
     if remedy and name in (names.ENDED, names.WRONG_SETTING, names.NO_BATCH):
         yield _finding(name, message, since, level="stopped", evidence=evidence, remedy=remedy)
     else:
@@ -278,8 +279,8 @@ def _begin_of_wait(name: str, lines: Iterable[LogLine]) -> float | None:
     return min(starts, default=None)
 
 
-def _own_words(name: str, lines: Iterable[LogLine]) -> Iterator[str]:
-    """Yields the last error of a service's own log, for a finding about it."""
+def _last_error(lines: Iterable[LogLine]) -> Iterator[str]:
+    """Yields the last error in the log of a service, if there is one."""
     for line in reversed(list(lines)):
         is_service = not line.source.startswith(("ppo-trainer", "sft"))
         if is_service and (line.level in ("ERROR", "CRITICAL") or not line.level):

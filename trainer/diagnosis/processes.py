@@ -11,6 +11,8 @@ from trainer.diagnosis.unreachable import Problem
 _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
 """A run that has not finished a step for so many times the usual seconds of one is stalled."""
+_UNKNOWN_STEP_S = 60.0
+"""Stands for the usual seconds of a step until one has ended."""
 _MAX_CLOCK_S = 5.0
 _WAITS_S = 3.0
 """Longer than polls take."""
@@ -38,7 +40,8 @@ def stalled_for(facts: Facts) -> float:
     last = facts.steps[-1].get("time", 0.0) if facts.steps else 0.0
     silent_s = facts.now - max(last, facts.started or 0.0)
     usual = [sum(line.get("seconds", {}).values()) for line in facts.steps]
-    limit_s = max(_SHORTEST_STALL_S, _STEPS_OF_STALL * (median(usual) if usual else 60.0))
+    usual_s = median(usual) if usual else _UNKNOWN_STEP_S
+    limit_s = max(_SHORTEST_STALL_S, _STEPS_OF_STALL * usual_s)
     return silent_s if silent_s > limit_s else 0.0
 
 
@@ -82,8 +85,8 @@ def _kind(process: ProcessFacts) -> str:
 
 
 def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
-    dead_nodes = [each for each in facts.services if each.state != "healthy"]
-    for service in dead_nodes:
+    unhealthy = [each for each in facts.services if each.state != "healthy"]
+    for service in unhealthy:
         if service.problem == "not_ready" and not stall_s:
             continue  # a part of a start, or of an update
         name, what = _of_service(service)
@@ -135,20 +138,27 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
     if facts.trainer_problem and facts.state == "running":
         yield from _rank_zero(facts, stall_s)
         return
+    if not stall_s:
+        return
+
     silent = [rank for rank in facts.ranks if not rank.answered]
     waiting = [rank for rank in facts.ranks if rank.collective]
-    if silent and stall_s:
+    if silent:
         who = " and ".join(rank.name for rank in silent)
         waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
         yield _finding(names.RANK_STUCK, f"{who} does not answer", facts, evidence=waits)
         return
-    if not stall_s or not waiting or len(waiting) == len(facts.ranks):
+    if not waiting:
+        return
+
+    if len(waiting) == len(facts.ranks):
         calls = {rank.collective for rank in waiting}
-        if stall_s and len(calls) > 1:
+        if len(calls) > 1:
             where = [f"{rank.name} in {rank.collective} ({rank.place})" for rank in waiting]
             what = "the ranks are in different collectives"
             yield _finding(names.RANK_STUCK, what, facts, evidence=where)
         return
+
     late = [rank for rank in facts.ranks if rank.answered and not rank.collective]
     if any(_is_served(rank) for rank in late):
         return  # rank 0 waits for a service, and the others for rank 0

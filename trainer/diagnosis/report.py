@@ -1,4 +1,4 @@
-"""The report of a diagnosis: five lines, and behind them what was found where."""
+"""The report of a diagnosis: five lines, the whole text, and JSON for programs."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from common.process.storage import storing
 from common.process.watchdog import Awaited
 from trainer.diagnosis.facts import Facts, Finding, RankFacts
 
-TEXT = "diagnosis.txt"
-JSON = "diagnosis.json"
+TEXT_FILE = "diagnosis.txt"
+JSON_FILE = "diagnosis.json"
 _SHOWN_LINES = 12
 _MAX_CHARS = 240
 """Of what is said in one line."""
@@ -86,11 +86,11 @@ def text(facts: Facts, findings: Sequence[Finding]) -> str:
 
 def write(run_dir: Path, facts: Facts, findings: Sequence[Finding]) -> Path:
     """Writes the report to the run directory and returns the file. Raises StorageFailed."""
-    path = run_dir / TEXT
-    with storing(TEXT, path, "trainer.run_dir"):
+    path = run_dir / TEXT_FILE
+    with storing(TEXT_FILE, path, "trainer.run_dir"):
         path.write_text(text(facts, findings), encoding="utf-8")
         content = json.dumps(as_json(facts, findings), indent=1, ensure_ascii=False)
-        (run_dir / JSON).write_text(SecretRedactor().redact(content) + "\n", encoding="utf-8")
+        (run_dir / JSON_FILE).write_text(SecretRedactor().redact(content) + "\n", encoding="utf-8")
     return path
 
 

@@ -20,6 +20,7 @@ from common.process.run_lock import LOCK
 from common.process.topology import Topology
 from trainer.diagnosis.facts import Facts, LogLine, ProcessFacts, State
 from trainer.diagnosis.logs import last_start, log_files, read_log
+from trainer.diagnosis.report import JSON_FILE
 from trainer.observe.group_files import LINES
 from trainer.observe.jsonl import parsed
 from trainer.observe.run_dir import ATTEMPTS
@@ -28,8 +29,11 @@ from trainer.trackers.base import flatten
 TOPOLOGY = "topology.json"
 API_TOKEN_FILE = "api_token"  # noqa: S105
 _STEPS = 24
+"""Lines of `metrics.jsonl` that are read, the newest."""
 _GROUP_LINES = 8
+"""Lines of `groups.jsonl` that are read, the newest."""
 _TAIL_BYTES = 4 << 20
+"""Read of the end of a file of lines."""
 _BEFORE_S = 120.0
 """Services may start this long before the trainer."""
 _BEAT_S = 45.0
@@ -88,9 +92,8 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     lines = list(_lines(files, (started or 0.0) - _BEFORE_S))
     holder, held = _holder(run_dir / LOCK)
     attempt = _newest(run_dir / ATTEMPTS)
-    reason = _exit_reason(lines, started) or _own_report(
-        run_dir, max(started or 0.0, attempt.get("time", 0.0))
-    )
+    begin = max(started or 0.0, attempt.get("time", 0.0))
+    reason = _exit_reason(lines, started) or _own_report(run_dir, begin)
     facts = Facts(
         directory=str(run_dir),
         now=time.time(),
@@ -209,7 +212,7 @@ def _exit_reason(lines: list[LogLine], started: float | None) -> LogLine | None:
 
 def _own_report(run_dir: Path, since: float) -> LogLine | None:
     """Returns why the run ended, from its own report of that; a run in one process has no log."""
-    report = _json(run_dir / "diagnosis.json")
+    report = _json(run_dir / JSON_FILE)
     exited = report.get("exited")
     if not report.get("exit_reason") or not isinstance(exited, float) or exited < since:
         return None

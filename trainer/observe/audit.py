@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import ValidationError
+from torch import Tensor
 
 from common import VERSION
 from common.errors import ConfigError
@@ -49,7 +50,6 @@ class Setup(msgspec.Struct, kw_only=True):
 
     packages: dict[str, str]
     world_size: int
-    sharded: bool
     threads: int
     """Threads of torch in a rank."""
     device: str
@@ -64,7 +64,6 @@ class Setup(msgspec.Struct, kw_only=True):
         return cls(
             packages={name: _version(name) for name in _PACKAGES} | {"rlhf-math": VERSION},
             world_size=ranks.world_size,
-            sharded=ranks.sharded,
             threads=torch.get_num_threads(),
             device=device,
             instructions=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
@@ -176,16 +175,16 @@ def audited_step(
         total_steps=policy.total_steps,
         groups=[group.id for group in groups],
         seeds=[sampling_seed(config.seed, group.position) for group in groups],
-        reference_logprobs=column_digest(batch.ref_logprobs),
-        values=column_digest(batch.values),
+        reference_logprobs=_column_digest(batch.ref_logprobs),
+        values=_column_digest(batch.values),
         norms=list(update.norms),
         gradients=list(update.gradients),
         weights=policy.digest(),
-        critic=critic_digest(critic, policy.ranks),
+        critic=_critic_digest(critic, policy.ranks),
     )
 
 
-def column_digest(column: Sequence[Float32] | None) -> str | None:
+def _column_digest(column: Sequence[Float32] | None) -> str | None:
     """Returns the checksum of a column of a batch; None for one that was not computed."""
     if column is None:
         return None
@@ -193,14 +192,17 @@ def column_digest(column: Sequence[Float32] | None) -> str | None:
     return Hasher(np.ascontiguousarray(flat, np.float32).data).hexdigest()
 
 
-def critic_digest(critic: ValueFunction, ranks: Ranks) -> str | None:
+def _critic_digest(critic: ValueFunction, ranks: Ranks) -> str | None:
     """Returns the checksum of the critic's weights; None without one on these ranks. A
     collective.
     """
     models, _ = critic.resident()
     if not models:
         return None
-    return digest([pair for model in models for pair in named_tensors(model).items()], ranks)
+    tensors: list[tuple[str, Tensor]] = []
+    for model in models:
+        tensors += named_tensors(model).items()
+    return digest(tensors, ranks)
 
 
 class AuditRecord:

@@ -97,9 +97,9 @@ class Collector:
         self._held: set[str] = set()
         """Ids of the groups that the trainer took and did not acknowledge yet."""
         self._stored = asyncio.Event()
+        """Set when another group is stored."""
         self.stored_groups = 0
         """Groups that were graded and stored since the start: a number that grows."""
-        """Set when another group is stored."""
         self._slots = asyncio.Semaphore(0)
         self._freed = 0
         """Slots that were freed so far, for one group each."""

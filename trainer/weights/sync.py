@@ -61,8 +61,8 @@ class LeaderWeightSync(WeightSync):
     weights.
 
     A thread then publishes a copy of the weights. At most one version is in flight: the next one
-    waits for it, so versions arrive in order and only one copy is held. It calls `may_load` first,
-    which returns when the engines may load new weights.
+    waits for it, so versions arrive in order and only one copy is held. The thread
+    calls `may_load` first, which returns when the engines may load new weights.
     """
 
     def __init__(

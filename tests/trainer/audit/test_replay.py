@@ -80,6 +80,29 @@ def change_line(run_dir: Path, step: int, change: Callable[[Document], None]) ->
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def change_start(run_dir: Path, change: Callable[[Document], None]) -> None:
+    """Changes the line of the run's start in the audit record."""
+    path = run_dir / "audit.jsonl"
+    start, *steps = map(json.loads, path.read_text().splitlines())
+    assert start["kind"] == "start"
+    change(start)
+    path.write_text("".join(json.dumps(line) + "\n" for line in [start, *steps]))
+
+
+def add_attempt(run_dir: Path, step: int, section: str, name: str, value: object) -> None:
+    """Makes an attempt of its own, with another setting, of the one that made `step`."""
+    path = run_dir / "audit.jsonl"
+    start, *steps = map(json.loads, path.read_text().splitlines())
+    other = json.loads(json.dumps(start)) | {"run_id": "another attempt", "step": step - 1}
+    settings = other["config"][section] if section else other["config"]
+    assert settings[name] != value
+    settings[name] = value
+    for line in steps:
+        if line["step"] == step:
+            line["run_id"] = other["run_id"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [start, other, *steps]))
+
+
 def flip(body: bytes, at: int) -> bytes:
     """Flips the lowest bit of one byte."""
     changed = bytearray(body)
@@ -230,6 +253,39 @@ def test_a_damaged_or_missing_record_is_an_error_that_names_the_file(copy: Path)
     (copy / "audit.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"no audit record.*trainer\.audit"):
         outcomes(copy)
+
+
+def test_other_rounding_is_no_difference_on_another_machine(copy: Path) -> None:
+    # The engine of this run was not deterministic: one that is rounds differently.
+    change_start(copy, lambda start: start["config"].update(reproducible=True))
+    assert outcomes(copy, STEP, "completions")["completions"].state == "differs"
+
+    change_start(copy, lambda start: start["setup"]["packages"].update(torch="0.1"))
+    found = outcomes(copy, STEP, "completions")["completions"]
+    assert found.state == "close"
+    assert "because torch was 0.1 and is " in found.detail
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("", "reproducible", True),
+        ("environment", "turn_discount", 0.5),
+        ("reward", "functions", [{"name": "math", "weight": 2.0}]),
+        ("trainer", "learning_rate", 0.5),
+    ],
+)
+def test_an_update_with_other_settings_is_not_executed_with_these(
+    copy: Path, section: str, name: str, value: object
+) -> None:
+    add_attempt(copy, STEP - 1, section, name, value)
+    with pytest.raises(ConfigError, match=rf"step 3 was made with .*{name}"):
+        outcomes(copy, STEP, "weights")
+
+
+def test_settings_that_change_no_update_may_differ(copy: Path) -> None:
+    add_attempt(copy, STEP - 1, "trainer", "eval_every", 7)
+    assert outcomes(copy, STEP, "weights")["weights"].state == "equal"
 
 
 def test_the_command_names_the_first_stage_that_differs(copy: Path) -> None:

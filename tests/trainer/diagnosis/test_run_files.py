@@ -20,9 +20,9 @@ from tests.support.paths import ROOT
 from tests.support.run_files import make_run, write
 from trainer.diagnosis import names
 from trainer.diagnosis.find import find
-from trainer.diagnosis.own import diagnosed
 from trainer.diagnosis.report import first_line
 from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
+from trainer.diagnosis.self_diagnosis import diagnosed
 
 HOLDS = """
 import sys, time

@@ -15,7 +15,7 @@ from common.wire.schemas import Completion, Group, Turn
 from learning.digest import digest
 from learning.loading import _ALIGNMENT, _align
 from learning.ranks import Ranks
-from trainer.audit.comparison import columns, differences
+from trainer.audit.comparison import compare_columns, differences
 from trainer.audit.history import UNREAD_OF_TRAINER
 from trainer.observe.audit import Setup
 from trainer.observe.group_files import GroupRecorder, RecordedGroup, read_trained
@@ -127,32 +127,33 @@ def test_weights_are_aligned_whatever_file_they_were_read_from() -> None:
 def test_columns_are_compared_by_their_bits_or_within_a_bound() -> None:
     names = ["one", "two", "three"]
     expected = [floats(1, 2), None, floats(0.5)]
-    same = columns(
+    same = compare_columns(
         "advantages", "numbers", expected, [floats(1, 2), floats(9), floats(0.5)], names=names
     )
     assert (same.state, same.detail) == ("equal", "3 numbers")
 
     near = [floats(1, np.nextafter(np.float32(2), np.float32(3))), None, floats(0.5)]
-    other = columns("advantages", "numbers", expected, near, names=names)
+    other = compare_columns("advantages", "numbers", expected, near, names=names)
     assert (other.state, other.where) == ("differs", "one, trained token 1")
     assert other.expected != other.found
     assert (
-        columns("advantages", "numbers", expected, near, names=names, bound=1e-4).state == "close"
+        compare_columns("advantages", "numbers", expected, near, names=names, bound=1e-4).state
+        == "close"
     )
 
     lost = [floats(1, np.nan), None, floats(0.5)]
     assert (
-        columns("advantages", "numbers", expected, lost, names=names, bound=1.0).state == "differs"
+        compare_columns("advantages", "numbers", expected, lost, names=names, bound=1.0).state
+        == "differs"
     )
     short = [floats(1), None, floats(0.5)]
-    assert columns("advantages", "numbers", expected, short, names=names).state == "differs"
+    assert compare_columns("advantages", "numbers", expected, short, names=names).state == "differs"
 
 
 def test_what_makes_bits_incomparable_is_said() -> None:
     setup = Setup(
         packages={"torch": "2.13.0"},
         world_size=2,
-        sharded=False,
         threads=1,
         device="cpu",
         instructions="x86_64 AVX512",

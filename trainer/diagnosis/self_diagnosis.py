@@ -13,7 +13,7 @@ from common.process.topology import Topology
 from common.settings.config import Config
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import ask
-from trainer.diagnosis.report import JSON, TEXT, first_line, write
+from trainer.diagnosis.report import JSON_FILE, TEXT_FILE, first_line, write
 from trainer.diagnosis.run_files import read_facts
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -
             error.add_note(said)
         raise
     else:
-        for name in (TEXT, JSON):
+        for name in (TEXT_FILE, JSON_FILE):
             with suppress(OSError):
                 (run_dir / name).unlink(missing_ok=True)
     finally:
