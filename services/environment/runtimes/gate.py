@@ -7,6 +7,7 @@ Nothing stands between a container and the server, which therefore sees how each
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -76,7 +77,7 @@ class Gate:
             _, descriptors, _, _ = socket.recv_fds(sender, 1, 1)
             if not descriptors:
                 return
-            with socket.socket(fileno=descriptors[0]) as sock:
+            with _socket_of(descriptors[0]) as sock:
                 async with serving_also(self.port, sock):
                     await _readable(sender)
 
@@ -88,6 +89,15 @@ def _listen(path: Path) -> socket.socket:
     listener.listen(128)
     listener.setblocking(False)
     return listener
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Returns the socket that a descriptor is. Closes it and raises OSError when it is none."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -39,6 +39,11 @@ async def until_served(address: str, port: int, wanted: bool) -> None:
         await asyncio.sleep(0.01)
 
 
+def open_descriptors() -> int:
+    """Returns how many files and sockets this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def send(path: Path, *descriptors: int) -> None:
     """Sends descriptors to a gate and waits until it has ended the connection."""
     with socket.socket(socket.AF_UNIX) as sender:
@@ -71,10 +76,13 @@ def test_a_socket_that_is_sent_is_served_until_its_sender_ends(
             await gate.open_file(path)
             # Nothing, a file, and a socket that cannot listen: each ends only its sender.
             await asyncio.to_thread(send, path)
+            before = open_descriptors()
             with (tmp_path / "file").open("w") as file:
                 await asyncio.to_thread(send, path, file.fileno())
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
                 await asyncio.to_thread(send, path, datagrams.fileno())
+            # A program could send files until the server has no descriptors left.
+            assert open_descriptors() == before
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 with socket.socket(socket.AF_UNIX) as sender:
