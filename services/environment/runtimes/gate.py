@@ -7,12 +7,17 @@ Nothing stands between a container and the server, which therefore sees how each
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.http.app import serving_also
+
+log = logging.getLogger(__name__)
+_PAUSE_S = 1.0
+"""As in asyncio's own servers."""
 
 
 class Gate:
@@ -66,7 +71,12 @@ class Gate:
         with listener:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    sender, _ = await loop.sock_accept(listener)
+                    try:
+                        sender, _ = await loop.sock_accept(listener)
+                    except OSError as error:  # such as too many open files
+                        log.error("no connection to the gateway can be accepted: %s", error)
+                        await asyncio.sleep(_PAUSE_S)
+                        continue
                     group.create_task(self._serve(sender))
 
     async def _serve(self, sender: socket.socket) -> None:

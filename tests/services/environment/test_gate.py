@@ -1,9 +1,11 @@
 """The gateway at other addresses, and at sockets that sandboxes send."""
 
 import asyncio
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -95,3 +97,32 @@ def test_a_socket_that_is_sent_is_served_until_its_sender_ends(
 
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(asyncio.wait_for(play(), 60))
+
+
+async def test_the_gate_goes_on_after_a_time_without_free_descriptors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gateway.sock"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    async with opened() as gate, asyncio.timeout(60):
+        await gate.open_file(path)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.socket(socket.AF_UNIX) as sender,
+        ):
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+                with suppress(OSError):
+                    while True:
+                        taken.append(os.dup(0))
+                sender.connect(str(path))
+                while "no connection to the gateway" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            finally:
+                for descriptor in taken:
+                    os.close(descriptor)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+            socket.send_fds(sender, [b"1"], [listener.fileno()])
+            await until_served("127.0.0.1", listener.getsockname()[1], wanted=True)
