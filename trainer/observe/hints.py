@@ -307,7 +307,7 @@ def _dead_reward(steps: _Steps) -> str:
     return (
         "reward functions whose mean score has been the same since the first step: "
         f"{', '.join(found)}. If every answer gets it, they teach nothing: correct what they look "
-        "for, or leave them out of reward.functions (a penalty that no answer needs may stay)"
+        "for, or leave them out of reward.functions (a penalty that no answer incurs may stay)"
     )
 
 
