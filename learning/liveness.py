@@ -227,7 +227,8 @@ class Liveness:
             self._listeners.add(asyncio.create_task(self._listen(0, reader, writer)))
         beat_s = min(self._lost_after_s, self._stuck_after_s) / _BEATS
         all_ranks = Progress("all ranks", self._stuck_after_s, counts=False)
-        before = beaten = time.monotonic()
+        before = time.monotonic()
+        beaten = before
         while self._final_message is None:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()

@@ -182,7 +182,7 @@ def main() -> None:
         # Not its name: lines with a path would seem to name the cause.
         directory = place / f"{len(results):03}"
         model = options.base_model.resolve()
-        result = inject(fault, options.seed, directory, model, options.trl)
+        result = inject(fault, options.seed, directory, model=model, trl=options.trl)
         results.append(result)
         seen = result.judgement
         took = f"{result.seconds:.0f} s"

@@ -102,11 +102,13 @@ def _lost(run_dir: Path, skipped: set[int]) -> set[int]:
     for line in _lines(run_dir / "groups.jsonl"):
         if line["step"] <= state["step"]:
             accounted |= {group["position"] for group in line["groups"] if not group["reused"]}
-    return finished - accounted - _replaced(run_dir)
+    return finished - accounted - _consumed(run_dir)
 
 
-def _replaced(run_dir: Path) -> set[int]:
-    """Returns the positions of groups that dynamic sampling replaced, as the store knows them."""
+def _consumed(run_dir: Path) -> set[int]:
+    """Returns the positions of groups that the store calls consumed: trained on, or replaced by
+    dynamic sampling, which the run's own files do not tell apart from a loss.
+    """
     path = _replay(run_dir)
     if path is None:
         return set()

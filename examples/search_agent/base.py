@@ -116,7 +116,7 @@ def build(
             *(each.alone for each in rng.sample(made, BATCH // 8)),
         ]
 
-    warm_start(model, batch_of, steps, tokenizer.pad_token_id, console)
+    warm_start(model, batch_of, steps, pad=tokenizer.pad_token_id, console=console)
     save(directory / "base", model, tokenizer, console)
 
 

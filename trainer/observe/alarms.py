@@ -18,7 +18,8 @@ it by design."""
 MAX_KL_CURRENT_POLICY = 1e-3
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MAX_FIRST_KL_REFERENCE = 0.05
-"""Nats per token in the first step, in which the policy still is the model that it started from."""
+"""Nats per token in the first step, in which the policy still is, or is close to, the model that it
+started from."""
 _ONE_SIDED = 0.5
 """Share of |Δ logprob| that has one sign, above which the engine samples from another
 distribution; rounding has both signs."""
@@ -171,18 +172,20 @@ def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) ->
 
 
 def other_reference(kl_reference: float, config: Config) -> dict[str, str]:
-    """Returns the alarm about a reference that is not the model that training starts from.
+    """Returns the alarm about a `model.reference` that is not the model that training starts from.
 
     `kl_reference`: of the first step of a run, in nats per token.
     """
-    if kl_reference <= MAX_FIRST_KL_REFERENCE:
+    # Without the setting, the reference is that model. Dropout, or several updates on a batch,
+    # differ from it in the first step, too.
+    if not config.model.reference or kl_reference <= MAX_FIRST_KL_REFERENCE:
         return {}
     return {
         "reference": (
             f"KL to the reference is {kl_reference:.2g} nats per token in the first step already: "
             "model.reference is not the model that training starts from "
-            f"({config.model.reference or config.model.name}), and algorithm.kl_coef pulls the "
-            "policy to another model; leave model.reference empty unless you want that"
+            f"({config.model.reference}), and algorithm.kl_coef pulls the policy to another model; "
+            "leave model.reference empty unless you want that"
         )
     }
 

@@ -4,6 +4,8 @@ An alarm (`alarms.py`) concerns a single update; a hint needs several steps.
 docs/how-to/troubleshooting.md explains every threshold.
 """
 
+import math
+import statistics
 from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
@@ -26,6 +28,9 @@ LOW_ACCURACY = 0.5
 NEVER_ENDS = 0.95
 LENGTH_LEFT = 0.4
 ACCURACY_LOST = 0.05
+CERTAIN_LOSS = 3.0
+"""Standard errors of a difference of means above which accuracy fell, and did not just vary from
+step to step."""
 FLAT = 0.02
 """Smallest rise of a mean from the first to the second half of the window that counts as a rise."""
 MAX_KL_REFERENCE = 0.5
@@ -176,6 +181,17 @@ class _Steps:
         values = {row.get(name) for row in (*self.first, *self.last)}
         return values.pop() if len(values) == 1 else None
 
+    def error_since_first(self, name: str) -> float:
+        """Returns the standard error of the difference between the means of the first and the last
+        steps, from how much the steps differ; 0 where there are too few to tell.
+        """
+        square = 0.0
+        for rows in (self.first, self.last):
+            values = [row[name] for row in rows if name in row]
+            if len(values) > 1:
+                square += statistics.variance(values) / len(values)
+        return math.sqrt(square)
+
     def rose(self, name: str) -> bool:
         """Returns whether the mean rose from the first to the second half of the steps."""
         half = len(self.last) // 2
@@ -289,9 +305,9 @@ def _dead_reward(steps: _Steps) -> str:
     if not found:
         return ""
     return (
-        f"reward functions that gave every answer the same score since the first step: "
-        f"{', '.join(found)}. They teach nothing: correct what they look for, or leave them out of "
-        "reward.functions"
+        "reward functions whose mean score has been the same since the first step: "
+        f"{', '.join(found)}. If every answer gets it, they teach nothing: correct what they look "
+        "for, or leave them out of reward.functions (a penalty that no answer incurs may stay)"
     )
 
 
@@ -302,7 +318,8 @@ def _reward_hacking(steps: _Steps) -> str:
     reward_first = steps.mean("reward", steps.first)
     reward = steps.mean("reward")
     accuracy_first = steps.mean("accuracy", steps.first)
-    if reward - reward_first < FLAT or accuracy_first - accuracy < ACCURACY_LOST:
+    least_loss = max(ACCURACY_LOST, CERTAIN_LOSS * steps.error_since_first("accuracy"))
+    if reward - reward_first < FLAT or accuracy_first - accuracy < least_loss:
         return ""
     grown = [
         f"{name.removeprefix('rewards.')} ({steps.mean(name, steps.first):.2f} → "
@@ -360,8 +377,10 @@ def _truncated(steps: _Steps) -> str:
 def _short_answers(steps: _Steps) -> str:
     began = steps.mean("completion_tokens", steps.first)
     now = steps.mean("completion_tokens")
-    learns = steps.accuracy() is not None and steps.rose("accuracy")
-    if now > LENGTH_LEFT * began or began == 0 or learns:
+    accuracy = steps.accuracy()
+    # Not `rose`: answers that have become short and right stay so.
+    learned = accuracy is not None and accuracy > steps.mean("accuracy", steps.first) + FLAT
+    if now > LENGTH_LEFT * began or began == 0 or learned:
         return ""
     aggregation = steps.config.algorithm.aggregation
     return (

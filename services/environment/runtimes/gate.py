@@ -7,11 +7,17 @@ Nothing stands between a container and the server, which therefore sees how each
 import asyncio
 import contextlib
 import errno
+import logging
+import os
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.http.app import serving_also
+
+log = logging.getLogger(__name__)
+_PAUSE_S = 1.0
+"""As in asyncio's own servers."""
 
 
 class Gate:
@@ -65,7 +71,12 @@ class Gate:
         with listener:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    sender, _ = await loop.sock_accept(listener)
+                    try:
+                        sender, _ = await loop.sock_accept(listener)
+                    except OSError as error:  # such as too many open files
+                        log.error("no connection to the gateway can be accepted: %s", error)
+                        await asyncio.sleep(_PAUSE_S)
+                        continue
                     group.create_task(self._serve(sender))
 
     async def _serve(self, sender: socket.socket) -> None:
@@ -76,7 +87,7 @@ class Gate:
             _, descriptors, _, _ = socket.recv_fds(sender, 1, 1)
             if not descriptors:
                 return
-            with socket.socket(fileno=descriptors[0]) as sock:
+            with _socket_of(descriptors[0]) as sock:
                 async with serving_also(self.port, sock):
                     await _readable(sender)
 
@@ -88,6 +99,15 @@ def _listen(path: Path) -> socket.socket:
     listener.listen(128)
     listener.setblocking(False)
     return listener
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Returns the socket that a descriptor is. Closes it and raises OSError when it is none."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 async def _readable(sock: socket.socket) -> None:

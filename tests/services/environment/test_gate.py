@@ -1,9 +1,11 @@
 """The gateway at other addresses, and at sockets that sandboxes send."""
 
 import asyncio
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -39,6 +41,11 @@ async def until_served(address: str, port: int, wanted: bool) -> None:
         await asyncio.sleep(0.01)
 
 
+def open_descriptors() -> int:
+    """Returns how many files and sockets this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def send(path: Path, *descriptors: int) -> None:
     """Sends descriptors to a gate and waits until it has ended the connection."""
     with socket.socket(socket.AF_UNIX) as sender:
@@ -71,10 +78,13 @@ def test_a_socket_that_is_sent_is_served_until_its_sender_ends(
             await gate.open_file(path)
             # Nothing, a file, and a socket that cannot listen: each ends only its sender.
             await asyncio.to_thread(send, path)
+            before = open_descriptors()
             with (tmp_path / "file").open("w") as file:
                 await asyncio.to_thread(send, path, file.fileno())
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
                 await asyncio.to_thread(send, path, datagrams.fileno())
+            # A program could send files until the server has no descriptors left.
+            assert open_descriptors() == before
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 with socket.socket(socket.AF_UNIX) as sender:
@@ -87,3 +97,32 @@ def test_a_socket_that_is_sent_is_served_until_its_sender_ends(
 
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(asyncio.wait_for(play(), 60))
+
+
+async def test_the_gate_goes_on_after_a_time_without_free_descriptors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gateway.sock"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    async with opened() as gate, asyncio.timeout(60):
+        await gate.open_file(path)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.socket(socket.AF_UNIX) as sender,
+        ):
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+                with suppress(OSError):
+                    while True:
+                        taken.append(os.dup(0))
+                sender.connect(str(path))
+                while "no connection to the gateway" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            finally:
+                for descriptor in taken:
+                    os.close(descriptor)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+            socket.send_fds(sender, [b"1"], [listener.fileno()])
+            await until_served("127.0.0.1", listener.getsockname()[1], wanted=True)

@@ -377,6 +377,22 @@ def test_shorter_answers_that_are_right_more_often_are_no_problem() -> None:
     assert hints(history(*better), config()) == {}
 
 
+def test_shorter_answers_are_no_problem_after_accuracy_has_risen_and_stays() -> None:
+    """A model that has learned to end its answers keeps them short for the rest of the run."""
+    learned = {"completion_tokens": 100.0, "accuracy": 0.62}
+    assert hints(history(learned), config()) == {}
+    lost = {"completion_tokens": 100.0, "accuracy": 0.4}
+    assert "from 300 to 100 tokens" in only("short_answers", history(lost))
+
+
+def test_accuracy_that_differs_from_step_to_step_is_no_hack_while_the_reward_rises() -> None:
+    """With few prompts a step, ten steps are easily 0.05 below the first five by chance."""
+    accuracies = [0.6, 0.5, 0.7, 0.4, 0.6, *(0.4, 0.6, 0.5, 0.55, 0.4, 0.6, 0.45, 0.5, 0.6, 0.4)]
+    lines = [HEALTHY | {"accuracy": accuracy, "reward": 0.3} for accuracy in accuracies]
+    lines[FIRST:] = [line | {"reward": 0.4} for line in lines[FIRST:]]
+    assert hints(lines, config()) == {}
+
+
 def test_a_reward_that_rises_with_accuracy_is_no_hack() -> None:
     assert hints(history({"reward": 0.8, "accuracy": 0.7}), config()) == {}
 
