@@ -44,7 +44,7 @@ from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
 from common.process.cli import fail
 from common.settings.config import Config, load
-from learning import attention, head
+from learning import attention, head, loading
 from learning.final_logits import FinalLogits
 from learning.loading import Pretrained, materialise
 from learning.ranks import Ranks
@@ -370,6 +370,7 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         patch.object(logprobs, "float32_product", product),
         patch.object(head, "float32_product", product),
         patch.object(Pretrained, "whole", _whole),
+        patch.object(loading, "_align", lambda _: None),
         patch.object(scorer, "final_logits", lambda _: FinalLogits()),
         patch.object(scorer, "check_alone", lambda *_, **__: set()),
         patch.object(torch.UntypedStorage, "resize_", resized),

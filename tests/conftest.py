@@ -48,6 +48,15 @@ def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
         raise AssertionError(_refused[-1])
 
 
+@pytest.fixture(autouse=True)
+def _same_log_level() -> Iterator[None]:
+    """Programs that a test calls set the level of all logs."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+
+
 @contextmanager
 def _of_the_session() -> Iterator[None]:
     """Inside this context, a process is not the doing of the test that runs."""

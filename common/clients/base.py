@@ -238,6 +238,8 @@ class Client:
         limits = timeout.as_dict()
         if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
             content = arguments.get("content", b"")
+            if isinstance(content, str):
+                content = content.encode()
             response = await self._transport.exchange(
                 method, url, headers, content=content, limits=limits, moved=moved
             )

@@ -76,7 +76,10 @@ class Network(httpx.AsyncBaseTransport):
             stream = _Body(answer, len(content), moved)
             if "content-encoding" in answer.headers:
                 return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
-            body = b"".join([chunk async for chunk in stream])
+            try:
+                body = b"".join([chunk async for chunk in stream])
+            finally:
+                answer.release()  # a cancelled call leaves its connection open otherwise
         return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
 
     async def _send(

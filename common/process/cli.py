@@ -16,6 +16,8 @@ _SCRIPTS = {
     "trainer.sft": "rlhf-sft",
     "trainer.evaluate_model": "rlhf-eval",
     "trainer.compare": "rlhf-compare",
+    "trainer.replay": "rlhf-replay",
+    "trainer.diagnose": "rlhf-diagnose",
     "trainer.dashboard": "rlhf-dashboard",
     "jobgroup.local": "rlhf-local",
     "jobgroup.sweep": "rlhf-sweep",

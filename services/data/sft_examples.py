@@ -14,7 +14,7 @@ from pydantic import Field
 from common.process.imports import import_callable
 from common.settings.config import Config
 from common.settings.sections import DataSection
-from common.wire.schemas import Prompt
+from common.wire.schemas import Columns, Listed, Prompt
 from services.data import tiny
 from services.data.loaders import Loader, TinyLoader, load_split, loader_of
 from services.data.loaders_base import RowLoader
@@ -38,10 +38,10 @@ Message = dict[str, Any]
 class Example(Prompt):
     """A chat whose assistant messages are to be learned. Its prompt is all before the last."""
 
-    chat: list[Message]
+    chat: Listed[Columns]
     """A message has `role` and `content`, an assistant's also `tool_calls` (each `{"type":
     "function", "function": {"name", "arguments"}}`, with arguments by name)."""
-    tools: list[dict[str, Any]] = Field([])
+    tools: Listed[Columns] = Field([])
     """What the model may call, as JSON schemas."""
 
 

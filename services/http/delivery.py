@@ -45,7 +45,7 @@ class Delivery:
         return self._look() if self._taken is None else self._taken
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """The connection of a request."""
 
     when_lost: Callable[[], None] | None
@@ -59,10 +59,10 @@ class Connection(Protocol):
         """Follows the answer to the request, which is sent now."""
 
 
-def connection_of(request: Request) -> Connection | None:
+def connection_of(request: Request) -> ClientConnection | None:
     """Returns the connection of a request; None when client and server are one process."""
     extension = request.scope.get("extensions", {}).get(EXTENSION, {})
-    connection: Connection | None = extension.get("connection")
+    connection: ClientConnection | None = extension.get("connection")
     return connection
 
 

@@ -39,6 +39,10 @@ ALLOWED = {
         "broadcast_object_list",
     ): "between the ranks of a run, as DCP does itself",
     (
+        "learning/ranks.py",
+        "all_gather_object",
+    ): "between the ranks of a run, as DCP does itself",
+    (
         "learning/saving.py",
         "dcp",
     ): "its metadata is a pickle: read from the operator's own run directory alone",

@@ -44,7 +44,7 @@ NORM_BOUND = 1e-3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """What comparing a stage found."""
 
     stage: Stage
@@ -79,11 +79,13 @@ def differences(then: "Setup", now: "Setup") -> list[str]:
     return found
 
 
-def compare_checksums(stage: Stage, what: str, expected: str | None, found: str | None) -> Outcome:
+def compare_checksums(
+    stage: Stage, what: str, expected: str | None, found: str | None
+) -> StageOutcome:
     """Compares two checksums of `what`."""
     if expected == found:
-        return Outcome(stage, "equal", f"{what} {expected}")
-    return Outcome(stage, "differs", what, what, expected=str(expected), found=str(found))
+        return StageOutcome(stage, "equal", f"{what} {expected}")
+    return StageOutcome(stage, "differs", what, what, expected=str(expected), found=str(found))
 
 
 def compare_columns(
@@ -94,7 +96,7 @@ def compare_columns(
     *,
     names: Sequence[str],
     bound: float = 0.0,
-) -> Outcome:
+) -> StageOutcome:
     """Compares two columns of a batch, number by number; `names` says whose each row is.
 
     A row of which either side is None is left out. With a `bound` the numbers may differ by as
@@ -107,7 +109,7 @@ def compare_columns(
             continue
         if len(before) != len(after):
             where = f"{names[row]}: number of tokens"
-            return Outcome(
+            return StageOutcome(
                 stage,
                 "differs",
                 what,
@@ -121,7 +123,7 @@ def compare_columns(
         wrong = unequal & ~(apart <= bound) if bound else unequal
         if wrong.any():
             token = int(np.flatnonzero(wrong)[0])
-            return Outcome(
+            return StageOutcome(
                 stage,
                 "differs",
                 what,
@@ -135,7 +137,7 @@ def compare_columns(
     detail = f"{count} {what}"
     if bound:
         detail += f", at most {largest:.2g} apart (bound {bound:g})"
-    return Outcome(stage, state, detail)
+    return StageOutcome(stage, state, detail)
 
 
 def _number(value: np.float32) -> str:

@@ -20,8 +20,8 @@ from common.clients.rollout import sample_seed
 from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
-from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, Outcome, compare_columns
-from trainer.audit.engine import ReplayEngine, Sampled, Span
+from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, StageOutcome, compare_columns
+from trainer.audit.engine import ReplayEngine, SampledAnswer, Span
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import computes_in_bfloat16, load_tokenizer, stop_token_ids
@@ -89,7 +89,7 @@ class Completions:
     """Why no engine can sample again; empty when one can."""
     why_rounded: str
     """Why the bits of two executions may differ; empty when they may not."""
-    _pairs: list[tuple[Span, Sampled]] = field(default_factory=list)
+    _pairs: list[tuple[Span, SampledAnswer]] = field(default_factory=list)
     _ties: int = 0
     """Tokens that another rounding would have sampled too."""
     _scores: dict[int, list[Float32]] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Completions:
                     found.append(span)
         return found
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StageOutcome:
         """Compares what was sampled; rank 0 only."""
         twice = self._equal_seeds()
         if twice is not None:
@@ -191,12 +191,12 @@ class Completions:
             return scored
         if self.why_not:
             detail = f"not sampled again, because {self.why_not}; {scored.detail}"
-            return Outcome("completions", "close", detail)
+            return StageOutcome("completions", "close", detail)
 
         tokens = sum(len(span.tokens) for span, _ in self._pairs) + self._ties
         detail = f"{tokens} tokens of {len(self.requests)} answers sampled again{self._left_out()}"
         if not unequal and not self._ties:
-            return Outcome("completions", "equal", detail)
+            return StageOutcome("completions", "equal", detail)
         rounded = sum(len(span.tokens) for span, _ in unequal)
         ties = f" except {self._ties} that rounding decides" if self._ties else ""
         why = "as they may without reproducible"
@@ -206,19 +206,19 @@ class Completions:
             f", equal{ties}; the log-probabilities of {rounded} differ in their last bits, {why} "
             f"({scored.detail})"
         )
-        return Outcome("completions", "close", detail)
+        return StageOutcome("completions", "close", detail)
 
     def _left_out(self) -> str:
         reused = sum(item.reused for item in self.recorded.groups)
         return f" ({reused} reused groups belong to earlier steps)" if reused else ""
 
-    def _equal_seeds(self) -> Outcome | None:
+    def _equal_seeds(self) -> StageOutcome | None:
         """Returns the outcome for answers to one prompt with one seed; None when there are none."""
         known: dict[tuple[int, ...], int] = {}
         for request in self.requests:
             key = (request.seed, *request.prompt)
             if key in known:
-                return Outcome(
+                return StageOutcome(
                     "completions",
                     "differs",
                     "two answers to one prompt have one seed",
@@ -229,7 +229,7 @@ class Completions:
             known[key] = request.row
         return None
 
-    def _scored(self) -> Outcome:
+    def _scored(self) -> StageOutcome:
         """Compares the log-probability of every sampled token with that under the weights of its
         version.
         """
@@ -260,7 +260,7 @@ class Completions:
             bound=LOGPROB_BOUND_LOW if low else LOGPROB_BOUND,
         )
 
-    def _first_difference(self, span: Span, sampled: Sampled) -> Outcome:
+    def _first_difference(self, span: Span, sampled: SampledAnswer) -> StageOutcome:
         """Returns the outcome for an answer that was sampled differently."""
         at = 0
         for at, (was, is_now) in enumerate(zip(span.tokens, sampled.tokens, strict=False)):
@@ -268,7 +268,7 @@ class Completions:
                 break
         else:
             at = min(len(span.tokens), len(sampled.tokens))
-        return Outcome(
+        return StageOutcome(
             "completions",
             "differs",
             "answers sampled again",

@@ -53,16 +53,16 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledAnswer:
     """What the engine sampled in the place of a span."""
 
     tokens: list[int]
     logprobs: Float32
     """[tokens]"""
 
-    def part(self, end: int) -> "Sampled":
+    def part(self, end: int) -> "SampledAnswer":
         """Returns the tokens before `end`."""
-        return Sampled(self.tokens[:end], self.logprobs[:end])
+        return SampledAnswer(self.tokens[:end], self.logprobs[:end])
 
     def first_other(self, span: Span) -> int | None:
         """Returns the index of the first token that is not the recorded one; None if all are."""
@@ -115,7 +115,7 @@ class ReplayEngine:
             self._parameters |= sampling.training_truncation() | sampling.stop_conditions()
         self._truncates = bool(sampling.truncation())
 
-    def sample(self, spans: Sequence[Span]) -> list[Sampled]:
+    def sample(self, spans: Sequence[Span]) -> list[SampledAnswer]:
         """Returns what the engine samples for each span."""
         jobs = [self._job(span) for span in spans]
         with torch.inference_mode():
@@ -151,13 +151,13 @@ class ReplayEngine:
             found = self._model.sample(logits, Inputs(np.array(rows), plain=False))
         return span.tokens[at] in found[0].astype(int).tolist()
 
-    def _sampled(self, job: GenerationJob, span: Span) -> Sampled:
+    def _sampled(self, job: GenerationJob, span: Span) -> SampledAnswer:
         (sequence,) = job.done.result()
         completion = completion_from_answer(
             answer(sequence, self._model.tokenizer), truncated=self._truncates
         )
         begin = len(span.earlier)
-        return Sampled(completion.token_ids[begin:].tolist(), completion.logprobs[begin:])
+        return SampledAnswer(completion.token_ids[begin:].tolist(), completion.logprobs[begin:])
 
     def _job(self, span: Span) -> GenerationJob:
         limit = len(span.earlier) + len(span.tokens)

@@ -17,7 +17,7 @@ from services.environment.runners import EpisodeRunner, load_runner, needs_gatew
 from services.environment.service import session_seed
 from services.environment.session import Session, SessionSettings
 from services.environment.template import Template
-from trainer.audit.comparison import Outcome
+from trainer.audit.comparison import StageOutcome
 from trainer.audit.completions import Request
 from trainer.audit.grading import GradedAnswer, answer_of_episode, row_of
 from trainer.audit.recorded import RecordedStep
@@ -29,13 +29,13 @@ from trainer.rollouts.episodes import episode_request
 class PlayedAgain:
     """What came of playing the episodes of a step again."""
 
-    outcome: Outcome
+    outcome: StageOutcome
     """Of the stage `episodes`."""
     requests: list[Request] = field(default_factory=list)
     """One for every answer that the model gave."""
     given: int = 0
     """Episodes whose reward the environment gave again, as recorded."""
-    wrong_reward: Outcome | None = None
+    wrong_reward: StageOutcome | None = None
     """The first reward of the environment that is another one."""
     answers: list[GradedAnswer] = field(default_factory=list)
     """Answers whose reward the run's reward functions gave."""
@@ -55,7 +55,7 @@ def play_again(
         except ConfigError as error:
             reason = f"the environment does not load: {error}"
     if reason:
-        return PlayedAgain(Outcome("episodes", "not compared", reason))
+        return PlayedAgain(StageOutcome("episodes", "not compared", reason))
     player = _Player(recorded, config, rows, template=template, runner=runner, stops=stops)
     return asyncio.run(player.play())
 
@@ -108,7 +108,7 @@ class _Player:
         self._template = template
         self._runner = runner
         self._stops = stops
-        self._played = PlayedAgain(Outcome("episodes", "equal", ""))
+        self._played = PlayedAgain(StageOutcome("episodes", "equal", ""))
 
     async def play(self) -> PlayedAgain:
         """Returns what came of it; stops at the first episode that is another one."""
@@ -133,10 +133,10 @@ class _Player:
         detail = f"{count} episodes of {self._config.environment.name} played again"
         if skipped:
             detail += f"; {skipped} groups lost episodes and have no numbers, they were left out"
-        self._played.outcome = Outcome("episodes", "equal", detail)
+        self._played.outcome = StageOutcome("episodes", "equal", detail)
         return self._played
 
-    async def _play(self, group: Group, number: int, rows: list[_Row]) -> Outcome | None:
+    async def _play(self, group: Group, number: int, rows: list[_Row]) -> StageOutcome | None:
         """Plays one episode; returns the outcome if it is another one."""
         name = f"episode {number} of group {group.id}"
         config = self._config
@@ -172,7 +172,7 @@ class _Player:
 
     def _other_messages(
         self, name: str, answers: "_RecordedAnswers", tokens: Sequence[int]
-    ) -> Outcome:
+    ) -> StageOutcome:
         """Returns the outcome for a call whose messages are not the recorded ones."""
         expected = answers.expected()
         at = 0
@@ -200,7 +200,7 @@ class _Player:
         same = outcome.reward == recorded.reward and outcome.components == recorded.components
         if (same and turns == again) or self._played.wrong_reward is not None:
             return
-        self._played.wrong_reward = Outcome(
+        self._played.wrong_reward = StageOutcome(
             "rewards",
             "differs",
             f"rewards given again by {self._config.environment.name}",
@@ -279,6 +279,6 @@ def _episodes(group: Group, first: int) -> list[list[_Row]]:
     return [found[number] for number in sorted(found)]
 
 
-def _differs(where: str, expected: str, found: str) -> Outcome:
+def _differs(where: str, expected: str, found: str) -> StageOutcome:
     detail = "episodes played again"
-    return Outcome("episodes", "differs", detail, where, expected=expected, found=found)
+    return StageOutcome("episodes", "differs", detail, where, expected=expected, found=found)

@@ -12,7 +12,7 @@ from common.errors import ServiceError
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group, Prompt, RewardItem, RewardResult
 from services.reward.app import create_reward_app
-from trainer.audit.comparison import Outcome
+from trainer.audit.comparison import StageOutcome
 from trainer.audit.recorded import RecordedStep
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 
@@ -65,21 +65,23 @@ def answer_of_episode(
     return GradedAnswer(name, item, completion, of_turns)
 
 
-def graded_again(config: Config, answers: Sequence[GradedAnswer]) -> Outcome:
+def graded_again(config: Config, answers: Sequence[GradedAnswer]) -> StageOutcome:
     """Compares recorded rewards with what the reward functions say now."""
     functions = ", ".join(config.reward.weights) or "the reward functions"
     detail = f"{len(answers)} answers graded again by {functions}"
     try:
         results = _grade(config, [answer.item for answer in answers])
     except ServiceError as error:
-        return Outcome("rewards", "not compared", f"the reward functions do not grade: {error}")
+        return StageOutcome(
+            "rewards", "not compared", f"the reward functions do not grade: {error}"
+        )
 
     for answer, result in zip(answers, results, strict=True):
         if _same(answer, result):
             continue
         (again,) = _grade(config, [answer.item])
         completion = answer.completion
-        return Outcome(
+        return StageOutcome(
             "rewards",
             "differs",
             detail + _unsteady(result, again),
@@ -87,7 +89,7 @@ def graded_again(config: Config, answers: Sequence[GradedAnswer]) -> Outcome:
             expected=_told(completion.reward, completion.components),
             found=_told(result.reward, result.components) + _reason(result),
         )
-    return Outcome("rewards", "equal", detail)
+    return StageOutcome("rewards", "equal", detail)
 
 
 def _grade(config: Config, items: list[RewardItem]) -> list[RewardResult]:

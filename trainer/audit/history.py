@@ -57,7 +57,7 @@ class Reexecuted:
     """The line that a run would have recorded."""
 
 
-class History:
+class WeightHistory:
     """The models of a run, which `advance` takes through the recorded steps. Every rank has one.
 
     Args:

@@ -7,7 +7,7 @@ from common.settings.config import Config
 from common.wire.schemas import Group, Prompt
 from services.data.loaders import load_split
 from services.data.stream import permutation
-from trainer.audit.comparison import Outcome
+from trainer.audit.comparison import StageOutcome
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.scorer import load_tokenizer
 
@@ -21,11 +21,13 @@ def load_rows(recorded: RecordedStep, config: Config) -> dict[str, Prompt]:
     return {row.id: row for row in load_split(config.data, "train", config.seed)}
 
 
-def compare_prompts(recorded: RecordedStep, config: Config, rows: Mapping[str, Prompt]) -> Outcome:
+def compare_prompts(
+    recorded: RecordedStep, config: Config, rows: Mapping[str, Prompt]
+) -> StageOutcome:
     """Compares the prompts of a step with the rows of the data set at their positions."""
     if "prompts" in recorded.start.given:
         reason = "the caller of the Python API gave the prompts, which the run does not keep"
-        return Outcome("prompts", "not compared", reason)
+        return StageOutcome("prompts", "not compared", reason)
 
     ids = list(rows)
     prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
@@ -37,8 +39,8 @@ def compare_prompts(recorded: RecordedStep, config: Config, rows: Mapping[str, P
         difference = _difference(group, rows, drawn=drawn, prompter=prompter, config=config)
         if difference is not None:
             where, expected, found = difference
-            return Outcome("prompts", "differs", detail, where, expected=expected, found=found)
-    return Outcome("prompts", "equal", detail)
+            return StageOutcome("prompts", "differs", detail, where, expected=expected, found=found)
+    return StageOutcome("prompts", "equal", detail)
 
 
 def _difference(

@@ -7,11 +7,11 @@ from pathlib import Path
 from common.wire.schemas import Prompt
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
-from trainer.audit.comparison import Outcome, Stage, compare_checksums, differences
+from trainer.audit.comparison import Stage, StageOutcome, compare_checksums, differences
 from trainer.audit.completions import Completions, requests_of_groups, sampling_versions
 from trainer.audit.episodes import PlayedAgain, play_again
 from trainer.audit.grading import answers_of_groups, graded_again
-from trainer.audit.history import History
+from trainer.audit.history import WeightHistory
 from trainer.audit.prompts import compare_prompts, load_rows
 from trainer.audit.recorded import RecordedStep, config_of
 from trainer.audit.updates import compare_update
@@ -24,7 +24,7 @@ _OF_UPDATE: frozenset[Stage] = frozenset({"logprobs", "advantages", "gradients",
 
 
 @dataclass
-class Replay:
+class StepReplay:
     """The replay of one step of a run, on one rank.
 
     Args:
@@ -39,8 +39,8 @@ class Replay:
     run_dir: Path
     step: int
     stages: Sequence[Stage]
-    tell: Callable[[Outcome], None]
-    outcomes: list[Outcome] = field(default_factory=list)
+    tell: Callable[[StageOutcome], None]
+    outcomes: list[StageOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._record = AuditRecord(self.run_dir)
@@ -53,7 +53,7 @@ class Replay:
         settings = config_of(start, self.run_dir, device).trainer
         return Ranks.from_env(_JOIN_S, settings)
 
-    def run(self, ranks: Ranks) -> list[Outcome]:
+    def run(self, ranks: Ranks) -> list[StageOutcome]:
         """Compares the stages and returns their outcomes in order; those of a rank above 0 are
         empty. A collective.
 
@@ -79,7 +79,7 @@ class Replay:
         if self._load(history):
             self._compare_with_models(history, rows)
 
-    def _compare_with_models(self, history: History, rows: dict[str, Prompt]) -> None:
+    def _compare_with_models(self, history: WeightHistory, rows: dict[str, Prompt]) -> None:
         """Compares the stages for which the models are loaded. A collective."""
         played = self._play(history, rows)
         completions = self._completions(played)
@@ -98,7 +98,7 @@ class Replay:
             for outcome in compare_update(self.recorded, again, self._why_rounded):
                 self._add(outcome)
 
-    def _add(self, outcome: Outcome) -> None:
+    def _add(self, outcome: StageOutcome) -> None:
         """Adds the outcome of a wanted stage, or of one that ends the replay; rank 0 only."""
         if outcome.stage in self.stages or outcome.state == "differs":
             self.outcomes.append(outcome)
@@ -115,23 +115,23 @@ class Replay:
         self._add(compare_prompts(self.recorded, self._config, rows))
         return rows
 
-    def _history(self) -> History:
+    def _history(self) -> WeightHistory:
         """Returns the history that begins at the oldest version whose weights are needed. A
         collective.
         """
         first = self.step - 1
         if "completions" in self.stages:
             first = min([first, *sampling_versions(self.recorded)])
-        return History(self._record, self.run_dir, self._config, self._ranks, first=first)
+        return WeightHistory(self._record, self.run_dir, self._config, self._ranks, first=first)
 
-    def _load(self, history: History) -> bool:
+    def _load(self, history: WeightHistory) -> bool:
         """Loads the models; returns False when the checkpoint is damaged. A collective."""
         changed = history.changed_file()
         if not changed:
             history.load()
             return True
         if self._ranks.is_rank_zero:
-            outcome = Outcome(
+            outcome = StageOutcome(
                 "weights",
                 "differs",
                 f"the checkpoint {history.origin}",
@@ -142,7 +142,7 @@ class Replay:
             self._add(outcome)
         return False
 
-    def _play(self, history: History, rows: dict[str, Prompt]) -> PlayedAgain | None:
+    def _play(self, history: WeightHistory, rows: dict[str, Prompt]) -> PlayedAgain | None:
         """Plays the episodes of the step again; None on ranks above 0, and for single
         completions.
         """
@@ -169,7 +169,7 @@ class Replay:
             why_rounded=self._why_rounded,
         )
 
-    def _bring_to_step(self, history: History, completions: Completions) -> bool:
+    def _bring_to_step(self, history: WeightHistory, completions: Completions) -> bool:
         """Takes the models to the weights before the step and verifies every version; on the way
         each version samples its completions again. Returns whether the weights are those of the
         run. A collective.
@@ -190,7 +190,7 @@ class Replay:
                 return True
             history.advance()
 
-    def _verified(self, history: History, begun: int) -> Outcome:
+    def _verified(self, history: WeightHistory, begun: int) -> StageOutcome:
         """Compares the weights that the models have now. A collective."""
         step = history.policy.step
         updates = step - begun
@@ -201,7 +201,7 @@ class Replay:
         outcome = compare_checksums("weights", what, expected, history.policy.digest())
         if outcome.state == "differs" and updates and self._why_rounded:
             # The updates were executed with another rounding, so that nobody can expect the bits.
-            return Outcome(
+            return StageOutcome(
                 "weights", "not compared", f"{what}: no bits, because {self._why_rounded}"
             )
         return outcome
@@ -211,16 +211,16 @@ class Replay:
             return
         if "rewards" in self.recorded.start.given:
             reason = "the caller of the Python API gave the reward functions"
-            self._add(Outcome("rewards", "not compared", reason))
+            self._add(StageOutcome("rewards", "not compared", reason))
         elif played is None:
             answers = answers_of_groups(self.recorded, rows)
             self._add(graded_again(self._config, answers))
         elif played.outcome.state == "not compared":
-            self._add(Outcome("rewards", "not compared", played.outcome.detail))
+            self._add(StageOutcome("rewards", "not compared", played.outcome.detail))
         elif played.wrong_reward is not None:
             self._add(played.wrong_reward)
         elif played.answers:
             self._add(graded_again(self._config, played.answers))
         else:
             given = f"{played.given} rewards given again by {self._config.environment.name}"
-            self._add(Outcome("rewards", "equal", given))
+            self._add(StageOutcome("rewards", "equal", given))

@@ -6,7 +6,7 @@ from common.wire.schemas import Float32
 from trainer.audit.comparison import (
     LOGPROB_BOUND,
     NORM_BOUND,
-    Outcome,
+    StageOutcome,
     compare_checksums,
     compare_columns,
 )
@@ -16,7 +16,7 @@ from trainer.audit.recorded import RecordedStep
 
 def compare_update(
     recorded: RecordedStep, again: Reexecuted, why_rounded: str
-) -> Iterator[Outcome]:
+) -> Iterator[StageOutcome]:
     """Yields the outcomes of the stages of an update, in order.
 
     `why_rounded` says why the bits of two executions may differ; empty when they may not.
@@ -36,7 +36,7 @@ def compare_update(
     yield _new_weights(recorded, again, why_rounded)
 
 
-def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> Outcome:
+def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> StageOutcome:
     """Compares the policy's log-probabilities, number by number, and the checksums of the
     reference's and of the critic's values.
     """
@@ -70,16 +70,16 @@ def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> Outcom
             return compare_checksums("logprobs", what, was, is_now)
         if was:
             detail += f", {what}"
-    return Outcome("logprobs", "equal", detail)
+    return StageOutcome("logprobs", "equal", detail)
 
 
-def _gradients(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> Outcome:
+def _gradients(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> StageOutcome:
     """Compares norm and checksum of the gradient of every optimiser update."""
     line = recorded.line
     expected = list(zip(line.norms, line.gradients, strict=False))
     found = list(zip(again.line.norms, again.line.gradients, strict=False))
     if len(expected) != len(found):
-        return Outcome(
+        return StageOutcome(
             "gradients",
             "differs",
             "optimiser updates of the step",
@@ -90,7 +90,7 @@ def _gradients(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> O
     for number, (was, is_now) in enumerate(zip(expected, found, strict=True)):
         is_close = abs(was[0] - is_now[0]) <= NORM_BOUND * abs(was[0])
         if was != is_now and not (why_rounded and is_close):
-            return Outcome(
+            return StageOutcome(
                 "gradients",
                 "differs",
                 "gradients before clipping",
@@ -99,16 +99,16 @@ def _gradients(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> O
                 found=f"norm {is_now[0]!r}, checksum {is_now[1]}",
             )
     if not expected:
-        return Outcome("gradients", "equal", "the step made no update")
+        return StageOutcome("gradients", "equal", "the step made no update")
     norms = ", ".join(f"{norm:.6g}" for norm in line.norms)
     if why_rounded:
         detail = f"norm {norms}, within {NORM_BOUND:g} of it; no bits, because {why_rounded}"
-        return Outcome("gradients", "close", detail)
+        return StageOutcome("gradients", "close", detail)
     detail = f"norm {norms}, checksum {', '.join(line.gradients)}"
-    return Outcome("gradients", "equal", detail)
+    return StageOutcome("gradients", "equal", detail)
 
 
-def _new_weights(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> Outcome:
+def _new_weights(recorded: RecordedStep, again: Reexecuted, why_rounded: str) -> StageOutcome:
     line = recorded.line
     what = f"version {recorded.step}"
     outcome = compare_checksums("new weights", what, line.weights, again.line.weights)
@@ -116,5 +116,5 @@ def _new_weights(recorded: RecordedStep, again: Reexecuted, why_rounded: str) ->
         what = f"the critic after step {recorded.step}"
         outcome = compare_checksums("new weights", what, line.critic, again.line.critic)
     if outcome.state == "differs" and why_rounded:
-        return Outcome("new weights", "not compared", f"no bits, because {why_rounded}")
+        return StageOutcome("new weights", "not compared", f"no bits, because {why_rounded}")
     return outcome

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, did_you_mean
 from common.process.cli import CommandParser, positive, run
-from trainer.audit.comparison import STAGES, Outcome, Stage
+from trainer.audit.comparison import STAGES, Stage, StageOutcome
 
 if TYPE_CHECKING:
     from trainer.observe.audit import AuditedStart  # torch: slow to import
@@ -62,10 +62,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(words)
     stages = _stages(arguments.stages)
 
-    from trainer.audit.replay import Replay  # torch: slow to import
+    from trainer.audit.replay import StepReplay  # torch: slow to import
 
     lines = _Lines()
-    replay = Replay(arguments.run_dir, arguments.step, stages, tell=lines.add)
+    replay = StepReplay(arguments.run_dir, arguments.step, stages, tell=lines.add)
     setup = replay.recorded.start.setup
     if setup.world_size > 1 and _RANK not in os.environ:
         raise SystemExit(_run_ranks(setup.world_size, setup.threads, words))
@@ -106,7 +106,7 @@ class _Lines:
         where = f"{setup.device}, torch {setup.packages.get('torch')}"
         print(f"step {step} of {run_dir}, made by {start.run_id} on {ranks} ({where})")
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: StageOutcome) -> None:
         """Prints the outcome of a stage."""
         print(f"{outcome.stage:<12} {outcome.state:<13} {outcome.detail}", flush=True)
         if outcome.where:
@@ -114,7 +114,7 @@ class _Lines:
             print(f"{'':<12} expected      {outcome.expected}")
             print(f"{'':<12} found         {outcome.found}", flush=True)
 
-    def end(self, outcomes: Sequence[Outcome]) -> int:
+    def end(self, outcomes: Sequence[StageOutcome]) -> int:
         """Prints the conclusion; returns the exit status."""
         for outcome in outcomes:
             if outcome.state == "differs":

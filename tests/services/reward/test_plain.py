@@ -133,7 +133,7 @@ def test_names() -> None:
     def length(completions: Any) -> Any: ...
 
     assert [name_of(each) for each in (length, functools.partial(length), Judge(), lambda: 0)] == [
-        *("length", "length", "Judge", "function")
+        *("length", "length", "Judge", "lambda")
     ]
     assert numbered(["a", "b", "a", "a"]) == ["a", "b", "a_2", "a_3"]
 

@@ -17,8 +17,8 @@ import pytest
 from common.errors import ConfigError
 from tests.support.audits import audited, replayed
 from tests.support.in_process import quiet
-from trainer.audit.comparison import STAGES, Outcome, Stage
-from trainer.audit.replay import Replay
+from trainer.audit.comparison import STAGES, Stage, StageOutcome
+from trainer.audit.replay import StepReplay
 from trainer.in_process import train_in_process
 
 pytestmark = pytest.mark.integration
@@ -40,15 +40,15 @@ def copy(run_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run_dir, tmp_path / "copy", symlinks=True))
 
 
-def outcomes(run_dir: Path, step: int = STEP, *stages: Stage) -> dict[Stage, Outcome]:
-    told: list[Outcome] = []
-    replay = Replay(run_dir, step, stages or STAGES, tell=told.append)
+def outcomes(run_dir: Path, step: int = STEP, *stages: Stage) -> dict[Stage, StageOutcome]:
+    told: list[StageOutcome] = []
+    replay = StepReplay(run_dir, step, stages or STAGES, tell=told.append)
     found = replay.run(replay.ranks())
     assert told == found, "every outcome is told, once and in order"
     return {outcome.stage: outcome for outcome in found}
 
 
-def first_difference(run_dir: Path, *stages: Stage) -> Outcome:
+def first_difference(run_dir: Path, *stages: Stage) -> StageOutcome:
     found = outcomes(run_dir, STEP, *stages).values()
     return next(outcome for outcome in found if outcome.state == "differs")
 

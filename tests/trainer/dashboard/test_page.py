@@ -28,6 +28,7 @@ SHOWN = (
     *(
         "Cut at the limit",
         "Groups of equal rewards",
+        "Equal completions",
         "Dropped groups",
         "Lost episodes",
         "Refused calls",
