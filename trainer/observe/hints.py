@@ -209,12 +209,17 @@ class _Steps:
         return now - before if now >= before else now
 
 
+def _equal_share(steps: _Steps) -> float:
+    """Returns the share of the groups whose rewards are equal."""
+    replaced = steps.dropped("zero_variance")
+    equal = steps.sum("zero_variance_groups") + replaced
+    return equal / (steps.groups + replaced)
+
+
 def _zero_variance_groups(steps: _Steps) -> str:
     if steps.config.algorithm.advantage == "none":
         return ""
-    replaced = steps.dropped("zero_variance")
-    equal = steps.sum("zero_variance_groups") + replaced
-    share = equal / (steps.groups + replaced)
+    share = _equal_share(steps)
     if share < MAX_EQUAL:
         return ""
     config = steps.config
@@ -273,7 +278,9 @@ def _same_answers(steps: _Steps) -> str:
     share = steps.mean("copies")
     accuracy = steps.accuracy()
     solved = accuracy is not None and accuracy >= SOLVED
-    if share < MAX_COPIES or solved:
+    # Short answers may be copies while the others of their groups still teach.
+    teaches = _equal_share(steps) < MAX_EQUAL
+    if share < MAX_COPIES or solved or teaches:
         return ""
     temperature = steps.config.sampling.temperature
     seen = (

@@ -80,6 +80,12 @@ def test_without_verdicts_hints_look_at_the_reward() -> None:
     assert hints(history(*rising), config()) == {}
 
 
+def test_copies_are_no_fault_while_the_groups_still_teach() -> None:
+    """As in a task with short answers."""
+    copies = {"copies": 0.8, "zero_variance_groups": 5, "accuracy": 0.6}
+    assert hints(history(copies), config()) == {}
+
+
 def only(name: str, lines: list[dict[str, Any]], **settings: Any) -> str:
     """Returns the text of the only hint."""
     found = hints(lines, config(**settings))
