@@ -102,6 +102,7 @@ def test_findings_before_an_error_are_kept(tmp_path: Path, body: str, reason: st
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_a_section_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     code = (
         "import signal, subprocess, sys, time\n"

@@ -331,6 +331,7 @@ def test_a_warning_is_not_a_problem(told: str) -> None:
 
 @pytest.mark.integration
 @needs_skypilot
+@pytest.mark.slow
 def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
     text = MAIN.read_text(encoding="utf-8")
     (tmp_path / "open.yaml").write_text(FAULTS["no-value"].apply(text))

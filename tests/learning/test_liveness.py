@@ -255,6 +255,7 @@ def test_a_single_process_is_not_watched() -> None:
         assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 def test_a_rank_that_loads_for_long_is_waited_for(nodes: Nodes) -> None:
     nodes.start("load", limit_s=3)
     assert [nodes.status(node) for node in range(2)] == [0, 0], nodes.text(0)

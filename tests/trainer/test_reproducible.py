@@ -68,7 +68,7 @@ def numbers(group: Group) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_disturbed_run_has_the_weights_of_a_calm_one_after_every_step(
     settings: Callable[..., Config], staleness: int
 ) -> None:

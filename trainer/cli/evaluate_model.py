@@ -206,9 +206,9 @@ def _check_models(arguments: dict[str, Any]) -> None:
     """Checks that local models exist, and that nothing is given which needs a server."""
     models = {"--model": arguments["model"], "--compare": arguments["compare"]}
     local = {flag: model for flag, model in models.items() if model and not _served(model)}
-    _key(arguments["api_key_env"])
     for flag, model in models.items():
         if model and _served(model):
+            _key(arguments["api_key_env"])
             _check_server(flag, model)
     for flag, model in local.items():
         if "://" in model:

@@ -157,6 +157,7 @@ async def test_killed_engine_comes_back_with_the_newest_weights(
     assert checksum(held) == {file.name: file.xxh3 for file in manifest.files}[held.name]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(
     both: SyncedNodes,
 ) -> None:

@@ -27,6 +27,7 @@ from trainer.rollouts.priorities import load_priority
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.slow
 def test_a_run_is_repeatable_and_depends_on_the_seed(settings: Callable[..., Config]) -> None:
     first, second, other = settings(), settings(), settings("--seed", "1")
     for config in (first, second, other):

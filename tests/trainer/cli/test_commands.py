@@ -62,6 +62,7 @@ def command(*words: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]"
     )
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_runs_as_it_is(base_model: Path, tmp_path: Path) -> None:
     """Only the model is smaller; the library's own code loads GSM8K from a hub on this machine."""
 

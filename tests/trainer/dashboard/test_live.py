@@ -86,6 +86,7 @@ def group(base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         yield found
 
 
+@pytest.mark.slow
 def test_a_dead_service_and_a_dead_node_are_red_and_so_is_a_dead_trainer(
     page: Page, group: Group
 ) -> None:

@@ -330,6 +330,7 @@ def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_with_staleness_every_group_was_sampled_from_the_adapter_it_names(
     settings: Callable[..., Config],
 ) -> None:

@@ -88,7 +88,13 @@ def test_an_update_uses_the_estimated_memory(
     ("kind", "sizes", "ranks", "words"),
     [
         pytest.param("qwen3", (1024, 3072, 4, 16, 8, 151_936), 1, [], marks=pytest.mark.slow),
-        ("qwen2", (3584, 18_944, 8, 28, 4, 152_064), 8, ["--trainer.micro_batch_tokens", "512"]),
+        pytest.param(
+            "qwen2",
+            (3584, 18_944, 8, 28, 4, 152_064),
+            8,
+            ["--trainer.micro_batch_tokens", "512"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(
                 "qwen2",

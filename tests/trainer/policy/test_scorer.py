@@ -94,7 +94,14 @@ def test_plain_models_are_taken_and_stay_as_they_were(name: str) -> None:
     torch.testing.assert_close(model.get_output_embeddings()(model.get_decoder()(tokens)[0]), after)
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Its layers of states are slow on a CPU.
+        pytest.param(name, marks=pytest.mark.slow) if name == "falcon_h1" else name
+        for name in CHANGED
+    ],
+)
 def test_scaled_and_capped_logits_are_scored_as_the_model_computes_them(name: str) -> None:
     settings, wanted = CHANGED[name]
     model = model_of(name, **settings)

@@ -73,6 +73,7 @@ class Counted(httpx.AsyncBaseTransport):
         return response
 
 
+@pytest.mark.slow
 def test_a_slow_reward_server_that_refuses_slows_the_run_and_drops_nothing(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

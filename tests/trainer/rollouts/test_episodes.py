@@ -240,7 +240,7 @@ for n in (2, 1):
     headers["content-type"] = "application/json"
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
     try:
-        urllib.request.urlopen(urllib.request.Request(url, body, headers))
+        urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
     except urllib.error.HTTPError as error:
         assert error.code == 422
 with open(os.environ["EPISODE_REWARD_FILE"], "w") as file:
