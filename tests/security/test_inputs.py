@@ -167,6 +167,7 @@ def test_urls_follow_the_certificates(
     assert place.url("reward-server", 8002) == "https://reward-server-0.g:8002"
 
 
+@pytest.mark.slow
 def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's side runs in a thread of this process; believing a lie would end the process."""
     told: list[str] = []

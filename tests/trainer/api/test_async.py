@@ -112,6 +112,7 @@ class Numbered(httpx.AsyncBaseTransport):
         return await self.inner.handle_async_request(request)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_trains_on_every_prompt_exactly_once(settings: Settings) -> None:
     class Interrupted(Numbered):
         """Never answers the second prompt, so all others overtake it; fails every call after the

@@ -113,6 +113,7 @@ def ports(config: Config, **ports: int) -> Config:
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 async def test_a_service_is_healthy_then_hangs_then_is_dead(
     base_model: Path, tmp_path: Path
 ) -> None:

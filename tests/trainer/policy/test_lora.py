@@ -340,6 +340,7 @@ def test_with_staleness_every_group_was_sampled_from_the_adapter_it_names(
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_an_unbroken_one(
     settings: Callable[..., Config], tmp_path: Path
 ) -> None:

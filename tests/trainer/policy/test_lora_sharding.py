@@ -55,6 +55,7 @@ class OneAdapter(One):
         self.merged = {name: tensor.clone() for name, tensor in policy.weights()}
 
 
+@pytest.mark.slow
 def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(
     policy_dir: Path, tmp_path: Path
 ) -> None:
