@@ -29,6 +29,9 @@ _STALE_S = 30.0
 """Seconds without a heartbeat after which its holder counts as dead."""
 _SETTLE_S = 1.0
 """Seconds after which a run that took over looks whether it still has the directory."""
+_READER_S = 0.1
+_TRIES = 5
+"""Whoever asks whether a run lives (the dashboard, `rlhf-diagnose`) has the lock for a moment."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system that does not support locks."""
 _SIZE = 512
@@ -137,15 +140,18 @@ class RunLock:
         """Returns whether this process now has the kernel's lock; None when the file system does
         not support locks.
         """
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return None
-        return True
+        for _ in range(_TRIES):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_READER_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return None
+            else:
+                return True
+        return False
 
     def _lives(self, holder: dict[str, Any]) -> bool:
         """Whether a holder that the kernel's lock does not cover is alive, judged by its

@@ -1,6 +1,8 @@
 """Only one run at a time can use a directory, whatever happens to the other runs."""
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -161,3 +163,14 @@ def test_a_damaged_lock_file_blocks_nobody(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(bytes(range(100, 200)))
     with RunLock(tmp_path, "run"):
         pass
+
+
+def test_somebody_who_looks_at_the_lock_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    path = tmp_path / LOCK
+    path.write_text("{}")
+    reader = os.open(path, os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    timer = threading.Timer(0.15, os.close, [reader])
+    timer.start()
+    with RunLock.of_new_run(tmp_path, "run"):
+        timer.join()
