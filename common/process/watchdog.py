@@ -66,7 +66,7 @@ class Where(BaseModel):
     awaited: list[Awaited] = []
     """The calls to other services that are pending, the longest first."""
     stacks: str = ""
-    """Of all threads and tasks."""
+    """The stacks of all threads and tasks."""
     pid: int = 0
     time: float = 0.0
     """The clock of this process, in seconds since 1970."""

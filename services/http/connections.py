@@ -59,7 +59,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._outside_bodies = 0
         """Bytes since the last part of a body."""
         self._deliveries: list[Delivery] = []
-        """Of answers that the client may still be reading."""
+        """Answers that were sent and that the client may still be reading."""
         self._socket: Any = None
         self.when_lost: Callable[[], None] | None = None
 

@@ -38,7 +38,7 @@ class Request:
     """Index of the completion in the batch."""
     prompt: list[int]
     seed: int
-    """Of this answer: no two requests of a group have the same."""
+    """The sampling seed; no two requests of a group have the same."""
     start: int
     end: int
     """The answer's place in the completion."""

@@ -34,7 +34,7 @@ class Span:
     earlier: list[int]
     """The tokens that it sampled before these, from earlier versions."""
     seed: int
-    """Of the request, for one completion."""
+    """The sampling seed of the request, which is for one completion."""
     start: int
     """Index of the first token in the completion."""
     tokens: list[int]

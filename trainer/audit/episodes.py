@@ -30,7 +30,7 @@ class PlayedAgain:
     """What came of playing the episodes of a step again."""
 
     outcome: StageOutcome
-    """Of the stage `episodes`."""
+    """What the stage `episodes` reports."""
     requests: list[Request] = field(default_factory=list)
     """One for every answer that the model gave."""
     given: int = 0

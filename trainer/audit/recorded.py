@@ -22,7 +22,7 @@ class RecordedStep:
 
     line: AuditedStep
     start: AuditedStart
-    """Of the attempt that made the step."""
+    """What was recorded when the attempt that made the step began."""
     groups: list[RecordedGroup]
     """In the order in which they were trained on."""
 

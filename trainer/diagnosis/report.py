@@ -17,7 +17,7 @@ TEXT_FILE = "diagnosis.txt"
 JSON_FILE = "diagnosis.json"
 _SHOWN_LINES = 12
 _MAX_CHARS = 240
-"""Of what is said in one line."""
+"""Longest text of one line."""
 _WIDTH = 9
 _OPERATIONS = "docs/how-to/operations.md"
 _TROUBLESHOOTING = "docs/how-to/troubleshooting.md"

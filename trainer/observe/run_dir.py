@@ -88,7 +88,7 @@ class StepRecord:
     """Episodes without a reward since the last step, by status."""
     refused_calls: int = 0
     weights_checksum: str | None = None
-    """Of the weights after the step, with `reproducible`."""
+    """The checksum of the weights after the step, with `reproducible`."""
     copies: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)

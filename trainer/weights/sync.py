@@ -33,7 +33,7 @@ class WeightSync:
     """
 
     checksum: str | None = None
-    """Of the newest weights that were pushed (`WeightsChecksum`); None where it is not computed."""
+    """The checksum of the newest pushed weights (`WeightsChecksum`); None where not computed."""
 
     def __init__(self, lease: GpuLease = _UNSHARED) -> None:
         self._lease = lease

@@ -139,7 +139,7 @@ def test_cuts_hand_computed() -> None:
 
 
 def test_ranks_that_compute_rows_together_have_the_same_micro_batches() -> None:
-    """Of their tokens together: twice those of one."""
+    """Two ranks have room for twice the tokens of one."""
     sizes = sizes_of([(10, [5, 7]), (20, [6, 6, 6])], shared=True)
     everything = np.arange(5)
     pairs = [
