@@ -23,7 +23,6 @@ _SLOW_HINTS = frozenset(
         "nothing_active",
     }
 )
-_DROPS = {"reward": names.NOT_GRADED, "generation": names.NOT_GENERATED}
 _JUMP_S = 5.0
 _Line = dict[str, Any]
 
@@ -69,7 +68,7 @@ def _drops(facts: Facts) -> Iterator[Finding]:
     oldest = facts.steps[0].get("dropped") or {}
     newest = facts.steps[-1].get("dropped") or {}
     groups = len(facts.steps) * int(facts.config.get("trainer.batch_size") or 0)
-    for reason, name in _DROPS.items():
+    for reason, name in names.DROPS.items():
         began = oldest.get(reason, 0) if len(facts.steps) > 1 else 0
         count = newest.get(reason, 0)
         if count >= began:  # otherwise the process, and its counts, began anew meanwhile

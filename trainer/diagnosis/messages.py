@@ -37,12 +37,7 @@ _PATTERNS = (
     (names.CANNOT_START, r"graders d(?:id|o) not start|ended with status \d+ before it answered"),
 )
 _DROPPED = re.compile(r"dropped the group of prompt \S+: (\w+): (.*)", re.DOTALL)
-_DROPS = {
-    "reward": names.NOT_GRADED,
-    "generation": names.NOT_GENERATED,
-    "episode": names.NOT_GENERATED,
-    "teacher": names.NOT_GENERATED,
-}
+_SERVICE = re.compile(r"\b(?:data|rollout|reward|critic|environment)-server|\breplay-buffer")
 _LAST_DROP = re.compile(r"groups in a row were dropped, the last one because of (\w+): (.*)", re.S)
 _FULL = re.compile(r"No space left|disk_full|Disk quota exceeded|HTTP 507|File too large")
 _PROBLEMS_OF_NODES = re.compile(r"rollout nodes serve weights (\d+)[;,:] (.*)", re.DOTALL)
@@ -81,7 +76,7 @@ def classify(text: str) -> str:
     dropped = _LAST_DROP.search(text)
     if dropped is not None:
         inner = classify(dropped[2])
-        return _DROPS.get(dropped[1], names.NOT_GENERATED) if inner == names.ENDED else inner
+        return names.DROPS.get(dropped[1], names.NOT_GENERATED) if inner == names.ENDED else inner
     if _PROBLEMS_OF_NODES.search(text):
         return names.OLD_WEIGHTS
     if "no batch of" in text or re.search(r"no progress for \S+ s of waiting for", text):
@@ -168,7 +163,7 @@ def _of_exit(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     began = None if facts.steps else facts.started
     since = _begin_of_wait(name, lines) or began or at
     evidence = [field] if field else []
-    evidence += _last_error(lines)
+    evidence += _last_error(lines, reason)
     if remedy and name in (names.ENDED, names.WRONG_SETTING, names.NO_BATCH):
         yield _finding(name, message, since, level="stopped", evidence=evidence, remedy=remedy)
     else:
@@ -243,7 +238,7 @@ def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         detail = _DROPPED.search(dropped[-1].text)
         assert detail is not None
         inner = classify(detail[2])
-        name = _DROPS.get(reason, names.NOT_GENERATED) if inner == names.ENDED else inner
+        name = names.DROPS.get(reason, names.NOT_GENERATED) if inner == names.ENDED else inner
         level: Level = "harm" if facts.lives else "stopped"
         what = f"{len(dropped)} groups were dropped ({reason}): {parts(detail[2])[0]}"
         yield _finding(name, what, dropped[0].time, level=level, evidence=[_said(dropped[-1])])
@@ -279,11 +274,15 @@ def _begin_of_wait(name: str, lines: Iterable[LogLine]) -> float | None:
     return min(starts, default=None)
 
 
-def _last_error(lines: Iterable[LogLine]) -> Iterator[str]:
-    """Yields the last error in the log of a service, if there is one."""
+def _last_error(lines: Iterable[LogLine], reason: str) -> Iterator[str]:
+    """Yields the last error in the log of a service that `reason` names, or of any service if it
+    names none; nothing if there is none.
+    """
+    named = tuple(_SERVICE.findall(reason))
     for line in reversed(list(lines)):
-        is_service = not line.source.startswith(("ppo-trainer", "sft"))
-        if is_service and (line.level in ("ERROR", "CRITICAL") or not line.level):
+        is_trainer = line.source.startswith(("ppo-trainer", "sft"))
+        concerns = line.source.startswith(named) if named else not is_trainer
+        if concerns and (line.level in ("ERROR", "CRITICAL") or not line.level):
             yield _said(line)
             return
 

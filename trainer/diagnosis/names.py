@@ -140,6 +140,14 @@ _OF_PROBLEM: dict[Problem, str] = {
     "lost": CANNOT_START,
 }
 
+DROPS = {
+    "reward": NOT_GRADED,
+    "generation": NOT_GENERATED,
+    "episode": NOT_GENERATED,
+    "teacher": NOT_GENERATED,
+}
+"""Names by the reason for which a group was dropped."""
+
 
 def of_service(service: str, problem: Problem) -> str:
     """Returns the name of the finding that `service` (a task, a node, `router` or `engine`) has

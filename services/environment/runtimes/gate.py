@@ -81,15 +81,18 @@ class Gate:
 
     async def _serve(self, sender: socket.socket) -> None:
         """Serves at the listening socket that is sent, until its sender ends."""
-        # A program may send anything.
-        with sender, contextlib.suppress(OSError, ValueError):
-            await _readable(sender)
-            _, descriptors, _, _ = socket.recv_fds(sender, 1, 1)
-            if not descriptors:
-                return
-            with _socket_of(descriptors[0]) as sock:
-                async with serving_also(self.port, sock):
-                    await _readable(sender)
+        try:
+            # A program may send anything.
+            with sender, contextlib.suppress(OSError, ValueError):
+                await _readable(sender)
+                _, descriptors, _, _ = socket.recv_fds(sender, 1, 1)
+                if not descriptors:
+                    return
+                with _socket_of(descriptors[0]) as sock:
+                    async with serving_also(self.port, sock):
+                        await _readable(sender)
+        except Exception:  # one sandbox does not close the gate of all
+            log.exception("the gateway cannot be served in a sandbox")
 
 
 def _listen(path: Path) -> socket.socket:
