@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from trainer.diagnosis import names
-from trainer.diagnosis.facts import Facts, RankFacts
+from trainer.diagnosis.facts import Facts, LogLine, RankFacts
 from trainer.diagnosis.find import find
 from trainer.diagnosis.report import as_json, first_line, lines, text
 
@@ -168,3 +168,41 @@ def test_a_rank_that_does_not_answer_is_stuck_only_if_the_run_is() -> None:
     assert find(facts) == []  # a busy machine
     facts.now += 60.0
     assert find(facts)[0].what == "rank 1 does not answer"
+
+
+@pytest.mark.parametrize(
+    ("reason", "detail", "expected"),
+    [
+        ("reward", "an answer could not be graded: nan is not a number", names.NOT_GRADED),
+        ("teacher", "it has no log-probabilities", names.NOT_GENERATED),
+    ],
+)
+def test_groups_that_are_dropped_again_and_again(reason: str, detail: str, expected: str) -> None:
+    facts = healthy()
+    for number in range(3):
+        line = LogLine(
+            source="ppo-trainer-rank0",
+            time=facts.now + number,
+            level="WARNING",
+            logger="trainer.rollouts.collector",
+            text=f"dropped the group of prompt p{number}: {reason}: {detail}",
+        )
+        facts.lines.append(line)
+    finding = next(each for each in find(facts) if "groups were dropped" in each.what)
+    assert finding.name == expected
+    assert finding.what.startswith(f"3 groups were dropped ({reason})")
+
+
+def test_the_service_that_an_error_names_is_quoted_and_no_other() -> None:
+    facts = healthy()
+    facts.state = "ended"
+    facts.steps = []
+    facts.exit_reason = "error: reward-server says something that is new"
+    facts.exited = facts.now
+    facts.lines = [
+        LogLine(source=source, time=facts.now, level="ERROR", logger="x", text=text)
+        for source, text in (("reward-server", "the cause"), ("data-server", "unrelated"))
+    ]
+    finding = find(facts)[0]
+    assert any("the cause" in each for each in finding.evidence)
+    assert not any("unrelated" in each for each in finding.evidence)
