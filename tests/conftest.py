@@ -27,8 +27,6 @@ settings.load_profile("repeatable")
 if not Path("/dev/nvidiactl").exists():
     # Triton's kernels then run in its interpreter, which must be chosen before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# torch writes hundreds of DEBUG lines per checkpoint, which would hide the failure.
-logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
 
 
 _running: list[pytest.Item] = []
@@ -50,7 +48,9 @@ def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_log_level() -> Iterator[None]:
-    """Programs that a test calls set the level of all logs."""
+    """Programs that a test calls set the level of all logs, and uvicorn enables every logger."""
+    # torch writes hundreds of DEBUG lines per checkpoint, which would hide the failure.
+    logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
     root = logging.getLogger()
     level = root.level
     yield

@@ -108,7 +108,8 @@ def test_the_trial_is_one_call_and_a_slow_function_is_only_warned_of(
     trainer(base_model, tmp_path, slow_at_first, **{"reward.function_timeout_s": 2}).train()
     trained.set()
     assert calls[0] == 2, "two made-up answers"
-    assert all(count % 8 == 0 for count in calls[1:]), "groups, and no second trial"
+    # One or several groups of four, as they come together.
+    assert [count for count in calls[1:] if count % 4] == [], "groups, and no second trial"
     assert "a reward function is slow: own: no answer within 2.0 s" in caplog.text
     assert "raise reward.function_timeout_s" in caplog.text
 
