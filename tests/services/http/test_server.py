@@ -324,9 +324,8 @@ async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> 
             process.send_signal(signal.SIGTERM)
             while (reason := await client.unhealthy_reason()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert (
-                "draining" in reason or "Error" in reason
-            )  # the socket closes shortly after the signal
+            # The socket closes shortly after the signal: a late question finds nobody.
+            assert "draining" in reason or "Error" in reason or "Cannot connect" in reason
             assert (await in_flight).json() == {"status": "finished"}
         assert await asyncio.to_thread(process.wait, 400) == 0
 
