@@ -161,7 +161,8 @@ def test_the_other_node_ends_and_names_a_killed_one(nodes: Nodes, part: str, los
     )  # in torchrun's own report, unless node 0 is gone
 
 
-@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
     """Imitates a node without power or network: connections stay open, but nothing arrives any
     more."""

@@ -156,6 +156,7 @@ def test_a_hub_that_takes_connections_and_is_silent_is_given_up_at_once(
     )  # the library alone takes minutes; a busy machine starts a process slowly
 
 
+@pytest.mark.slow
 def test_a_hub_that_falls_silent_while_it_is_read_is_given_up(tmp_path: Path) -> None:
     begin = time.monotonic()
     with hub(HUB, silent_after=4) as url:

@@ -59,6 +59,7 @@ def ports() -> list[int]:
     return [free_port() for _ in range(5)]
 
 
+@pytest.mark.slow
 def test_engine_that_never_starts_ends_the_node_with_its_last_words(
     tmp_path: Path, ports: list[int]
 ) -> None:

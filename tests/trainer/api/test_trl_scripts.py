@@ -14,11 +14,15 @@ from tests.support.ports import free_port
 from tests.support.trl_scripts import RECIPES, ROWS, SCRIPTS
 
 pytestmark = pytest.mark.integration
+LONG = {"benchmarked", "countdown", "few_shot", "saved", "summaries", "wrapped"}
+"""Scripts that only run with the slow tests."""
 
 
 @pytest.fixture(scope="module")
-def folders(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs all scripts, and returns the folder of each."""
+def folders(
+    base_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Path]:
+    """Runs the chosen scripts, and returns the folder of each."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     root = tmp_path_factory.mktemp("scripts")
@@ -29,8 +33,14 @@ def folders(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     reward_model.save_pretrained(scorer)
     AutoTokenizer.from_pretrained(base).save_pretrained(scorer)
 
+    chosen = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.parent is request.node
+    ]
     made = {}
-    for name, (script, words, _) in SCRIPTS.items():
+    for name in chosen:
+        script, words, _ = SCRIPTS[name]
         folder = root / name
         folder.mkdir()
         (folder / "script.py").write_text(script.replace("{rows}", ROWS))
@@ -50,7 +60,10 @@ def folders(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return made
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in SCRIPTS],
+)
 def test_a_script_of_trl_runs_to_its_end(name: str, folders: dict[str, Path]) -> None:
     failed = folders[name] / "failed"
     output = (folders[name] / "output").read_text()

@@ -428,9 +428,8 @@ def test_a_run_on_worked_answers_has_figures_of_its_own(page: Page, tmp_path: Pa
         assert page.errors() == []
 
 
-@pytest.mark.parametrize(
-    ("width", "dark"), [pytest.param(1400, False, marks=pytest.mark.slow), (420, True)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (420, True)])
 def test_every_view_is_accessible(page: Page, tiny_run: Path, width: int, dark: bool) -> None:
     """Checks every view against the rules of axe-core."""
     views = {

@@ -71,15 +71,8 @@ def test_two_ranks_with_half_of_every_row(policy_dir: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Qwen3-MoE",
-        pytest.param("Llama 3", marks=pytest.mark.slow),
-        pytest.param("Gemma 3 text", marks=pytest.mark.slow),
-        pytest.param("Mistral", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen3-MoE", "Llama 3", "Gemma 3 text", "Mistral"])
 def test_families_on_four_ranks(tmp_path: Path, kind: str) -> None:
     """Two key and value heads on four ranks, windows of attention, experts."""
     model = write(kind, tmp_path / "model", vocab_size=VOCABULARY)
