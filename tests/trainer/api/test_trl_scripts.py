@@ -34,7 +34,7 @@ def folders(
     AutoTokenizer.from_pretrained(base).save_pretrained(scorer)
 
     chosen = [
-        item.callspec.params["name"]
+        str(item.callspec.params["name"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.parent is request.node
     ]
