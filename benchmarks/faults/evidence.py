@@ -13,6 +13,8 @@ from common.wire.codec import decode
 from common.wire.schemas import Group
 
 _SKIPPED = re.compile(r"prompt \S+ at (\d+) is skipped after")
+_REPLACED = "zero_variance"
+"""Why dynamic sampling drops a group, whose prompt is then finished."""
 _INTEGER = re.compile(r"-?\d+")
 _TOLERANCE = 1e-5
 
@@ -90,7 +92,8 @@ def _groups(path: Path | None) -> list[Group]:
 
 def _lost(run_dir: Path, skipped: set[int]) -> set[int]:
     """Returns the positions that the newest checkpoint calls finished and that were never trained
-    on, replaced for equal rewards, or given up.
+    on, replaced for equal rewards, or given up. A group that the replay-buffer calls consumed is no
+    proof that it was trained on.
     """
     checkpoints = run_dir / "checkpoints"
     found = sorted(checkpoints.glob("step_*/trainer_state.json"))
@@ -102,22 +105,10 @@ def _lost(run_dir: Path, skipped: set[int]) -> set[int]:
     for line in _lines(run_dir / "groups.jsonl"):
         if line["step"] <= state["step"]:
             accounted |= {group["position"] for group in line["groups"] if not group["reused"]}
-    return finished - accounted - _consumed(run_dir)
-
-
-def _consumed(run_dir: Path) -> set[int]:
-    """Returns the positions of groups that the store calls consumed: trained on, or replaced by
-    dynamic sampling, which the run's own files do not tell apart from a loss.
-    """
-    path = _replay(run_dir)
-    if path is None:
-        return set()
-    try:
-        with closing(sqlite3.connect(path)) as db:
-            rows = db.execute("SELECT position FROM groups WHERE state = 'consumed'").fetchall()
-    except sqlite3.Error:
-        return set()
-    return {position for (position,) in rows}
+            accounted |= {
+                group["position"] for group in line["dropped"] if group["reason"] == _REPLACED
+            }
+    return finished - accounted
 
 
 def _state(path: Path) -> dict[str, Any] | None:

@@ -1,13 +1,17 @@
 """`benchmarks.faults`: what counts as named, and one fault that is really injected."""
 
+import json
 import re
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.faults.__main__ import inject, load_subjects
-from benchmarks.faults.evidence import built_in
+from benchmarks.faults.evidence import built_in, read_evidence
 from benchmarks.faults.fault import FAULTS, OWN, Fault
 from benchmarks.faults.judge import LIMIT_S, Line, judge
 from benchmarks.faults.trl_side import SIDES
@@ -89,6 +93,50 @@ def test_the_right_reward_of_the_built_in_task(
     text: str, finish_reason: str, reward: float
 ) -> None:
     assert built_in(text, "7", finish_reason) == reward
+
+
+def _run_of_a_checkpoint(run_dir: Path, position: int, lines: list[dict[str, Any]]) -> None:
+    """Writes what a run leaves behind that has a checkpoint of step 2."""
+    checkpoint = run_dir / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    state = {"step": 2, "position": position, "finished": [position + 1]}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    (run_dir / "groups.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _trained(position: int, *, reused: bool = False) -> dict[str, Any]:
+    return {"position": position, "reused": reused, "reason": ""}
+
+
+def _dropped(position: int, reason: str) -> dict[str, Any]:
+    return {"position": position, "reused": False, "reason": reason}
+
+
+def test_a_finished_prompt_is_lost_unless_the_run_says_what_became_of_it(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "groups": [_trained(0)], "dropped": [_dropped(1, "zero_variance")]},
+        # 2 was drawn again after its first group had failed; 3 never was.
+        {"step": 2, "groups": [_trained(2)], "dropped": [_dropped(2, "reward")]},
+        {"step": 2, "groups": [_trained(3, reused=True)], "dropped": [_dropped(3, "stale")]},
+        {"step": 3, "groups": [_trained(5)], "dropped": []},  # after the checkpoint
+    ]
+    _run_of_a_checkpoint(tmp_path, position=5, lines=lines)
+    output = "WARNING prompt abc at 4 is skipped after 3 tries"
+    evidence = read_evidence(tmp_path, output, None)
+    # 6 is finished without a line of a step.
+    assert (evidence.lost, evidence.given_up) == (2, 1)
+
+
+def test_that_a_group_was_consumed_does_not_mean_it_was_trained_on(tmp_path: Path) -> None:
+    _run_of_a_checkpoint(tmp_path, position=0, lines=[])
+    store = tmp_path / "state" / "replay" / "replay.db"
+    store.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(store)) as db:
+        db.execute("CREATE TABLE blobs (data)")
+        db.execute("CREATE TABLE groups (position, state)")
+        db.execute("INSERT INTO groups VALUES (1, 'consumed')")
+        db.commit()
+    assert read_evidence(tmp_path, "", None).lost == 1
 
 
 @pytest.mark.integration
