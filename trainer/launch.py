@@ -13,10 +13,8 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.process.cli import fail
+from common.process.exits import SIGNALLED, how_ended
 from common.process.topology import Topology
-
-_SIGNALLED = 128
-"""Statuses above this are those of processes that a signal ended."""
 
 
 def torchrun_arguments(topology: Topology, program: Sequence[str]) -> list[str]:
@@ -70,12 +68,12 @@ def _run_torchrun(arguments: list[str], *, several: bool) -> int:
     try:
         unwrapped(arguments)
     except SignalException as end:
-        return _SIGNALLED + int(end.sigval)
+        return SIGNALLED + int(end.sigval)
     except ChildFailedError as end:
         rank, failure = end.get_first_failure()
         if failure.exitcode < 0:
-            print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
-            return _SIGNALLED - int(failure.exitcode)
+            print(f"rank {rank} {how_ended(failure.exitcode)}", file=sys.stderr)
+            return SIGNALLED - int(failure.exitcode)
         if several and failure.error_file_data:
             print(f"rank {rank}: {failure.message}", file=sys.stderr)
         return int(failure.exitcode)

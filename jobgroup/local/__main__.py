@@ -14,7 +14,6 @@ import resource
 import secrets
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +25,13 @@ from pathlib import Path
 from common.errors import ConfigError, ServiceError
 from common.models.hub import check_model, is_path
 from common.process.cli import CommandParser, fail
+from common.process.exits import SIGNALLED, how_ended
 from common.process.run_lock import LOCK, RunLock
 from common.process.security import TOKEN, token
 from common.process.storage import make_directory
 from common.settings.config import Config
 from common.settings.sources import packaged
 from jobgroup import scrape, spec
-from jobgroup.local.launcher import SIGNALLED
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.local.placement import Placement, choose_addresses, gpus_of_machine, share_gpus
@@ -193,12 +192,9 @@ def _say_reason(node: Node, screen: Screen) -> None:
     screen.tail(node.name, node.tail, node.log)
     status = node.ended.result()
     if status > SIGNALLED:
-        with suppress(ValueError):  # a status of its own
-            name = signal.Signals(status - SIGNALLED).name
-            screen.say(f"{node.name} was killed by {name} (status {status})", loud=True)
-            return
-    if not node.tail:
-        screen.say(f"{node.name} ended with status {status} and printed nothing", loud=True)
+        screen.say(f"{node.name} {how_ended(status)}", loud=True)
+    elif not node.tail:
+        screen.say(f"{node.name} {how_ended(status)} and printed nothing", loud=True)
 
 
 def _clear(directory: Path, log_dir: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import psutil
 
+from common.process.exits import how_ended
 from common.process.topology import LOST, WRONG_SETTING
 from jobgroup.local import launcher
 from jobgroup.local.node import Node
@@ -104,7 +105,7 @@ class TaskRun:
         self._ended = time.monotonic()
 
     def _tell(self, failed: Node, then: str) -> None:
-        self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
+        self.screen.say(f"{failed.name} {how_ended(self.status)}: {then}", loud=True)
         if self.state != "FAILED" and self.screen.follow is not None:
             self.screen.tail(failed.name, failed.tail, failed.log)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from common.errors import ServiceLost
+from common.process.exits import how_ended
 from common.process.topology import WRONG_SETTING
 from services.environment.environments import FIELD
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
@@ -119,7 +120,7 @@ class KeptServer:
         """Counts a server that ended before it answered, and returns the error."""
         status = await program.wait()
         output = await program.kill()
-        reason = f"{self._words[0]} ended with status {status} before it answered: {output}"
+        reason = f"{self._words[0]} {how_ended(status)} before it answered: {output}"
         self._failed_starts += 1
         if status != WRONG_SETTING and self._failed_starts < _MAX_FAILED_STARTS:
             return EpisodeFailed(reason)

@@ -19,6 +19,7 @@ import httpx
 import orjson
 
 from common.errors import ConfigError
+from common.process.exits import SIGNALLED, how_ended
 from common.process.security import trusted
 from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
@@ -32,7 +33,7 @@ from services.environment.outcome import (
     parse_reward,
     play_to_end,
 )
-from services.environment.programs import SIGNALLED, Folders, RunningProgram, words_of
+from services.environment.programs import Folders, RunningProgram, words_of
 from services.environment.runtimes import load_runtime
 from services.environment.runtimes.runtime import Container, Network, Spec, with_tools
 from services.environment.session import Session
@@ -341,8 +342,8 @@ def _failure(program: str, status: int, output: str) -> Exception:
     """Returns the error for a program that ended with `status`."""
     shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
     if status > SIGNALLED:
-        return EnvironmentLost(f"{program} was ended by signal {status - SIGNALLED}{shown}")
-    return EpisodeFailed(f"{program} ended with status {status}{shown}")
+        return EnvironmentLost(f"{program} {how_ended(status)}{shown}")
+    return EpisodeFailed(f"{program} {how_ended(status)}{shown}")
 
 
 def _parse_reward(content: bytes | None) -> Any:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.process import child
+from common.process.exits import SIGNALLED
 from common.process.security import SecretRedactor, tls
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
@@ -38,8 +39,6 @@ _LIMITED = 'ulimit -f 8388608; exec "$@"'
 """The blocks are of 512 bytes."""
 _STARTED_S = 60.0
 """Age from which an empty folder is not that of a server which is starting."""
-SIGNALLED = 128
-"""Exit statuses above this come from a signal."""
 
 
 def words_of(command: str, field: str, *, is_here: bool = True) -> list[str]:

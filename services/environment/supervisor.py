@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 
+from common.process.exits import SIGNALLED, how_ended
 from common.process.topology import WRONG_SETTING
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ def keep_alive(command: list[str]) -> int:
         failures = 1 if was_stable else failures + 1
 
         if stopping or status in (0, WRONG_SETTING) or failures >= _MAX_FAILURES:
-            return status if status >= 0 else 128 - status
-        log.error("the server of this node ended with status %d: it is started again", status)
+            return status if status >= 0 else SIGNALLED - status
+        log.error("the server of this node %s: it is started again", how_ended(status))
         time.sleep(min(8.0, 0.5 * 2**failures))
 
 

@@ -63,7 +63,7 @@ def test_kill_9_of_a_launcher_is_a_failure_of_its_node_and_leaves_nothing(
     launcher.kill()
     status, out, _ = local.finish()
     assert status == 137
-    assert "ended with status 137" in out
+    assert "was killed by SIGKILL (status 137" in out
     assert local.marked() == []
 
 

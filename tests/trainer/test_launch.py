@@ -94,7 +94,11 @@ def test_a_taken_port_of_torchrun_is_one_line_with_the_remedy() -> None:
             2,
             "the reason",
         ),
-        ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 was ended by signal 9"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            137,
+            "rank 0 was killed by SIGKILL (status 137; the kernel does so when memory runs out)",
+        ),
     ],
 )
 def test_torchrun_ends_with_the_reason_and_status_of_the_failed_rank(

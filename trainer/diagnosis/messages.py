@@ -17,7 +17,7 @@ _LOST_RANK = re.compile(
     r"(is lost: its process was killed|is lost: silent|has failed: (?P<reason>.*?)\. rank)",
     re.DOTALL,
 )
-_ENDED_BY_SIGNAL = re.compile(r"rank \d+ was ended by signal (\d+)")
+_ENDED_BY_SIGNAL = re.compile(r"rank \d+ was killed by SIG")
 _PATTERNS = (
     (names.SECOND_RUN, r"is using this directory|took over its directory"),
     (names.CHECKPOINT_DAMAGED, r"has changed since it was written"),
@@ -34,7 +34,7 @@ _PATTERNS = (
     (names.WRONG_TOKEN, r"token is wrong|a token is needed|API_TOKEN|HTTP 401"),
     (names.CERTIFICATE, r"certificate of \S+ is not trusted"),
     (names.WEIGHTS_DAMAGED, r"the weights in \S+ are damaged|the weights cannot be read"),
-    (names.CANNOT_START, r"graders d(?:id|o) not start|ended with status \d+ before it answered"),
+    (names.CANNOT_START, r"graders d(?:id|o) not start|status \d+\b.* before it answered"),
 )
 _DROPPED = re.compile(r"dropped the group of prompt \S+: (\w+): (.*)", re.DOTALL)
 _SERVICE = re.compile(r"\b(?:data|rollout|reward|critic|environment)-server|\breplay-buffer")

@@ -77,9 +77,9 @@ async def test_answer_without_a_reward_is_left_to_be_graded_unless_others_have_o
 
 FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
-    "signal": ("died", "was ended by signal 9"),
-    "killed while it writes": ("died", "was ended by signal 9"),
-    "killed with a default": ("died", "was ended by signal 9"),
+    "signal": ("died", "was killed by SIGKILL"),
+    "killed while it writes": ("died", "was killed by SIGKILL"),
+    "killed with a default": ("died", "was killed by SIGKILL"),
     "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
     "NaN": ("error", "the program's reward is nan, not a finite number"),
     "[]": ("error", "the program's reward is [], not a finite number"),
