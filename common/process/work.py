@@ -82,6 +82,13 @@ class WorkMeter:
         return content
 
 
+def kind_of(line: str) -> str:
+    """Returns a line without figures, words with figures and punctuation; lines of one kind say the
+    same.
+    """
+    return " ".join(_FIGURES.sub(" ", line).split())
+
+
 class News:
     """Counts what a process says for the first time.
 
@@ -102,7 +109,7 @@ class News:
             self._take(line[:_MAX_LINE])
 
     def _take(self, line: str) -> None:
-        kind = " ".join(_FIGURES.sub(" ", line).split())
+        kind = kind_of(line)
         share = -1
         found = _SHARE.search(line)
         if found:

@@ -18,18 +18,18 @@ from typing import Self
 
 from common.errors import ConfigError, ServiceError
 from common.process import child
+from common.process.exits import SIGNALLED, how_ended
 from common.process.logs import structured
 from common.process.progress import Progress
 from common.process.security import SecretRedactor
 from common.process.topology import WRONG_SETTING
 from common.process.work import News, WorkMeter
+from services.rollout.repeats import Repeats
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
 _STOP_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_SIGNALLED = 128
-"""Exit statuses above this come from a signal."""
 _PROBE_S = 5.0
 """Longest probe (`Client.unhealthy_reason`)."""
 _READ_BYTES = 65536
@@ -54,6 +54,7 @@ class Child:
         self.pid = process.pid
         self._process = process
         self._shown = shown
+        self._repeats = Repeats(log_file)
         self._tail = b""
         self._log = log_file.open("ab")
         self._log_failed = False
@@ -101,9 +102,13 @@ class Child:
 
     def _show(self, lines: list[bytes]) -> None:
         """Prints lines of output on stderr, if it is open: the log file has everything."""
-        text = "\n".join(self._formatted(line.decode("utf-8", "replace")) for line in lines)
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+        now = time.monotonic()
+        plain = [_COLOURS.sub("", line.decode("utf-8", "replace")) for line in lines]
+        chosen = [self._repeats.shown(line, now) for line in plain]
+        shown = [self._formatted(line) for line in chosen if line is not None]
+        if shown:
+            with contextlib.suppress(OSError):
+                print("\n".join(shown), file=sys.stderr, flush=True)
 
     def _formatted(self, line: str) -> str:
         """Formats a line of output like this process's log; JSON lines are unchanged."""
@@ -113,7 +118,7 @@ class Child:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(line), dict):
                 return line
-        return formatter.line(self.name, _COLOURS.sub("", line))
+        return formatter.line(self.name, line)
 
     def _append(self, chunk: bytes) -> None:
         """Writes to the log file. A full disk must not stop the reading, or the child would block
@@ -309,7 +314,7 @@ class Supervised:
         stable = was_up and time.monotonic() - self._up_since > self._timing.stable_s
         self._crashes = 1 if stable else self._crashes + 1
         self._failed_starts = 0 if was_up else self._failed_starts + 1
-        ended_itself = self._status is not None and 0 < self._status < _SIGNALLED
+        ended_itself = self._status is not None and 0 < self._status < SIGNALLED
         self._own_crashes = self._own_crashes + 1 if ended_itself and not stable else 0
         self._on_down(reason)
         return tail, reason
@@ -333,7 +338,7 @@ class Supervised:
                 await asyncio.wait({ended}, timeout=pause_s)
                 if ended.done():
                     self._status = ended.result()
-                    return f"the process ended with status {self._status}"
+                    return f"the process {how_ended(self._status)}"
                 if self._restart_reason is not None:
                     return self._restart_reason
 

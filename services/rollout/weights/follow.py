@@ -267,7 +267,7 @@ class WeightFollower:
             else:
                 self._partial = False
                 self._update_done(wanted)
-                log.info("the engine serves weights %d of run %s", wanted.version, wanted.run_id)
+                log.info("the engine serves %s", wanted)
         except (httpx.HTTPError, WeightsGone) as error:
             self._download_lost(wanted, error)
         except (ServiceError, OSError) as error:

@@ -52,6 +52,9 @@ class WeightId:
     def of(cls, manifest: WeightManifest) -> "WeightId":
         return cls(manifest.run_id, manifest.version)
 
+    def __str__(self) -> str:
+        return f"weights {self.version} of run {self.run_id}"
+
 
 class CorruptWeights(ServiceError):
     """A file does not match its manifest (502)."""
