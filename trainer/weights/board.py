@@ -37,6 +37,8 @@ _KEEP = 3
 """Versions that stay on disk: a slow node may still download the one before the newest."""
 _SILENT_S = 30.0
 """A worker that has not reported for this long counts as gone."""
+_QUIET_S = 8.0
+"""A worker that has not reported for this long may hang; agents report every five seconds."""
 _FORGOTTEN_S = 600.0
 _MAX_WORKERS = 1000
 
@@ -342,10 +344,38 @@ class WeightBoard:
         with self._lock:
             return [report for name, (report, _) in self._workers.items() if name not in known]
 
+    def _exclude_silent(self) -> list[WorkerReport]:
+        """Excludes the workers that fell silent, and says so."""
+        silent = self._silent()
+        for worker in silent:
+            log.error(
+                "%s: no report for %.0f s: its agent hangs, is cut off or is gone; it gets no "
+                "requests, and training continues without it until it reports",
+                worker.name,
+                self._silence_of(worker),
+            )
+        return self._exclude(silent)
+
+    def _silence_of(self, worker: WorkerReport) -> float:
+        """The seconds since a worker's last report."""
+        now = time.monotonic()
+        with self._lock:
+            _, reported_at = self._workers.get(worker.name, (worker, now - _FORGOTTEN_S))
+        return now - reported_at
+
     def _exclude(self, workers: list[WorkerReport]) -> list[WorkerReport]:
         self._complete = True
         self._excluded.update(worker.name for worker in workers)
         return workers
+
+    def _described(self, worker: WorkerReport) -> str:
+        """Returns the name and the state of a worker, for a message."""
+        state = f"{worker.state}, weights {worker.version}"
+        silence_s = self._silence_of(worker)
+        if silence_s > _QUIET_S:
+            quiet = f"no report for {silence_s:.0f} s, its agent may hang or be cut off"
+            return f"{worker.name} ({quiet}; last: {state})"
+        return f"{worker.name} ({state}) {worker.detail}".strip()
 
     def wait_confirmed(
         self, manifest: WeightManifest, limit_s: float, say: Callable[[str], None]
@@ -372,7 +402,7 @@ class WeightBoard:
             expected = max((worker.num_nodes for worker in workers), default=1)
             all_there = self._complete or len(workers) >= expected
             if serving and not missing and all_there:
-                return self._exclude(self._silent())
+                return self._exclude_silent()
 
             arrivals.saw(len(workers))
             for worker in others:
@@ -380,7 +410,8 @@ class WeightBoard:
             # Without any node that serves, one that was given up before may still get there.
             awaited = missing if serving else others
             moving = [worker for worker in awaited if not nodes[worker.name].waits.is_stuck]
-            waited = _waited(manifest, len(serving), expected, awaited)
+            states = [self._described(worker) for worker in awaited]
+            waited = _waited(manifest, len(serving), expected, states)
             if not moving and (arrivals.is_stuck or (awaited and all_there)):
                 watchdog.deadline_passed(f"no progress for {limit_s:g} s: {waited}")
                 if not serving:
@@ -396,7 +427,7 @@ class WeightBoard:
                     limit_s,
                     waited,
                 )
-                return self._exclude([*missing, *self._silent()])
+                return [*self._exclude(missing), *self._exclude_silent()]
 
             now = time.monotonic()
             if now - told > tell_after_s:
@@ -428,13 +459,7 @@ def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:
     return is_current and worker.state == "ready"
 
 
-def _waited(
-    manifest: WeightManifest, serving: int, expected: int, missing: list[WorkerReport]
-) -> str:
+def _waited(manifest: WeightManifest, serving: int, expected: int, missing: list[str]) -> str:
     """Returns how many nodes serve a version, and the states of those that do not."""
-    states = [
-        f"{worker.name} ({worker.state}, weights {worker.version}) {worker.detail}".strip()
-        for worker in missing
-    ]
     served = f"{serving} of {expected} rollout nodes serve weights {manifest.version}"
-    return f"{served}; missing: {', '.join(states) or 'no report'}"
+    return f"{served}; missing: {', '.join(missing) or 'no report'}"

@@ -1,5 +1,6 @@
 """Which rollout nodes the trainer waits for, and which it fences, by what they report."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.wire.schemas import WeightManifest, WorkerReport, WorkerState
+from trainer.weights import board
 from trainer.weights.board import PublishFailed, WeightBoard
 
 LIMIT_S = 0.8
@@ -22,10 +24,11 @@ class Nodes:
         self.board = WeightBoard(directory)
         self.versions = [2, 2]
         self.progress: list[Callable[[], int]] = [lambda: 5, lambda: 5]
+        self.silent: set[int] = set()
         self.ended = threading.Event()
 
     def report(self) -> None:
-        for node in range(2):
+        for node in {0, 1} - self.silent:
             state: WorkerState = "ready" if self.versions[node] == 3 else "updating"
             self.board.report(
                 WorkerReport(
@@ -113,6 +116,32 @@ def test_without_any_node_that_serves_the_error_says_how_far_each_is(nodes: Node
         r"trainer.fence_after_s · value: 0.8",
     ):
         waiting(nodes).result(60)
+
+
+def test_a_node_whose_agent_is_silent_is_not_called_ready(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its last report says that it serves the weights before; it has said nothing since."""
+    monkeypatch.setattr(board, "_QUIET_S", 0.2)
+    nodes.versions[0] = 3
+    nodes.silent = {1}
+    (fenced,) = waiting(nodes).result(60)
+    assert fenced.name == "rollout-server-1"
+    assert re.search(r"rollout-server-1 \(no report for \d+ s, its agent may hang", caplog.text)
+
+
+def test_that_a_node_gets_no_requests_for_its_silence_is_said_once(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(board, "_SILENT_S", 0.3)
+    nodes.versions[0] = 3
+    nodes.silent = {1}
+    (fenced,) = waiting(nodes).result(60)
+    assert fenced.name == "rollout-server-1"
+    assert waiting(nodes).result(60) == []
+    said = [line for line in caplog.messages if "gets no requests" in line]
+    assert len(said) == 1
+    assert said[0].startswith("rollout-server-1: no report for ")
 
 
 def test_an_agent_that_was_restarted_counts_from_0_again(nodes: Nodes) -> None:
