@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import ServiceError
 from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
 from learning.ranks import Ranks
+from learning.scarce import scarce_memory
 from trainer.evaluation.evaluator import Evaluator
 from trainer.observe.audit import Audit
 from trainer.observe.run_log import RunLog
@@ -45,7 +44,7 @@ from trainer.weights.sync import WeightSync
 
 
 class OutOfMemory(ServiceError):
-    """A device has no memory left for the training loop; the message says what takes less."""
+    """There is no memory left for the training loop; the message says what takes less."""
 
     code = "out_of_memory"
 
@@ -123,20 +122,29 @@ class Run:
             try:
                 yield
                 self.weights.wait()
-            except torch.OutOfMemoryError as error:
-                raise self._out_of_memory(error) from error
+            except Exception as error:
+                memory = scarce_memory(error)
+                if not memory:
+                    raise
+                raise self._out_of_memory(memory, error) from error
             finally:
                 self.weights.close()
 
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> OutOfMemory:
-        settings = self.config.trainer
+    def _out_of_memory(self, memory: str, error: Exception) -> OutOfMemory:
+        rank = self.ranks.rank
+        if memory == "GPU memory":
+            remedy = "lower it, set trainer.activation_checkpointing"
+        else:
+            remedy = (
+                "give its process more memory and threads (limits of the pod, ulimit -v and -u); "
+                "or lower it"
+            )
         return OutOfMemory(
-            f"rank {self.ranks.rank} is out of GPU memory in step {self.policy.step + 1}: {error}",
+            f"rank {rank} is out of {memory} in step {self.policy.step + 1}: {error}",
             field="trainer.micro_batch_tokens",
-            value=settings.micro_batch_tokens,
-            remedy="lower it, set trainer.activation_checkpointing, shorten answers "
-            "(sampling.max_new_tokens), or spread the models over more GPUs (trainer.shard_size); "
-            "`python -m jobgroup.doctor` computes what fits",
+            value=self.config.trainer.micro_batch_tokens,
+            remedy=f"{remedy}, shorten answers (sampling.max_new_tokens), or spread the models "
+            "over more ranks (trainer.shard_size); `python -m jobgroup.doctor` computes what fits",
         )
 
     def begin_step(self) -> None:
