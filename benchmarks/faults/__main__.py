@@ -23,13 +23,15 @@ from benchmarks.faults import lab as labs
 from benchmarks.faults.child import run_child
 from benchmarks.faults.evidence import Evidence, read_evidence
 from benchmarks.faults.fault import FAULTS, Fault
-from benchmarks.faults.judge import Judgement, judge
+from benchmarks.faults.judge import Judgement, Line, judge
 from benchmarks.faults.trl_side import SIDES
 from common.process.cli import run
 from common.process.imports import heavy_imports
 
 _LIMIT_S = 330.0
 """Longest time of one fault, with the start of its run."""
+_DIRECTORY = "DIRECTORY"
+"""Stands for the directory of a fault: the words of its path explain nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,17 @@ def inject(
         return labs.run(fault.run, lab)
 
     struck = directory / labs.STRUCK
+    own = str(directory)
 
     def is_named(line: str) -> bool:
-        return struck.exists() and fault.is_named_by(line)
+        return struck.exists() and fault.is_named_by(line.replace(own, _DIRECTORY))
 
     outcome = run_child(work, output, _LIMIT_S, is_named)
     at = float(struck.read_text()) if struck.exists() else outcome.began
+    lines = [Line(line.at, line.text.replace(own, _DIRECTORY)) for line in outcome.lines]
     return Result(
         fault=fault,
-        judgement=judge(fault, outcome.lines, at, ended_well=outcome.status == 0),
+        judgement=judge(fault, lines, at, ended_well=outcome.status == 0),
         evidence=read_evidence(_run_dir(directory), output.read_text(), fault.oracle),
         seconds=outcome.seconds,
         status=outcome.status,
@@ -179,7 +183,6 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="faults-", dir=options.keep))
     results: list[Result] = []
     for fault in faults:
-        # Not its name: lines with a path would seem to name the cause.
         directory = place / f"{len(results):03}"
         model = options.base_model.resolve()
         result = inject(fault, options.seed, directory, model=model, trl=options.trl)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from benchmarks.faults.judge import Line
 
 _READ = 65536
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _GRACE_S = 15.0
 """For the end of the run, whose stores are looked at."""
 
@@ -107,9 +109,13 @@ def _lines(reading: int, deadline: _Deadline, pid: int) -> Iterator[Line]:
             now = time.monotonic()
             *whole, rest = (rest + content).split(b"\n")
             for line in whole:
-                yield Line(now, line.decode(errors="replace"))
+                yield Line(now, _text(line))
     if rest:
-        yield Line(time.monotonic(), rest.decode(errors="replace"))
+        yield Line(time.monotonic(), _text(rest))
+
+
+def _text(line: bytes) -> str:
+    return _COLOURS.sub("", line.decode(errors="replace"))
 
 
 def _kill(pid: int) -> None:

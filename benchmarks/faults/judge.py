@@ -24,6 +24,7 @@ class Line:
     at: float
     """Seconds of the monotonic clock."""
     text: str
+    """Without colours."""
 
 
 @dataclass(frozen=True)

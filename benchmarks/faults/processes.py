@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,7 @@ def router_hangs(lab: Lab) -> None:
 @fault(
     "the agent of a rollout node hangs, so that its engine may serve old weights",
     r"rollout-server-1",
-    r"silent|no report|reported|out of the router|missing|not heard|fenced|has not",
+    r"silent|no report|reported|out of the router|not heard|fenced|has not",
     reported="https://github.com/radixark/miles/issues/1724",
     timeout="trainer.fence_after_s",
     timeout_s=30.0,
@@ -383,7 +383,7 @@ def service_never_ready(lab: Lab) -> None:
 @fault(
     "a task fails at every start",
     r"data-server",
-    r"restart|failed|status|cannot",
+    r"restart|failed|status",
     r"\d",
 )
 def service_fails_always(lab: Lab) -> None:
@@ -393,7 +393,7 @@ def service_fails_always(lab: Lab) -> None:
             yaml,
             "data-server",
             "run: exec .venv/bin/python -m services.data",
-            "run: echo 'libcuda.so.1: cannot open shared object file' >&2; exit 1",
+            "run: |\n  echo 'libcuda.so.1: cannot open shared object file' >&2; exit 1",
         ),
     )
 
@@ -429,14 +429,15 @@ def port_taken(lab: Lab) -> None:
 @fault(
     "the name of a service does not resolve",
     r"reward-server",
-    r"resolve|unknown|name|no address|not known",
+    r"resolve|resolution|unknown|no address|not known",
     reported="https://github.com/PrimeIntellect-ai/prime-rl/pull/1622",
 )
 def name_does_not_resolve(lab: Lab) -> None:
     def forget(yaml: str) -> str:
-        hosts = (
-            "export JOBGROUP_HOSTS=$(echo $JOBGROUP_HOSTS | sed 's/reward-server/reword-server/g')"
-        )
+        # The local runner gives an address; on a cluster it is this name, which is resolved.
+        name = "reward-server-0.rlhf-math.invalid"
+        edit = rf"s/\(reward-server-0[^=]*=\)[^:,]*/\1{name}/"
+        hosts = f"export JOBGROUP_HOSTS=$(echo $JOBGROUP_HOSTS | sed '{edit}')"
         return _task(yaml, "ppo-trainer", "run: exec", f"run: {hosts}; exec")
 
     _never_begins(lab, forget)
@@ -469,19 +470,26 @@ def group_second(lab: Lab) -> None:
 def node_weights_damaged(lab: Lab) -> None:
     with _group(lab) as group:
         _begun(group, lab.strike_step + 1)
-        lab.strike()
-        for _ in range(20):  # versions come and go
-            for path in group.state_dir.rglob("*.safetensors"):
-                try:
-                    with path.open("r+b") as file:
-                        file.seek(-64, os.SEEK_END)
-                        content = file.read(1)
-                        file.seek(-64, os.SEEK_END)
-                        file.write(bytes([content[0] ^ 1]))
-                except OSError:
-                    continue
-            time.sleep(0.02)
         process = find("engine-0", group.processes())
-        if process is not None:
-            send(process.pid, signal.SIGKILL)
+        assert process is not None, "there is no engine-0"
+        lab.strike()
+        send(process.pid, signal.SIGKILL)
+        damaged: set[int] = set()
+        for _ in range(20):  # a version may still arrive before the engine starts again
+            _damage(group.state_dir / "rollout", damaged)
+            time.sleep(0.02)
         _watch(group, 25)
+
+
+def _damage(directory: Path, damaged: set[int]) -> None:
+    """Changes a byte in every file of weights, once: files of several versions may be one."""
+    for path in directory.rglob("*.safetensors"):
+        with suppress(OSError), path.open("r+b") as file:
+            number = os.fstat(file.fileno()).st_ino
+            if number in damaged:
+                continue
+            file.seek(-64, os.SEEK_END)
+            content = file.read(1)
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes([content[0] ^ 1]))
+            damaged.add(number)
