@@ -114,6 +114,9 @@ class Client:
     which must not reach anyone outside the run.
     """
 
+    start_s = 0.0
+    """A service that has never answered may be starting for so long: that is no warning."""
+
     def __init__(
         self,
         service: str,
@@ -129,6 +132,8 @@ class Client:
         self.progress = 0
         """What the service last said of its progress while it was not healthy."""
         self._last_warning = 0.0
+        self._made = time.monotonic()
+        self._answered = False
         own = authorization() if headers is None else headers
         self._default_headers = {"accept-encoding": "identity", **own}
         self._transport = transport or Network()
@@ -162,6 +167,12 @@ class Client:
         with logs.request(identifier), watchdog.waiting(f"{method} {path}", self.service):
             return await self._repeat(method, path, patience_s, arguments)
 
+    @property
+    def severity(self) -> int:
+        """The level of a log line that the service does not answer."""
+        is_new = not self._answered and time.monotonic() - self._made < self.start_s
+        return logging.INFO if is_new else logging.WARNING
+
     async def _repeat(
         self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
     ) -> httpx.Response:
@@ -184,6 +195,7 @@ class Client:
                 if not reason or patience.left_s > 0:
                     reason = str(error) or type(error).__name__
             else:
+                self._answered = True
                 if response.is_success:
                     log.debug("%s %s: %d of %s", method, path, response.status_code, self.service)
                     return response
@@ -214,7 +226,8 @@ class Client:
         """Logs that a call has waited since `start`: one line for all calls that wait."""
         now = time.monotonic()
         if now - max(start, self._last_warning) > _WARN_EVERY_S:
-            log.warning("waited %.0f s so far for %s to answer %s", now - start, self.service, text)
+            waited = f"waited {now - start:.0f} s so far for {self.service} to answer {text}"
+            log.log(self.severity, "%s", waited)
             self._last_warning = now
 
     async def _exchange(

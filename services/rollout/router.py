@@ -87,6 +87,8 @@ def router_env() -> dict[str, str]:
 class RouterClient(Client):
     """Client for the router's list of workers."""
 
+    start_s = 60.0
+
     async def reconcile(self, url: str, wanted: bool) -> bool:
         """Adds or removes the engine at `url`. Returns True once it is listed as healthy, or
         removed.

@@ -312,7 +312,9 @@ class NodeSupervisor:
             try:
                 done = await self._router_api.reconcile(self.url, wanted)
             except ServiceError as error:
-                self._warnings.warn("router", f"the router does not answer: {error}")
+                self._warnings.warn(
+                    "router", f"the router does not answer: {error}", self._router_api.severity
+                )
 
             registered = done and wanted
             if registered != self._registered:
@@ -328,7 +330,9 @@ class NodeSupervisor:
             try:
                 await self._trainer.report(self.report())
             except ServiceError as error:
-                self._warnings.warn("report", f"could not report to the trainer: {error}")
+                self._warnings.warn(
+                    "report", f"could not report to the trainer: {error}", self._trainer.severity
+                )
             await wait_event(self._wake_report, heartbeat_s)
 
 

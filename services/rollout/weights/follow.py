@@ -189,7 +189,11 @@ class WeightFollower:
                 self._state.serves, wait_s, deadline_s, asleep=self._state.asleep
             )
         except Unreachable as error:
-            self._warnings.warn("unreachable", f"serving continues without the trainer: {error}")
+            self._warnings.warn(
+                "unreachable",
+                f"serving continues without the trainer: {error}",
+                self._trainer.severity,
+            )
         except ServiceError as error:
             self._warnings.warn(
                 "refused", f"the trainer's answer cannot be used, serving continues: {error}"
@@ -415,12 +419,12 @@ class RateLimitedWarnings:
     def __init__(self) -> None:
         self._logged: dict[str, float] = {}
 
-    def warn(self, topic: str, text: str) -> None:
+    def warn(self, topic: str, text: str, level: int = logging.WARNING) -> None:
         """Logs `text` unless this topic was logged in the last minute."""
         now = time.monotonic()
         if now - self._logged.get(topic, -60.0) >= 60:
             self._logged[topic] = now
-            log.warning("%s", text)
+            log.log(level, "%s", text)
 
 
 async def wait_event(event: asyncio.Event, timeout_s: float) -> None:

@@ -102,6 +102,8 @@ class Download:
 class TrainerClient(Client):
     """A rollout node's client of the trainer."""
 
+    start_s = 60.0
+
     async def latest(
         self,
         held: WeightId | None,

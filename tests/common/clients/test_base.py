@@ -325,6 +325,42 @@ async def test_many_calls_waiting_for_one_service_log_one_line(
     assert "for reward-server to answer GET /stats" in said[0]
 
 
+class _Starting(Client):
+    start_s = 60.0
+
+
+@pytest.mark.parametrize("start_s", [60.0, 0.0])
+async def test_a_service_that_may_be_starting_is_waited_for_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start_s: float
+) -> None:
+    monkeypatch.setattr(base, "_WARN_EVERY_S", 0.1)
+    monkeypatch.setattr(_Starting, "start_s", start_s)
+    caplog.set_level("INFO")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    expected = "INFO" if start_s else "WARNING"
+    async with _Starting("trainer", url) as client:
+        with pytest.raises(Unreachable):
+            await client.request("GET", "/health", deadline_s=0.6)
+        assert {record.levelname for record in _waits(caplog)} == {expected}
+
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        with pytest.raises(ServiceError):  # an answer, if only 404
+            await client.request("GET", "/health", deadline_s=10)
+        await runner.cleanup()
+
+        caplog.clear()
+        with pytest.raises(Unreachable):
+            await client.request("GET", "/health", deadline_s=0.6)
+        assert {record.levelname for record in _waits(caplog)} == {"WARNING"}
+
+
+def _waits(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if "so far for" in record.getMessage()]
+
+
 async def test_retries_headers_errors_redirects_and_compressed_answers_over_real_sockets() -> None:
     seen: list[web.Request] = []
     answers = {
