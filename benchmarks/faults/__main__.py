@@ -30,8 +30,6 @@ from common.process.imports import heavy_imports
 
 _LIMIT_S = 330.0
 """Longest time of one fault, with the start of its run."""
-_DIRECTORY = "DIRECTORY"
-"""Stands for the directory of a fault: the words of its path explain nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +80,17 @@ def inject(
         return labs.run(fault.run, lab)
 
     struck = directory / labs.STRUCK
-    own = str(directory)
+
+    def seen(line: str) -> str:
+        # The names of our own files and functions explain nothing.
+        return line.replace(str(directory), "DIRECTORY").replace(f"_{fault.name}", "_run")
 
     def is_named(line: str) -> bool:
-        return struck.exists() and fault.is_named_by(line.replace(own, _DIRECTORY))
+        return struck.exists() and fault.is_named_by(seen(line))
 
     outcome = run_child(work, output, _LIMIT_S, is_named)
     at = float(struck.read_text()) if struck.exists() else outcome.began
-    lines = [Line(line.at, line.text.replace(own, _DIRECTORY)) for line in outcome.lines]
+    lines = [Line(line.at, seen(line.text)) for line in outcome.lines]
     return Result(
         fault=fault,
         judgement=judge(fault, lines, at, ended_well=outcome.status == 0),

@@ -10,10 +10,13 @@ LIMIT_S = 60.0
 """A cause that is named later counts as not named, unless a configured timeout is longer."""
 _NODE = re.compile(r"^[\w-]+ +\| ")
 """What the local runner writes before the lines of a node."""
-_STEP = re.compile(r"^step +\d+/\d+ ")
+_STEP = re.compile(r"^step +\d+/\d+ |^\{'loss': ")
+"""The numbers of a step, here and in TRL."""
+_TRACEBACK = "Traceback (most recent call last):"
+_FILE = re.compile(r'File "[^"]*", line \d+, ')
 _COMPLAINT = re.compile(
     r"^(alarm|hint|warning|error|diagnosis)\b|\b(WARNING|ERROR|CRITICAL)\b"
-    r"|^[\w.]*(Error|Failed|Exception|Lost|Unreachable)\b",
+    r"|^[\w.]*(Error|Failed|Exception|Lost|Unreachable)\b|^\[RANK \d+\] "
 )
 
 
@@ -51,8 +54,8 @@ class Judgement:
 
 
 def complains(text: str) -> bool:
-    """Whether a line is a complaint: an alarm, a hint, a warning or an error."""
-    return _COMPLAINT.search(_NODE.sub("", text)) is not None
+    """Whether a line is a complaint: an alarm, a hint, a warning, an error or a traceback."""
+    return _COMPLAINT.search(_NODE.sub("", text)) is not None or text.startswith(_TRACEBACK)
 
 
 def _is_step(line: Line) -> bool:
@@ -61,7 +64,7 @@ def _is_step(line: Line) -> bool:
 
 def judge(fault: Fault, lines: Sequence[Line], struck: float, ended_well: bool) -> Judgement:
     """Judges the lines that came after the fault struck."""
-    after = [line for line in lines if line.at >= struck]
+    after = _with_tracebacks([line for line in lines if line.at >= struck])
     complaints = [line for line in after if complains(line.text)]
     said = [line for line in after if not _is_step(line)]  # its numbers explain nothing
     naming = next((line for line in said if fault.is_named_by(line.text)), None)
@@ -71,10 +74,7 @@ def judge(fault: Fault, lines: Sequence[Line], struck: float, ended_well: bool) 
 
     steps = None
     if naming is not None:
-        counted = [
-            line for line in after if line.at <= naming.at and _STEP.match(_NODE.sub("", line.text))
-        ]
-        steps = len(counted)
+        steps = sum(line.at <= naming.at and _is_step(line) for line in after)
 
     detected = [line.at - struck for line in (first, naming) if line is not None]
     return Judgement(
@@ -82,9 +82,31 @@ def judge(fault: Fault, lines: Sequence[Line], struck: float, ended_well: bool) 
         detected_s=min(detected, default=None),
         named_s=None if naming is None else naming.at - struck,
         steps=steps,
-        line="" if shown is None else shown.text,
+        line="" if shown is None else shown.text.rpartition("\n")[2],
         before=tuple(earlier),
     )
+
+
+def _with_tracebacks(lines: Sequence[Line]) -> list[Line]:
+    """Returns the lines; those of a traceback, which say one thing together, as one without the
+    paths of its files.
+    """
+    found: list[Line] = []
+    inside: list[str] = []
+    for line in lines:
+        text = _NODE.sub("", line.text)
+        if text.startswith(_TRACEBACK):
+            inside = [text]
+        elif inside and text.startswith(" "):
+            inside.append(_FILE.sub("", text))
+        elif inside:
+            found.append(Line(line.at, "\n".join([*inside, line.text])))
+            inside = []
+        else:
+            found.append(line)
+    if inside:
+        found.append(Line(lines[-1].at, "\n".join(inside)))
+    return found
 
 
 def _verdict(

@@ -1,6 +1,7 @@
 """`benchmarks.faults`: what counts as named, and one fault that is really injected."""
 
 import json
+import os
 import re
 import sqlite3
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.__main__ import inject, load_subjects
+from benchmarks.faults.child import run_child
 from benchmarks.faults.evidence import built_in, read_evidence
 from benchmarks.faults.fault import FAULTS, OWN, Fault
 from benchmarks.faults.judge import LIMIT_S, Line, judge
@@ -63,6 +65,37 @@ def test_a_name_that_comes_late_does_not_count_unless_a_timeout_rules() -> None:
     assert judge(NAN, lines, STRUCK, ended_well=False).verdict == "late"
     ruled = replace(NAN, timeout="reward.function_timeout_s", timeout_s=LIMIT_S)
     assert judge(ruled, lines, STRUCK, ended_well=False).verdict == "named"
+
+
+def test_a_traceback_is_one_complaint_whose_last_line_is_shown() -> None:
+    texts = [
+        "ppo-trainer-0    | Traceback (most recent call last):",
+        'ppo-trainer-0    |   File "script.py", line 9, in reward',
+        "ppo-trainer-0    |     return float(text)",
+        "ppo-trainer-0    | ValueError: nan",
+        "the end",
+    ]
+    lines = [said(text) for text in texts]
+    found = judge(NAN, lines, STRUCK, ended_well=False)
+    assert (found.verdict, found.line) == ("named", "ppo-trainer-0    | ValueError: nan")
+    assert found.before == ()
+
+    # The name of a file explains nothing, and a traceback that never ends is one all the same.
+    lines[1] = said('ppo-trainer-0    |   File "reward.py", line 9, in grade')
+    assert judge(NAN, lines, STRUCK, ended_well=False).verdict == "misnamed"
+    assert judge(NAN, lines[:3], STRUCK, ended_well=False).verdict == "misnamed"
+
+
+@pytest.mark.integration
+def test_colours_do_not_hide_a_complaint(tmp_path: Path) -> None:
+    def work() -> int:
+        os.write(1, b"\x1b[31mERROR\x1b[0m router: nan as a reward\n")
+        return 0
+
+    outcome = run_child(work, tmp_path / "output.txt", 60.0, lambda line: False)
+    found = judge(NAN, outcome.lines, outcome.began, ended_well=True)
+    assert (found.verdict, found.before) == ("named", ())
+    assert found.line == "ERROR router: nan as a reward"
 
 
 def test_lines_of_a_node_are_read_without_its_name() -> None:
