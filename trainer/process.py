@@ -79,7 +79,9 @@ def _try_rewards(config: Config, topology: Topology) -> bool:
             try:
                 await wait_healthy(services, _SERVICES_START_S, log.debug)
                 (prompt,) = await data.train_prompts(1, 0)
-            except ServiceError:
+            except ServiceError as error:
+                # Said now: to load the model may take minutes.
+                log.info("the rewards are not tried before the model is loaded: %s", error)
                 return False
             await try_rewards(reward, prompt)
             return True

@@ -32,6 +32,9 @@ MIN_BYTES_PER_S = 1000
 MAX_HEAD_BYTES = 128 << 10
 """Limit on request line and headers, or anything else between two parts of a body. Checked as data
 arrives."""
+_HTTP2 = b"PRI * HTTP/2.0"
+"""Begin of a connection that speaks HTTP/2. The router tries it with every engine, and goes on with
+HTTP/1.1: no reason for uvicorn's warning of an invalid request."""
 MAX_CONNECTIONS = 8192
 """Limit on open connections, unless file descriptors limit them further."""
 _OWN_FILES = 256
@@ -108,6 +111,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        if self._received == 0 and data.startswith(_HTTP2):
+            self.send_400_response("HTTP/2")
             return
         self._received += len(data)
         self._outside_bodies += len(data)

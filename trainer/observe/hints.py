@@ -198,15 +198,24 @@ class _Steps:
         return self.mean(name, self.last[half:]) - self.mean(name, self.last[:half]) > FLAT
 
     def share(self, stage: str) -> float:
-        """Returns a stage's share of the wall time, without evaluations."""
-        whole = sum(self.sum(f"seconds.{name}") for name in (*STAGES, WAITING))
-        return self.sum(f"seconds.{stage}") / max(1e-9, whole - self.sum("seconds.evaluation"))
+        """Returns a stage's share of the wall time, without evaluations and without the longest
+        step: while a service was gone, the trainer waited for it, whatever it usually does.
+        """
+        usual = sorted(self.last, key=_wall_seconds)[:-1]
+        seconds = sum(row.get(f"seconds.{stage}", 0.0) for row in usual)
+        return seconds / max(1e-9, sum(map(_wall_seconds, usual)))
 
     def dropped(self, reason: str) -> int:
         """Returns the groups dropped in these steps. The counts restart at 0 with the process."""
         now = int(self.last[-1].get(f"dropped.{reason}", 0))
         before = int(self._before.get(f"dropped.{reason}", 0))
         return now - before if now >= before else now
+
+
+def _wall_seconds(row: Mapping[str, float]) -> float:
+    """Returns the wall time of a step, without its evaluation."""
+    whole = sum(row.get(f"seconds.{name}", 0.0) for name in (*STAGES, WAITING))
+    return whole - row.get("seconds.evaluation", 0.0)
 
 
 def _equal_share(steps: _Steps) -> float:

@@ -367,6 +367,23 @@ async def test_requests_that_do_not_end_are_answered_when_the_service_ends(
 
 
 @pytest.mark.integration
+async def test_a_client_that_speaks_http_2_is_refused_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    async with serving(make_app(), sock):
+        for first, warnings in ((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 0), (b"nonsense\r\n", 1)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(first)
+            answer = await reader.read()
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            said = [record for record in caplog.records if record.levelname == "WARNING"]
+            assert len(said) == warnings
+
+
+@pytest.mark.integration
 async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(50):

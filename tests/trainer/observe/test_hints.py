@@ -334,6 +334,14 @@ def test_there_is_no_hint_when_all_is_well_or_unknown() -> None:
     assert set(hints(worst, config())) == {"truncated"}
 
 
+@pytest.mark.parametrize("stage", ["generation", "publish", "reward", "replay", "waiting"])
+def test_one_long_step_is_an_incident_and_no_habit(stage: str) -> None:
+    """The router was gone for ten minutes; the usual step is as healthy as before."""
+    lines = history({"seconds": {stage: 600.0}}, {})
+    assert hints(lines, config()) == {}
+    assert hints(history({"seconds": {stage: 600.0}}), config())
+
+
 def test_there_is_no_hint_in_a_healthy_run() -> None:
     """The metrics of a real run: the tiny task on two busy cores (`jobgroup.local` with
     tiny-cpu.yaml)."""
