@@ -7,7 +7,7 @@ model's (experts of a mixture), rank 0 reads and sends one tensor at a time.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -152,14 +152,25 @@ class Pretrained:
         return config
 
     def plain(self) -> Any:
-        """Loads the tensors in the files into CPU memory. Raises OSError or ValueError."""
-        return self.auto.from_pretrained(
+        """Loads the tensors in the files into CPU memory. Raises OSError or ValueError, also when
+        the files lack a tensor that `added` does not initialise.
+        """
+        model, found = self.auto.from_pretrained(
             self.source,
             config=self.config(),
             dtype=torch.float32,
             trust_remote_code=self.trust_remote_code,
             use_safetensors=True,
+            output_loading_info=True,
         )
+        added = self.added or AddedModules()
+        own = named_tensors(model)
+        missing: list[str] = []
+        for name in found["missing_keys"]:
+            if name not in own or added.first(name, own[name].shape) is None:
+                missing.append(name)
+        refuse_random(missing)
+        return model
 
     def whole(self) -> Any:
         """Loads the model with its added modules into CPU memory. Raises OSError or ValueError."""
@@ -206,6 +217,17 @@ class Pretrained:
             snapshot_download(self.name, allow_patterns=_FILES)
         ranks.barrier()
         return Path(snapshot_download(self.name, allow_patterns=_FILES, local_files_only=True))
+
+
+def refuse_random(missing: Collection[str]) -> None:
+    """Raises ValueError when the files of a model lack tensors, which transformers would fill with
+    random numbers: the model would then answer, and its answers would mean nothing.
+    """
+    if missing:
+        count = "a tensor" if len(missing) == 1 else f"{len(missing)} tensors"
+        raise ValueError(
+            f"its files lack {count} of the model, which would be random: {min(missing)}"
+        )
 
 
 @contextmanager

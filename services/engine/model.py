@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from learning.alone import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
-from learning.loading import only_logits
+from learning.loading import only_logits, refuse_random
 from services.engine.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -44,13 +44,16 @@ class Model(Decoder):
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             fix_rotary_factors(config, max_context_tokens)
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded, found = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 local_files_only=True,
                 use_safetensors=True,
                 dtype=dtype_on(device, dtype),
-            ).to(device)
+                output_loading_info=True,
+            )
+            refuse_random(found["missing_keys"])
+            loaded = loaded.to(device)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
             raise ConfigError(
                 f"the model cannot be loaded: {error}",

@@ -54,6 +54,7 @@ class RewardModelFunction(DetailedRewardFunction):
                 remedy="pip install 'rlhf-math[trainer]'",
             ) from None
         from learning.device import choose_device
+        from learning.loading import refuse_random
 
         self._torch = torch
         self._device = choose_device(device, "device")
@@ -62,9 +63,13 @@ class RewardModelFunction(DetailedRewardFunction):
             precision = "bfloat16" if self._device.type == "cuda" else "float32"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
-            loaded = AutoModelForSequenceClassification.from_pretrained(
-                model, dtype=getattr(torch, precision), use_safetensors=True
+            loaded, found = AutoModelForSequenceClassification.from_pretrained(
+                model,
+                dtype=getattr(torch, precision),
+                use_safetensors=True,
+                output_loading_info=True,
             )
+            refuse_random(found["missing_keys"])
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the reward model cannot be loaded: {error}",

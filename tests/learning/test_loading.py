@@ -1,14 +1,17 @@
 """Loading without shards in low precision, as on one GPU, executed on a CPU under autocast."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.settings.sections import TrainerSection
-from learning.loading import Pretrained, load
+from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 from tests.support.tiny_models import make, write
 
@@ -54,3 +57,26 @@ def test_experts_of_an_unsharded_model_multiply_in_bfloat16(
     with torch.no_grad():
         wanted = exact(IDS, use_cache=False).logits.float().log_softmax(-1)
     assert float((found.detach() - wanted).abs().mean()) < 0.1
+
+
+def test_files_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
+    """transformers would fill it with random numbers."""
+    directory = write("Qwen3-MoE", tmp_path / "model")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    lost = next(name for name in tensors if name.endswith("q_proj.weight"))
+    kept = {name: tensor for name, tensor in tensors.items() if name != lost}
+    save_file(kept, path, metadata={"format": "pt"})
+
+    pretrained = Pretrained(AutoModelForCausalLM, str(directory))
+    with pytest.raises(ValueError, match=f"lack a tensor of the model.*{re.escape(lost)}"):
+        pretrained.whole()
+
+    class Added(AddedModules):
+        """Initialises this tensor, as the critic does its head."""
+
+        def first(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
+            return torch.zeros(tuple(shape)) if name == lost else None
+
+    made = Pretrained(AutoModelForCausalLM, str(directory), added=Added()).whole()
+    assert not made.state_dict()[lost].any()

@@ -1,6 +1,7 @@
 """The embedded engine: its numbers compared with transformers', its batches, pauses and weights."""
 
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -304,3 +305,17 @@ def test_embedded_crash_answers_every_caller_and_is_reported(model_dir: Path) ->
 def test_embedded_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--model-path"):
         Model(tmp_path, 256)
+
+
+def test_embedded_files_that_lack_a_layer_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    """transformers would fill the layer with random numbers, and every answer would be wrong."""
+    incomplete = tmp_path / "model"
+    shutil.copytree(model_dir, incomplete)
+    kept = {
+        name: tensor
+        for name, tensor in load_file(model_dir / "model.safetensors").items()
+        if ".layers.0." not in name
+    }
+    save_file(kept, incomplete / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"would be random: model\.layers\.0\."):
+        Model(incomplete, 256)

@@ -124,6 +124,12 @@ def test_missing_model_is_named(tmp_path: Path) -> None:
         load(["--reward.functions", "reward_model"], {})
 
 
+def test_a_chat_model_in_place_of_a_reward_model_is_refused(base_model: Path) -> None:
+    """It has no head that scores: transformers would make one of random numbers."""
+    with pytest.raises(ConfigError, match=r"would be random: score\.weight.*reward_model\.model"):
+        RewardModelFunction(str(base_model), device="cpu")
+
+
 async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
     config = RewardSection(
         functions=[
