@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import time
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -174,7 +175,8 @@ class EpisodeRun:
         self._instance = await self._call("the constructor", partial(self._environment.make))
 
         row = {"prompt": task.messages or task.prompt, "ground_truth": task.ground_truth}
-        columns = self._environment.columns_of(row | task.columns)
+        # Copies: the other episodes of the group have the same task.
+        columns = deepcopy(self._environment.columns_of(row | task.columns))
         returned = await self._call("reset", partial(self._instance.reset, **columns))
         if returned is None or returned == "":
             return chat

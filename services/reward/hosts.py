@@ -21,7 +21,14 @@ from common.errors import InvalidInput, Overloaded
 from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.fair_slots import FairSlots
-from services.reward.functions.base import Message, RewardFunction, Score, WrongScores, reason_of
+from services.reward.functions.base import (
+    Message,
+    RewardFunction,
+    Score,
+    WrongScores,
+    own_copy,
+    reason_of,
+)
 from services.reward.pool import CallFailed, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -191,7 +198,7 @@ class ThreadHost(Host):
         """
 
         def scores() -> list[Score]:
-            return self._function.scores(completions, **columns)
+            return self._function.scores(own_copy(completions), **own_copy(columns))
 
         if not self._needs_main_thread:
             try:

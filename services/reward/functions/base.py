@@ -48,6 +48,17 @@ class Score:
         object.__setattr__(self, "components", components)
 
 
+def own_copy(value: Any) -> Any:
+    """Returns a copy of a completion or column whose lists and dictionaries are new: a function may
+    change its arguments, and the next function, call or answer must not see that.
+    """
+    if isinstance(value, list):
+        return [own_copy(each) for each in value]
+    if isinstance(value, dict):
+        return {name: own_copy(each) for name, each in value.items()}
+    return value  # also an environment, which is the caller's own
+
+
 class WrongScores(InvalidInput):
     """A reward function returned something other than one number per completion, as it would for
     any completions.

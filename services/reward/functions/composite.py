@@ -6,7 +6,13 @@ from typing import Any, get_args
 
 from common.errors import ConfigError
 from common.wire.schemas import RewardStatus
-from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score
+from services.reward.functions.base import (
+    DetailedRewardFunction,
+    Message,
+    RewardFunction,
+    Score,
+    own_copy,
+)
 
 _SEVERITY: tuple[RewardStatus, ...] = (
     "died",
@@ -73,7 +79,7 @@ class CompositeRewardFunction(DetailedRewardFunction):
         """Returns the weighted sums with their components. Raises what a part raises."""
         parts: list[dict[str, Score]] = [{} for _ in completions]
         for function in self.functions:
-            scores = function.scores(completions, **kwargs)
+            scores = function.scores(own_copy(completions), **own_copy(kwargs))
             for part, score in zip(parts, scores, strict=True):
                 part[function.name] = score
         return [combine(part, self.weights) for part in parts]

@@ -62,6 +62,28 @@ async def test_every_episode_of_a_group_has_its_own_environment_and_seed() -> No
         assert len(set(seeds)) == 6
 
 
+async def test_an_episode_that_changes_its_columns_changes_nothing_for_its_siblings() -> None:
+    async with served(Deck, lambda _: "done") as server:
+        request = request_for(server.service.environment.name, n=3)
+        request.task.columns["cards"] = [[1], [2]]
+        episodes = await server.client.episodes(request)
+        assert [episode.reward for episode in episodes] == [3.0, 3.0, 3.0]
+
+
+class Deck:
+    """Draws the cards of its row, and keeps what it drew from."""
+
+    def reset(self, cards: list[list[int]]) -> None:
+        """Draws all cards."""
+        self.sum = 0
+        while cards:
+            self.sum += cards.pop().pop()
+
+    def get_reward(self) -> float:
+        """Returns the sum of the cards."""
+        return float(self.sum)
+
+
 async def test_several_turns_without_tools() -> None:
     guesses = iter(["1", "2", "3"])
     Guess.closed.clear()

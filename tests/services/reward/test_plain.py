@@ -9,7 +9,7 @@ import pytest
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.functions.base import Message, Score, WrongScores
-from services.reward.functions.composite import combine
+from services.reward.functions.composite import CompositeRewardFunction, combine
 from services.reward.functions.plain import PlainFunction, name_of, numbered
 from services.reward.scorer import RewardScorer
 
@@ -171,3 +171,33 @@ async def test_a_call_that_fails_once_is_repeated_one_by_one_and_said(
         "length failed for 2 answers, now one by one: ConnectionError: the cache is away"
         in caplog.text
     )
+
+
+async def test_a_function_that_changes_its_arguments_changes_nothing_for_others() -> None:
+    """A list that is popped or a chat that is stripped in place would falsify the scores of the
+    next function, of the next call, and of the other answers to the problem."""
+
+    def last_step(completions: list[Any], steps: list[list[str]]) -> list[float]:
+        scores = []
+        for chat, each in zip(completions, steps, strict=True):
+            chat[-1]["content"] = chat[-1]["content"].strip()
+            scores.append(float(chat[-1]["content"] == each.pop()))
+        if len(completions) > 1:
+            raise ConnectionError("the cache is away")  # every answer is scored again
+        return scores
+
+    def as_written(completions: list[Any], steps: list[list[str]]) -> list[float]:
+        return [
+            float(chat[-1]["content"] == " 5 " and each == ["2+3", "5"])
+            for chat, each in zip(completions, steps, strict=True)
+        ]
+
+    columns = {"steps": ["2+3", "5"], "prompts": [{"role": "user", "content": "2+3?"}]}
+    item = RewardItem(prompt="2+3?", response=" 5 ", ground_truth="5", columns=columns)
+    apart = [PlainFunction(last_step), PlainFunction(as_written)]
+    together = [CompositeRewardFunction([PlainFunction(last_step), PlainFunction(as_written)])]
+    for functions in (apart, together):
+        async with RewardScorer(RewardSection(), functions=functions) as scorer:
+            found = [await scorer.score([item, item]) for _ in range(2)]
+        assert [result.reward for results in found for result in results] == [2.0] * 4
+    assert columns["steps"] == ["2+3", "5"]
