@@ -174,7 +174,10 @@ def _killed(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     holder = facts.holder
     who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "its process"
     since = facts.steps[-1].get("time") if facts.steps else facts.started
-    evidence = [f"{who} still has the lock, without a last word: SIGKILL, or power was lost"]
+    evidence = [
+        f"{who} still has the lock, without a last word: SIGKILL, power was lost, or, for a script "
+        "of yours, SIGTERM or SIGHUP (its terminal closed)"
+    ]
     for line in lines:
         signal = _ENDED_BY_SIGNAL.search(line.text)
         if signal is not None:

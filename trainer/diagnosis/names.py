@@ -87,7 +87,7 @@ REMEDIES = {
     ),
     KILLED: (
         "start it again: it goes on from its newest checkpoint; look for the killer (kernel log, "
-        "memory limit of the pod)"
+        "memory limit of the pod; a terminal that closes: use nohup or tmux)"
     ),
     INTERRUPTED: "start it again with the same run directory: it goes on from its checkpoint",
     ENDED: "see the lines above",

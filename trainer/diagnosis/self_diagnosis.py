@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +23,8 @@ _PATIENCE_S = 8.0
 
 @contextmanager
 def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -> Iterator[None]:
-    """Writes the diagnosis of this run when an error leaves the block, and when the run stalls.
+    """Writes the diagnosis of this run when an error or an end by the caller (Ctrl-C, `sys.exit`)
+    leaves the block, and when the run stalls.
 
     The error gets a note that names what was found and the file. A run that ends well has no
     report: one of an earlier attempt is removed. `topology` finds the services; None: they are in
@@ -41,6 +43,11 @@ def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -
         said = diagnose(run_dir, config, topology, reason=_words(error))
         if said:
             error.add_note(said)
+        raise
+    except (KeyboardInterrupt, SystemExit) as ending:
+        # A trainer of a job group says by itself that it was interrupted.
+        if topology is None:
+            diagnose(run_dir, config, reason=_words(ending))
         raise
     else:
         for name in (TEXT_FILE, JSON_FILE):
@@ -81,7 +88,13 @@ def diagnose(
         return ""
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     if isinstance(error, ServiceError):
         return f"error: {error}"
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    words = f"{type(error).__name__}: {error}"
+    if not isinstance(error, SystemExit):
+        return words
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f"{words} in {frame.name} ({frame.filename}, line {frame.lineno})"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 from prometheus_client import Counter
 from rich.console import Console
@@ -37,6 +37,7 @@ from common.wire.codec import group_json
 from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.observe.hints import hints, remember
+from trainer.observe.output import Output
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import numbers
 from trainer.trackers.trackers import Trackers
@@ -341,8 +342,11 @@ def progress_bar(title: str, console: Console, hidden: bool) -> Progress:
 
 
 def console() -> Console:
-    """Returns a console on standard output, 120 columns wide if that is not a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 120)
+    """Returns a console on standard output, 120 columns wide if that is not a terminal. A run goes
+    on without it (`Output`).
+    """
+    output = Output()
+    return Console(file=cast("IO[str]", output), width=None if output.isatty() else 120)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

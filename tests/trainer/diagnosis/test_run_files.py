@@ -247,3 +247,21 @@ def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: P
     with diagnosed(run, Config()):
         pass
     assert not list(run.glob("diagnosis.*"))  # a run that ends well has none
+
+
+@pytest.mark.parametrize(
+    ("ending", "line"),
+    [
+        (KeyboardInterrupt(), "The run was interrupted: by SIGTERM or Ctrl-C"),
+        (SystemExit(3), "The run ended with an error: SystemExit: 3 in test_"),
+    ],
+)
+def test_a_script_that_ends_its_run_is_named(
+    tmp_path: Path, ending: BaseException, line: str
+) -> None:
+    """A run in one process has no log that would say it."""
+    run = make_run(tmp_path / "run", 3)
+    write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "in-process-1", "step": 0}])
+    with RunLock(run, "1"), pytest.raises(type(ending)), diagnosed(run, Config()):
+        raise ending
+    assert says(run).startswith(line)
