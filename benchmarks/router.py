@@ -1,10 +1,12 @@
-"""Measures how evenly sglang-router and smg spread groups: `OMP_NUM_THREADS=1 python -m
-benchmarks.router`.
+"""Measures what sglang-router and smg cost, and how evenly they spread groups:
+`OMP_NUM_THREADS=1 python -m benchmarks.router`.
 
-256 concurrent groups over 2 and 4 workers, by policy, through a router as an agent starts it; the
-figure is the requests of the busiest worker over the mean. Prompts are all different, as in
-training, or share their first 600 tokens, as in a few-shot evaluation. The workers are processes
-that answer after a second without computing. smg is skipped if it is not installed.
+Cost: the seconds until a router lists two workers, what it adds to a request that a worker answers
+at once (300 pairs in a row), and its memory after 1,024 groups. Balance: 256 concurrent groups over
+2 and 4 workers, by policy; the figure is the requests of the busiest worker over the mean. Prompts
+are all different, as in training, or share their first 600 tokens, as in a few-shot evaluation. The
+router runs as an agent starts it. The workers are processes that answer a group after a second
+without computing. smg is skipped if it is not installed.
 """
 
 import asyncio
@@ -18,6 +20,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
+import psutil
 from aiohttp import web
 
 from benchmarks.command import command_parser
@@ -30,6 +33,8 @@ from services.rollout.router import router_command
 GROUPS = 256
 ROUTERS = ["sglang-router", *(["smg"] if importlib.util.find_spec("smg") else [])]
 POLICIES = ("round_robin", "random", "cache_aware")
+REQUESTS = 300
+GROUP_SIZE = 8
 WORK_S = 1.0
 _ANSWER = {
     "text": "because " * 400,
@@ -39,16 +44,18 @@ _ANSWER = {
 
 
 def work(port: int) -> None:
-    """Runs a worker that answers every request after WORK_S and counts the requests."""
+    """Runs a worker that answers a group after WORK_S and a single completion at once, and counts
+    the requests.
+    """
     asked = running = 0
 
     async def generate(request: web.Request) -> web.Response:
         nonlocal asked, running
-        await request.read()
+        n = (await request.json())["sampling_params"]["n"]
         asked += 1
         running += 1
         try:
-            await asyncio.sleep(WORK_S)
+            await asyncio.sleep(WORK_S if n > 1 else 0)
         finally:
             running -= 1
         return web.json_response(_ANSWER)
@@ -88,13 +95,13 @@ def start_workers(stack: ExitStack, count: int) -> list[str]:
 
 async def start_router(
     stack: ExitStack, http: aiohttp.ClientSession, settings: dict[str, str], workers: Sequence[str]
-) -> str:
-    """Starts a router and returns its URL once it lists all workers as healthy."""
+) -> tuple[str, int]:
+    """Starts a router and returns its URL and process once it lists all workers as healthy."""
     ports = {"router_port": free_port(), "router_metrics_port": free_port()}
     section = RolloutSection.model_validate({**settings, **ports})
     url = f"http://127.0.0.1:{section.router_port}"
     command = router_command(Config(rollout=section), Topology())[1:]
-    stack.enter_context(processes([command], [url], disposable=True))
+    (process,) = stack.enter_context(processes([command], [url], disposable=True))
     for worker in workers:
         await http.post(f"{url}/workers", json={"url": worker})
     healthy = 0
@@ -102,12 +109,12 @@ async def start_router(
         await asyncio.sleep(0.05)
         listed = (await answer_json(http, f"{url}/workers"))["workers"]
         healthy = sum(worker["is_healthy"] for worker in listed)
-    return url
+    return url, process.pid
 
 
-async def ask(http: aiohttp.ClientSession, url: str, prompt: list[int]) -> int:
-    """Requests one group and returns the status."""
-    sampling = {"n": 8, "max_new_tokens": 24, "temperature": 1.0}
+async def ask(http: aiohttp.ClientSession, url: str, prompt: list[int], n: int = GROUP_SIZE) -> int:
+    """Requests n completions and returns the status."""
+    sampling = {"n": n, "max_new_tokens": 24, "temperature": 1.0}
     body = {"input_ids": prompt, "sampling_params": sampling}
     async with http.post(f"{url}/generate", json=body) as answer:
         await answer.read()
@@ -128,28 +135,72 @@ async def balance(
     return float(max(asked) / statistics.mean(asked))
 
 
+async def added_ms(http: aiohttp.ClientSession, routed: str, direct: str) -> list[float]:
+    """Returns the sorted milliseconds by which a request takes longer through the router, for pairs
+    of requests in a row.
+    """
+    added = []
+    for _ in range(REQUESTS):
+        taken = []
+        for url in (direct, routed):
+            begin = time.perf_counter()
+            status = await ask(http, url, list(range(200)), n=1)
+            taken.append(1000 * (time.perf_counter() - begin))
+            assert status == 200, status
+        added.append(taken[1] - taken[0])
+    return sorted(added)
+
+
+async def cost(http: aiohttp.ClientSession, name: str) -> str:
+    """Returns what a router costs, in words."""
+    with ExitStack() as stack:
+        workers = start_workers(stack, 2)
+        begin = time.perf_counter()
+        url, pid = await start_router(stack, http, {"router": name}, workers)
+        start_s = time.perf_counter() - begin
+
+        added = await added_ms(http, url, workers[0])
+        for _ in range(4):
+            await balance(http, url, workers, [])
+        router = psutil.Process(pid)
+        memory = sum(each.memory_info().rss for each in [router, *router.children(recursive=True)])
+    return (
+        f"ready after {start_s:.1f} s, adds {statistics.median(added):.2f} ms to a request (95th "
+        f"percentile {added[int(0.95 * REQUESTS)]:.2f}), holds {memory / 2**20:.0f} MiB"
+    )
+
+
+async def spread(http: aiohttp.ClientSession, name: str, policy: str, shots: list[int]) -> str:
+    """Returns how evenly a router spreads groups, in words."""
+    cells = []
+    for count in (2, 4):
+        with ExitStack() as stack:
+            workers = start_workers(stack, count)
+            settings = {"router": name, "router_policy": policy}
+            url, _ = await start_router(stack, http, settings, workers)
+            different = await balance(http, url, workers, [])
+            common = await balance(http, url, workers, shots)
+        cells.append(f"{count} workers {different:.2f} / {common:.2f}")
+    return "   ".join(cells)
+
+
 async def measure() -> None:
     rng = random.Random(1)
     shots = [rng.randrange(1000) for _ in range(600)]
-    print(
-        f"busiest worker over the mean, {GROUPS} groups at once "
-        "(different prompts / a common prefix)"
-    )
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        print("cost")
+        for name in ROUTERS:
+            print(f"  {name:14} {await cost(http, name)}", flush=True)
+        print(
+            f"busiest worker over the mean, {GROUPS} groups at once "
+            "(different prompts / a common prefix)"
+        )
         for name in ROUTERS:
             for policy in POLICIES:
-                cells = []
-                for count in (2, 4):
-                    with ExitStack() as stack:
-                        workers = start_workers(stack, count)
-                        settings = {"router": name, "router_policy": policy}
-                        url = await start_router(stack, http, settings, workers)
-                        different = await balance(http, url, workers, [])
-                        common = await balance(http, url, workers, shots)
-                    cells.append(f"{count} workers {different:.2f} / {common:.2f}")
-                print(f"  {name:14} {policy:12} {'   '.join(cells)}", flush=True)
+                cells = await spread(http, name, policy, shots)
+                print(f"  {name:14} {policy:12} {cells}", flush=True)
 
 
 def main() -> None:
