@@ -322,8 +322,8 @@ def completion_from_answer(
                     "cannot be trained on",
                     field="return_sampling_mask",
                     value=sorted(meta),
-                    remedy="rollout.router smg, which passes that field on; "
-                    "SGLang 0.5.21 or newer; "
+                    remedy="SGLang 0.5.21 or newer, called directly or through smg, because "
+                    "sglang-router drops that field; "
                     "or sampling.top_p 1, sampling.top_k unset and sampling.min_p 0",
                 )
             kept = _Kept.of(meta["output_token_sampling_mask"])

@@ -245,8 +245,8 @@ def _sampling(config: Settings) -> Iterator[str]:
     if truncated and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
         yield (
             f"sampling.{truncated} requires that SGLang reports the candidates of every token, and "
-            "{rollout.router} removes that field from requests: set rollout.router smg, or leave "
-            "it out here and set it in evaluation"
+            "{rollout.router} removes that field from requests: leave rollout.router out (smg), or "
+            f"set it only for evaluations (evaluation.{truncated})"
         )
 
 

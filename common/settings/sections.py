@@ -338,9 +338,9 @@ class RolloutSection(Section):
     model with LongRoPE (docs/reference/models.md). For SGLang on a CPU, this times
     `max_running_requests` is the size of the KV cache in tokens (at most 30 % of the free
     memory)."""
-    router: Literal["sglang-router", "smg"] = "sglang-router"
-    """Program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e
-    '.[smg]'`)."""
+    router: Literal["smg", "sglang-router"] = "smg"
+    """Program in front of the engines: `smg`, or `sglang-router`, its predecessor, which images of
+    SGLang contain."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
     """How the router chooses an engine: in turn, at random, or by what each has cached
     (docs/explanation/engines.md)."""

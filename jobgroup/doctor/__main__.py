@@ -26,7 +26,7 @@ from jobgroup.spec import assignments
 _CHECKS = {
     "python": software.check_python,
     "packages": software.check_packages,
-    "sglang-router": software.check_router,
+    "router": software.check_router,
     "sglang": software.check_sglang,
     "GPUs": gpus.check_gpus,
     "CUDA toolkit": software.check_toolkit,

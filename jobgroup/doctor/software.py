@@ -78,9 +78,12 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
 
 def check_router(plan: Plan) -> Iterator[Result]:
     """Imports the router, a compiled extension: being installed does not prove that it works."""
-    if plan.job(ROLLOUT):
-        ask(sys.executable, "-c", "import sglang_router", fix="bash jobgroup/setup.sh rollout")
-        yield Result("sglang-router", "ok", "can be imported")
+    job = plan.job(ROLLOUT)
+    if job:
+        name = job.config.rollout.router
+        module = name.replace("-", "_")
+        ask(sys.executable, "-c", f"import {module}", fix="bash jobgroup/setup.sh rollout")
+        yield Result("router", "ok", f"{name} can be imported")
 
 
 def check_sglang(plan: Plan) -> Iterator[Result]:

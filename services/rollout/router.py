@@ -12,7 +12,7 @@ from common.settings.config import Config
 from services.rollout.engine_client import to_options
 from services.rollout.keyed import run_module
 
-_MODULES = {"sglang-router": "sglang_router", "smg": "smg"}
+_MODULES = {"smg": "smg", "sglang-router": "sglang_router"}
 _SMG_OPTIONS = [
     # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch
     # of groups is hundreds of requests at once, each as long as its longest completion, and weight
@@ -33,12 +33,11 @@ def router_command(config: Config, topology: Topology) -> list[str]:
     """
     name = config.rollout.router
     if importlib.util.find_spec(_MODULES[name]) is None:
-        extra = "rollout" if name == "sglang-router" else "rollout,smg"
         raise ConfigError(
             f"{name} is not installed",
             field="rollout.router",
             value=name,
-            remedy=f"install it with .venv/bin/pip install -c constraints.txt -e '.[{extra}]', "
+            remedy="install it with .venv/bin/pip install -c constraints.txt -e '.[rollout]', "
             "or set another rollout.router",
         )
 

@@ -60,7 +60,7 @@ def _hide_other_packages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for module, distributions in metadata.packages_distributions().items()
         if not known.intersection(map(canonicalize_name, distributions))
     ]
-    assert {"sglang_router", "selenium", "mypy"} <= set(hidden)
+    assert {"smg", "selenium", "mypy"} <= set(hidden)
     (directory / "sitecustomize.py").write_text(HIDING)
     monkeypatch.setenv("HIDDEN_MODULES", " ".join(hidden))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(Path.cwd())]))

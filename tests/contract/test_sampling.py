@@ -54,9 +54,8 @@ def test_contract_a_shortest_length_keeps_stop_tokens_away(target: httpx.Client)
     "bounds", [{"top_k": 3}, {"top_k": 50, "top_p": 0.5}, {"top_k": 50, "min_p": 0.3}]
 )
 def test_contract_tokens_come_with_the_set_that_truncation_left(
-    worker: httpx.Client, bounds: dict[str, float]
+    target: httpx.Client, bounds: dict[str, float]
 ) -> None:
-    """The tests call the engine directly because sglang-router drops the field."""
     sampling = {"max_new_tokens": 20, "ignore_eos": True, **bounds}
     body = {
         "input_ids": PROMPT,
@@ -64,7 +63,7 @@ def test_contract_tokens_come_with_the_set_that_truncation_left(
         "return_logprob": True,
         "return_sampling_mask": True,
     }
-    answer = generate(worker, **body)
+    answer = generate(target, **body)
     meta = answer["meta_info"]
     masks, among = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
     assert len(masks) == len(among) == meta["output_token_sampling_mask_length"] == 20

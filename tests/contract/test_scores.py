@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from common.clients.rollout import GenerationFailed, RolloutClient
+from common.clients.rollout import RolloutClient
 from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group
@@ -130,21 +130,11 @@ async def test_contract_end_of_a_completion_changes_no_score(
     "shape", [{"top_k": 5}, {"top_k": 4096, "top_p": 0.8}, {"top_k": 4096, "min_p": 0.1}]
 )
 async def test_contract_truncated_tokens_have_no_probability_for_the_trainer(
-    worker_url: str, model_dir: Path, shape: dict[str, float], request: pytest.FixtureRequest
+    target_url: str, model_dir: Path, shape: dict[str, float], request: pytest.FixtureRequest
 ) -> None:
     repeats = "sglang" in request.node.name
-    completions = await assert_scored_alike(worker_url, model_dir, repeats, **shape)
+    completions = await assert_scored_alike(target_url, model_dir, repeats, **shape)
     assert all(
         len(completion.kept_counts) == len(completion.token_ids) for completion in completions
     )
     assert max(completion.kept_counts.max() for completion in completions) > 1
-
-
-async def test_contract_truncated_sampling_is_refused_behind_a_router_without_masks(
-    sglang_router_url: str,
-) -> None:
-    with pytest.raises(
-        GenerationFailed, match="does not say which tokens it sampled from"
-    ) as refused:
-        await sampled(sglang_router_url, 1.0, top_p=0.8, top_k=4096)
-    assert "rollout.router smg" in str(refused.value.remedy)

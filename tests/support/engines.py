@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,10 +243,7 @@ def sglang_process(
         end(process)
 
 
-needs_smg = pytest.mark.skipif(
-    find_spec("smg") is None, reason="smg is not installed: pip install -e '.[smg]'"
-)
-ROUTERS = ["sglang-router", pytest.param("smg", marks=[needs_smg, pytest.mark.slow])]
+ROUTERS = ["smg", pytest.param("sglang-router", marks=pytest.mark.slow)]
 """Values of `rollout.router`."""
 
 

@@ -342,7 +342,6 @@ class TrainerConfig(BaseModel):
         }
         if engine != "embedded":
             mapped["rollout.engine"] = "sglang"
-            mapped["rollout.router"] = "smg"  # there is no router, so this drops no setting
         if engine == "sglang":
             mapped["rollout.colocate"] = self.use_gpu
         elif engine != "embedded":

@@ -35,5 +35,12 @@ def test_the_reason_says_what_is_missing(
         completion_from_answer(answer(ids, pairs))
 
 
+def test_truncated_sampling_needs_the_tokens_that_it_left() -> None:
+    with pytest.raises(GenerationFailed, match="does not say which tokens it sampled") as failed:
+        completion_from_answer(answer([5], [[-1.0, 5, None]]), truncated=True)
+    assert failed.value.field == "return_sampling_mask"
+    assert "sglang-router drops that field" in str(failed.value.remedy)
+
+
 def test_a_whole_answer_is_read() -> None:
     assert completion_from_answer(answer([5], [[-1.0, 5, None]])).token_ids.tolist() == [5]

@@ -8,7 +8,8 @@ from common.errors import ConfigError
 from common.settings.config import from_mapping, load
 
 EMBEDDED = {"rollout.engine": "embedded"}
-SMG = {"rollout.router": "smg"}
+SGLANG = {"rollout.engine": "sglang"}
+OLD_ROUTER = {"rollout.router": "sglang-router"}
 
 
 @pytest.mark.parametrize(
@@ -34,12 +35,12 @@ SMG = {"rollout.router": "smg"}
         ),
         ({"sampling.top_k": 5000, **EMBEDDED}, "sampling.top_k", ("4096", "evaluation.top_k")),
         (
-            {"sampling.top_p": 0.9},
+            {"sampling.top_p": 0.9, **OLD_ROUTER},
             "sampling.top_p",
-            ("sglang-router removes", "set rollout.router smg", "evaluation"),
+            ("sglang-router removes", "leave rollout.router out", "evaluation.top_p"),
         ),
         (
-            {"sampling.min_p": 0.1, "rollout.device": "cpu"},
+            {"sampling.min_p": 0.1, "rollout.device": "cpu", **OLD_ROUTER},
             "sampling.min_p",
             ("sglang-router removes",),
         ),
@@ -76,7 +77,7 @@ def test_conflicting_settings_are_refused(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize("settings", [EMBEDDED, SMG])
+@pytest.mark.parametrize("settings", [EMBEDDED, SGLANG])
 def test_truncated_sampling_in_training_is_bounded_by_top_k(settings: dict[str, Any]) -> None:
     sampling = from_mapping({"sampling.top_p": 0.9, **settings}).sampling
     assert (sampling.truncation(), sampling.training_truncation()) == (

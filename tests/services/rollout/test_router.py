@@ -131,6 +131,10 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
             await client.generate([5, 6, 7], **common)
             client.repeats_prompt = True
             await client.generate([5, 6, 7], **common)
+            if router == "smg":
+                client.adapter = None
+                await client.answers([5, 6, 7], **common, parameters={"top_p": 0.8, "top_k": 40})
+                assert sent[-1]["return_sampling_mask"] is True
             assert [arrived(*pair) for pair in zip(sent, engine.bodies, strict=True)] == sent
             assert sent[-1]["input_ids"] == [[5, 6, 7]] * 3
 

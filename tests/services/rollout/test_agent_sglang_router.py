@@ -1,5 +1,5 @@
-"""Two rollout nodes as in `test_agent_node`, with smg as the router: an engine and the router are
-killed and come back."""
+"""Two rollout nodes as in `test_agent_node`, with sglang-router: an engine and the router are killed
+and come back."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import pytest
 from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
 from common.process.topology import TRAINER
-from tests.support.engines import needs_smg
 from tests.support.rollout_nodes import (
     GROUP,
     TRAINER_PORT,
@@ -27,14 +26,13 @@ pytestmark = [
     pytest.mark.skipif(
         sys.platform != "linux", reason="every node gets a loopback address of its own"
     ),
-    needs_smg,
     pytest.mark.slow,  # test_router.py has a shorter version
 ]
 
 
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("smg"), RLHF_ROLLOUT__ROUTER="smg")
+    cluster = Cluster(tmp_path_factory.mktemp("nodes"), RLHF_ROLLOUT__ROUTER="sglang-router")
     app = create_trainer_app(cluster.board, Metrics("trainer"))
     with BackgroundServer(app, names(2)[f"{TRAINER}-0.{GROUP}"].address, TRAINER_PORT):
         try:
@@ -45,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             cluster.board.close()
 
 
-async def test_nodes_behind_smg_take_weights_and_survive_kills(cluster: Cluster) -> None:
+async def test_nodes_behind_sglang_router_take_weights_and_survive_kills(cluster: Cluster) -> None:
     await until(
         lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster
     )
@@ -64,9 +62,7 @@ async def test_nodes_behind_smg_take_weights_and_survive_kills(cluster: Cluster)
         await until(lambda: cluster.all_serve("a", 1), "weights 1 everywhere again", cluster)
         before = [requests_served(node) for node in cluster.nodes]
         assert {await generate(rollout) for _ in range(8)} == {1}
-        after = [
-            requests_served(node) for node in cluster.nodes
-        ]  # although smg takes their paths for model names
+        after = [requests_served(node) for node in cluster.nodes]
         assert [new - old for old, new in zip(before, after, strict=True)] == [4, 4]
 
         router = first.status()["router_pid"]
