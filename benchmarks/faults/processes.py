@@ -336,10 +336,10 @@ def _task(yaml: str, name: str, old: str, new: str) -> str:
     return "\n---\n".join(parts)
 
 
-def _never_begins(lab: Lab, edit: Edit, seconds: float = 60.0, **settings: Any) -> None:
+def _never_begins(lab: Lab, edit: Edit, **settings: Any) -> None:
     lab.strike()
     with _group(lab, edit=edit, **settings) as group:
-        _watch(group, seconds)
+        _watch(group, _BEGINS_S)
 
 
 @fault(
@@ -376,7 +376,6 @@ def service_never_ready(lab: Lab) -> None:
             "run: exec .venv/bin/python -m services.reward",
             "run: exec sleep 600",
         ),
-        seconds=75,
     )
 
 
