@@ -298,7 +298,7 @@ class PromptStream:
             if stored[0] != identity[0]:
                 changed = f"seed {stored[0]}, not {self.seed}"
             elif stored != identity:
-                changed = "other training problems"
+                changed = "other training problems, or to these in another order"
             raise ConfigError(
                 f"the cursor in {self.path} belongs to {changed}",
                 field="state_dir",

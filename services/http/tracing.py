@@ -27,7 +27,7 @@ _POLLED = frozenset(
 """Routes that probes, agents and dashboards poll every few seconds: logged at DEBUG."""
 _HEADER = logs.REQUEST_HEADER.encode()
 _FAILURES = 10
-"""INFO lines per minute for one route and error status. Further lines are logged at DEBUG, so that
+"""Lines per minute for one route and error status. Further lines are logged at DEBUG, so that
 strangers and retrying clients cannot fill the log."""
 _WINDOW_S = 60.0
 
@@ -98,7 +98,11 @@ class RequestTracing:
             since = now
             lines = 0
         self._logged[method, route, status] = since, lines + 1
-        return logging.INFO if lines < _FAILURES else logging.DEBUG
+        if lines >= _FAILURES:
+            return logging.DEBUG
+        # 503 is a start, an end or a queue that is full, and the client tries again.
+        has_failed = status >= 500 and status != 503
+        return logging.WARNING if has_failed else logging.INFO
 
 
 def _given(scope: Scope, header: str) -> str:

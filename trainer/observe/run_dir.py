@@ -231,6 +231,13 @@ class Recorder:
         if evaluation.pass_at_k is not None:
             text += f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
         self.evaluated(evaluation.summary(), text, evaluation.answers)
+        if evaluation.trained_on:
+            leaked = (
+                f"{evaluation.trained_on} of {evaluation.num_samples} held-out problems were "
+                "trained on: the evaluation measures what was memorised, too. Remove them from the "
+                "training data, or evaluate on others"
+            )
+            self._warn("warning", evaluation.step, {"trained_on": leaked})
 
     def evaluated(
         self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()

@@ -414,16 +414,16 @@ class WeightFollower:
 
 
 class RateLimitedWarnings:
-    """Logs repeated warnings at most once a minute per topic."""
+    """Logs repeated warnings at most once a minute per topic and level."""
 
     def __init__(self) -> None:
-        self._logged: dict[str, float] = {}
+        self._logged: dict[tuple[str, int], float] = {}
 
     def warn(self, topic: str, text: str, level: int = logging.WARNING) -> None:
-        """Logs `text` unless this topic was logged in the last minute."""
+        """Logs `text` unless this topic was logged at this level in the last minute."""
         now = time.monotonic()
-        if now - self._logged.get(topic, -60.0) >= 60:
-            self._logged[topic] = now
+        if now - self._logged.get((topic, level), -60.0) >= 60:
+            self._logged[topic, level] = now
             log.log(level, "%s", text)
 
 

@@ -98,6 +98,20 @@ async def test_crash_is_a_500_without_secrets_and_the_service_survives(
     assert (await http.get("/health")).status_code == 200
 
 
+async def test_an_answer_of_a_service_that_has_failed_is_a_warning_and_a_refusal_is_not(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for path in ("/things/crash", "/nowhere"):
+        await http.get(path)
+    levels = {
+        record.getMessage().partition(" in ")[0]: record.levelname
+        for record in caplog.records
+        if record.name == "services.http.tracing"
+    }
+    assert levels == {"GET /things/crash: 500": "WARNING", "GET /nowhere: 404": "INFO"}
+
+
 @pytest.mark.parametrize(
     ("body", "field", "value"),
     [

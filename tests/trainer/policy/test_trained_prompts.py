@@ -105,7 +105,9 @@ def test_an_evaluation_says_what_was_trained_on(
     )
     trainer = OnlineRLTrainer(config, right, rows(range(4)), rows(range(2, 6)))
     result = trainer.train()
-    assert "(4 problems, 2 of which were trained on)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "(4 problems, 2 of which were trained on)" in shown
+    assert shown.count("warning: 2 of 4 held-out problems were trained on") == 1
     assert [line["trained_on"] for line in result.evaluations] == [0, 2]
 
     saved = trainer.save_model(tmp_path / "merged")
