@@ -234,10 +234,12 @@ def _build_leader(
     critic = value_function(config, ranks, services.critic, loop=loop, run_id=run_id)
     lease = _gpu_lease(config, models, critic, publisher)
 
+    vocabulary = policy.model.get_input_embeddings().num_embeddings
     prompter = Prompter(
         tokenizer,
         PromptStyle.of(config),
         stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids),
+        vocabulary=vocabulary,
     )
     state = models.state
     progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
@@ -247,7 +249,7 @@ def _build_leader(
         loop,
         progress=progress,
         ground_truths=GroundTruthCheck(services, run_dir / GROUND_TRUTHS),
-        vocabulary=policy.model.get_input_embeddings().num_embeddings,
+        vocabulary=vocabulary,
     )
     critic.restore(models.saved)
     policy.total_steps = rollouts.prepare(policy.step, models.continues)

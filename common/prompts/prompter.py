@@ -190,6 +190,8 @@ class Prompter:
     tokenizer: Any
     style: PromptStyle
     stop_token_ids: list[int]
+    vocabulary: int | None = None
+    """Number of tokens that the model knows; None if that is not known here."""
 
     def __post_init__(self) -> None:
         self.style.check(self.tokenizer)
@@ -199,8 +201,23 @@ class Prompter:
         return self.all_token_ids([prompt])[0]
 
     def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Returns `token_ids` of several prompts."""
-        return prompt_ids(prompts, self.style, self.tokenizer)
+        """Returns `token_ids` of several prompts. Raises ConfigError for a token that the model
+        lacks.
+        """
+        found = prompt_ids(prompts, self.style, self.tokenizer)
+        for prompt, token_ids in zip(prompts, found, strict=True):
+            largest = max(token_ids, default=0)
+            if self.vocabulary is not None and largest >= self.vocabulary:
+                raise ConfigError(
+                    f"the tokenizer has more tokens than the model, which knows {self.vocabulary}: "
+                    f"the prompt of {prompt.id} has the token {largest} "
+                    f"({self.tokenizer.decode([largest])!r})",
+                    field="model.name",
+                    value=self.tokenizer.name_or_path,
+                    remedy="call model.resize_token_embeddings(len(tokenizer)) and save both, or "
+                    "use the model's own tokenizer",
+                )
+        return found
 
 
 def _rendered(

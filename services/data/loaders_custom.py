@@ -14,6 +14,7 @@ from services.data.rows import (
     further_columns,
     id_of,
     read_chat,
+    refuse_chat_as_text,
     stated_answer,
     stop_at,
     text_of,
@@ -104,6 +105,7 @@ class CustomDatasetLoader(RowLoader):
                 return text, stated_answer(solution)
         else:
             text = text_of(row, self.prompt_field, where, "--data.prompt_field")
+            refuse_chat_as_text(text, self.prompt_field, where)
         if _TESTS in row and row.get(self.answer_field) is None:
             return text, ""
         return text, final_answer(text_of(row, self.answer_field, where, "--data.answer_field"))

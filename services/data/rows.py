@@ -20,6 +20,7 @@ Row = tuple[str, dict[str, Any]]
 MAX_TEXT_CHARS = 1_000_000
 MAX_ID_CHARS = 512
 _REPAIR = "repair the row, or remove it"
+_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["'].*\}\s*\]\s*""", re.DOTALL)
 _GROUPED = re.compile(r"[-+]?\$?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
 
@@ -80,6 +81,19 @@ def text_of(
     if not text.strip() or len(text) > limit:
         stop_at(where, f"column {column!r} is empty or over {limit} characters")
     return text
+
+
+def refuse_chat_as_text(text: str, column: str, where: str) -> None:
+    """Raises ConfigError for a problem that is the text of a list of messages, as a CSV file or
+    `str(chat)` has them: the model would read brackets and quotes.
+    """
+    if _CHAT_AS_TEXT.fullmatch(text):
+        stop_at(
+            where,
+            f"column {column!r} is a list of messages written as a text: {text:.60}",
+            "name the column in data.messages_field, which reads JSON; with the Python API give a "
+            "list (json.loads)",
+        )
 
 
 def id_of(row: Mapping[str, Any], where: str, default: str) -> str:

@@ -12,6 +12,7 @@ from services.data.rows import (
     further_columns,
     id_of,
     read_chat,
+    refuse_chat_as_text,
     refuse_same_ids,
     stop_at,
     text_of,
@@ -138,6 +139,7 @@ def _prompt(item: Any, default_id: str, where: str) -> Prompt:
 
     prompt_id = id_of(item, where, default_id)
     question = chat[-1]["content"] if chat else text_of(item, column, where, setting=column)
+    refuse_chat_as_text(question, column, where)
     ground_truth = ""
     answer = _column(item, _ANSWER_COLUMNS)
     if answer is not None and str(item[answer]).strip():

@@ -33,6 +33,9 @@ CERTAIN_LOSS = 3.0
 step to step."""
 FLAT = 0.02
 """Smallest rise of a mean from the first to the second half of the window that counts as a rise."""
+LEAST_RATE = 2e-8
+"""AdamW moves a weight by at most about the learning rate in an update; those of language models
+are about 0.02 in size. Below this rate a thousand updates change them by a thousandth."""
 MAX_KL_REFERENCE = 0.5
 """Nats per token."""
 KL_GROWTH = 10.0
@@ -71,6 +74,10 @@ _DROPS = {
         "sampling.max_new_tokens"
     ),
 }
+_UNREAD = (
+    "a reward function does not read the answers as they are (to a data set with chats: lists of "
+    "messages, not texts)"
+)
 _LOST = {
     "timeout": (
         "long episodes are lost more often than short ones, and the model learns from those that "
@@ -138,6 +145,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         "truncated": _truncated(steps),
         "short_answers": _short_answers(steps),
         "policy_moves": _policy_moves(steps),
+        "policy_stands_still": _policy_stands_still(steps),
         "not_finite": _not_finite(steps),
         "entropy": _entropy(steps),
         "generation_bound": _generation_bound(steps),
@@ -244,18 +252,16 @@ def _zero_variance_groups(steps: _Steps) -> str:
     # Rewards that differ between groups alone have a mean that changes.
     constant = steps.constant("reward") if share == 1 else None
     if constant == 0:
-        cause = (
-            ": every answer got the reward 0, so either all answers are wrong (the prompts are too "
-            "hard), or a reward function fails and returns 0 (an error or a time-out that it "
-            "catches itself)"
-        )
+        cause = _always_zero(accuracy)
         remedy = (
             "Grade one right answer by hand with reward.functions, and see whether the column "
             "data.answer_field has the answers; then take easier prompts (data.source, "
             "data.levels), or a reward with intermediate steps (reward.functions)"
         )
     elif accuracy is None:
-        cause = "" if constant is None else f": every answer got the same reward, {constant:g}"
+        cause = ""
+        if constant is not None:
+            cause = f": every answer got the same reward, {constant:g}, perhaps because {_UNREAD}"
         remedy = (
             "The reward does not tell answers to one prompt apart: use one with intermediate steps "
             "(reward.functions), more tries (sampling.group_size), or other prompts (data.source)"
@@ -281,6 +287,16 @@ def _zero_variance_groups(steps: _Steps) -> str:
     if not config.algorithm.dynamic_sampling:
         text += "; algorithm.dynamic_sampling replaces such groups at the cost of generating more"
     return text
+
+
+def _always_zero(accuracy: float | None) -> str:
+    """Returns why no answer may ever have got another reward than 0."""
+    cause = (
+        ": every answer got the reward 0, so either all answers are wrong (the prompts are too "
+        "hard), or a reward function fails and returns 0 (an error or a time-out that it "
+        "catches itself)"
+    )
+    return cause if accuracy is not None else f"{cause}, or {_UNREAD}"
 
 
 def _same_answers(steps: _Steps) -> str:
@@ -443,6 +459,17 @@ def _policy_moves(steps: _Steps) -> str:
             f"a stronger pull to the reference (algorithm.kl_coef {config.algorithm.kl_coef:g})"
         )
     return f"the policy moves too far: {', '.join(seen)}. Remedies: {'; '.join(remedies)}"
+
+
+def _policy_stands_still(steps: _Steps) -> str:
+    rate = steps.config.trainer.learning_rate
+    if rate >= LEAST_RATE or steps.rose("reward"):
+        return ""
+    return (
+        f"trainer.learning_rate ({rate:g}) is so small that the policy hardly changes: an update "
+        "moves a weight by at most about this much. Raise it: 1e-6 to 1e-5 is usual for all "
+        "weights, 1e-5 to 1e-3 for an adapter"
+    )
 
 
 def _not_finite(steps: _Steps) -> str:

@@ -176,3 +176,16 @@ def test_a_template_that_refuses_a_role_is_named() -> None:
 def test_a_chat_without_a_chat_template_is_refused() -> None:
     with pytest.raises(ConfigError, match="a problem is a chat"):
         prompt_text(CHAT, style(), tokenizer())
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    """As after `tokenizer.add_special_tokens` without `model.resize_token_embeddings`; the engine
+    would refuse every such prompt, or fail."""
+    own = tokenizer()
+    vocabulary = len(own)
+    own.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    prompter = Prompter(own, PromptStyle(), [], vocabulary=vocabulary)
+    assert prompter.token_ids(PROMPT)
+    thinking = Prompt(id="p3", prompt="<think>2 + 3?", ground_truth="5")
+    with pytest.raises(ConfigError, match=rf"p3 has the token {vocabulary} \('<think>'\).*resize"):
+        prompter.token_ids(thinking)

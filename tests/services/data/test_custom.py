@@ -1,5 +1,6 @@
 """A user's own data sets: extra columns, tasks, chats, and a function applied to the rows."""
 
+import csv
 import datetime
 import json
 from collections.abc import Callable, Mapping
@@ -226,6 +227,26 @@ def test_chat_without_exactly_one_problem_is_refused(
     text = refused(lambda: one_row(tmp_path, {"chat": chat}, messages_field="chat"))
     assert message in text
     assert "train.jsonl, line 1" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        str([{"role": "user", "content": "2+3?"}]),
+        json.dumps([{"role": "user", "content": None}, {"content": "2+3?", "role": "user"}]),
+    ],
+)
+def test_a_chat_written_as_text_is_no_problem(tmp_path: Path, text: str) -> None:
+    """A CSV file has no lists: the model would be asked brackets and quotes."""
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["prompt", "answer"])
+        rows.writerow(["Is [{'role': 1}] a list?", "yes"])
+        rows.writerow([text, "5"])
+    said = refused(lambda: CustomDatasetLoader(path, prompt_field="prompt").load("train"))
+    assert "line 3: column 'prompt' is a list of messages written as a text" in said
+    assert "data.messages_field" in said
 
 
 def test_a_function_changes_rows_and_leaves_some_out(tmp_path: Path) -> None:

@@ -135,6 +135,10 @@ def test_several_data_sets_by_their_names() -> None:
             r"has the roles assistant; .*the last one must be user",
         ),
         (
+            [{"prompt": "[{'role': 'user', 'content': 'a?'}]"}],
+            r"row 0: column 'prompt' is a list of messages written as a text.*give a list",
+        ),
+        (
             [{"prompt": "a?", "answer": [1]}],
             r"row 0: column 'answer' is \[1\], not a text or a number",
         ),

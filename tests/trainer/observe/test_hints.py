@@ -63,6 +63,14 @@ def config(**settings: Any) -> Config:
     return Config(**sections)
 
 
+def test_a_learning_rate_that_changes_nothing_is_named() -> None:
+    text = only("policy_stands_still", history({}), trainer__learning_rate=5e-9)
+    assert "trainer.learning_rate (5e-09)" in text
+    assert not hints(history({}), config(trainer__learning_rate=1e-7))
+    learning = history(*[{"reward": 0.5 + step / 50} for step in range(WINDOW)])
+    assert not hints(learning, config(trainer__learning_rate=5e-9))
+
+
 def test_without_verdicts_hints_look_at_the_reward() -> None:
     unrated = {"accuracy": None, "solved_groups": None, "failed_groups": None}
     text = only("zero_variance_groups", history(unrated | {"zero_variance_groups": 9}))
@@ -373,7 +381,9 @@ def test_a_reward_that_never_changed_is_named_with_its_value() -> None:
 
     unrated = equal | {"accuracy": None, "solved_groups": None, "failed_groups": None}
     same = [HEALTHY | unrated | {"reward": 0.25} for _ in range(FIRST + WINDOW)]
-    assert "every answer got the same reward, 0.25" in only("zero_variance_groups", same)
+    text = only("zero_variance_groups", same)
+    assert "every answer got the same reward, 0.25" in text
+    assert "to a data set with chats: lists of messages, not texts" in text
     changes = [same[0] | {"reward": 0.1}, *same[1:]]
     assert "every answer got" not in only("zero_variance_groups", changes)
 
