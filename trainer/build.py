@@ -35,7 +35,7 @@ from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
-from trainer.policy.trained_prompts import TrainedPrompts
+from trainer.policy.trained_prompts import TrainedPrompts, style_of
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
@@ -264,6 +264,7 @@ def _build_leader(
         )
         say(text, level=logging.WARNING)
     trained = TrainedPrompts.of(models.saved or config.model.name)
+    trained.style = style_of(prompter.style)
 
     # All checks have passed: only now may the recorder remove the lines of lost steps.
     recorder = stack.enter_context(

@@ -142,8 +142,8 @@ class ModelEvaluator:
             near_duplicates: also look for problems that share 13 words in a row with one that the
                 model was trained on.
 
-        A warning says how many of the problems the model was trained on, as far as its directory
-        tells.
+        Warnings say how many of the problems the model was trained on, and whether it was trained
+        on prompts of another form (another system prompt), as far as its directory tells.
 
         Raises ConfigError for an empty data set or a model that does not load, Unreachable when a
         server does not respond, and another ServiceError when any answer is missing.
@@ -157,6 +157,9 @@ class ModelEvaluator:
         resembles = None
         if not self._served:
             trained = TrainedPrompts.of(self.model)
+            changes = trained.other_style(PromptStyle.of(self._config))
+            if changes:
+                _log.warning("%s: trained on prompts of another form: %s", self.model, changes)
             trained_on = trained.contain(prompts)
             if near_duplicates:
                 resembles = trained.resemble(prompts)

@@ -191,6 +191,8 @@ def evaluation(
     """Returns the command that evaluates the trained model on the held-out problems."""
     words = ["--model", str(saved), "--compare", config.model_name_or_path, "--dataset", dataset]
     words += ["--max-new-tokens", str(config.max_new_tokens)]
+    if config.system_prompt:
+        words += ["--system-prompt", config.system_prompt]
     for name, value in data_settings.items():
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         words += ["--set", f"{name}={text}"]

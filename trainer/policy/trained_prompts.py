@@ -1,5 +1,5 @@
 """Fingerprints of the prompts that a model was trained on, in a file beside its weights: an
-evaluation says which of its problems were trained on.
+evaluation says which of its problems were trained on, and whether it prompts the model otherwise.
 
 A prompt takes 8 bytes, for a hash of its text and its ground truth, and at most 64 more for the
 smallest 8 hashes of its sequences of 13 words. A problem that shares half of its sequences with a
@@ -7,19 +7,21 @@ prompt has one of these 8 with a probability of 1 − 1/2⁸.
 """
 
 import io
+import json
 import re
 import shutil
 import unicodedata
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from common.errors import ConfigError
+from common.errors import ConfigError, shorten
+from common.prompts.prompter import PromptStyle
 from common.wire.schemas import Prompt
 
 TRAINED_PROMPTS = "trained_prompts.npz"
@@ -34,7 +36,11 @@ Hashes = NDArray[np.uint64]
 class TrainedPrompts:
     """What a model was trained on so far: sorted hashes of prompts, and of sequences of words."""
 
-    def __init__(self, prompts: Hashes, sequences: Hashes) -> None:
+    def __init__(
+        self, prompts: Hashes, sequences: Hashes, style: Mapping[str, Any] | None = None
+    ) -> None:
+        self.style = style
+        """The settings that made the prompts (`style_of`); None if they are not known."""
         self._prompts = prompts
         self._sequences = sequences
         self._new_prompts: list[int] = []
@@ -55,7 +61,8 @@ class TrainedPrompts:
             return cls.none()
         try:
             with np.load(io.BytesIO(path.read_bytes())) as content:
-                return cls(content["prompts"], content["sequences"])
+                style = json.loads(str(content["style"])) if "style" in content else None
+                return cls(content["prompts"], content["sequences"], style)
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise ConfigError(
                 f"the fingerprints of the training prompts cannot be read: {error}",
@@ -89,11 +96,28 @@ class TrainedPrompts:
             shared.append(bool(np.isin(hashes, self._sequences).any()))
         return shared
 
+    def other_style(self, style: PromptStyle) -> str:
+        """Returns how the prompts of `style` differ from those of the training; empty if they do
+        not, or if that is not known.
+        """
+        if self.style is None:
+            return ""
+        now = style_of(style)
+        changes: list[str] = []
+        for name, value in self.style.items():
+            if now.get(name) != value:
+                old = shorten(repr(value))
+                changes.append(f"{name} was {old} and is {shorten(repr(now.get(name)))}")
+        return "; ".join(changes)
+
     def file(self) -> bytes:
         """Returns the content of the file."""
         self._merge()
         stream = io.BytesIO()
-        np.savez(stream, prompts=self._prompts, sequences=self._sequences)
+        content = {"prompts": self._prompts, "sequences": self._sequences}
+        if self.style is not None:
+            content["style"] = np.array(json.dumps(self.style))
+        np.savez(stream, **content)
         return stream.getvalue()
 
     def _merge(self) -> None:
@@ -101,6 +125,16 @@ class TrainedPrompts:
         self._sequences = np.union1d(self._sequences, np.array(self._new_sequences, np.uint64))
         self._new_prompts = []
         self._new_sequences = []
+
+
+def style_of(style: PromptStyle) -> dict[str, Any]:
+    """Returns the settings that make prompts, by their names."""
+    return {
+        "data.prompt_template": style.template,
+        "sampling.system_prompt": style.system_prompt,
+        "sampling.chat_template_kwargs": dict(style.chat_template_kwargs),
+        "sampling.prefill": style.prefill,
+    }
 
 
 def copy_trained_prompts(source: str | Path, target: Path) -> None:

@@ -30,7 +30,7 @@ from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.identity import Facts, identity
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import context_length, load_tokenizer, stop_token_ids
-from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
+from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts, style_of
 from trainer.rank import started
 from trainer.sft.learner import Learner
 from trainer.sft.log import SftLog
@@ -175,11 +175,13 @@ class SftRun:
                 f"already finished: all {total_steps} steps were trained before, and their result "
                 "is below"
             )
+        trained = TrainedPrompts.of(saved or config.model.name)
+        trained.style = style_of(PromptStyle.of(config))
         leader = _RankZero(
             log=log,
             examples=examples.train,
             batches=Batches(train, settings.batch_size, config.seed),
-            trained=TrainedPrompts.of(saved or config.model.name),
+            trained=trained,
             lock=lock,
             identity=identity(config, "answers"),
         )

@@ -7,12 +7,13 @@ import pytest
 from rich.console import Console
 
 from common.errors import ConfigError
+from common.prompts.prompter import PromptStyle
 from common.settings.config import load
 from common.wire.schemas import Prompt
 from services.data.sft_examples import load_examples
 from tests.support.sft import fine_tune
 from trainer import ModelEvaluator, OnlineRLTrainer, TrainerConfig
-from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
+from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts, style_of
 from trainer.sft.settings import SFT_SETTINGS
 
 APPLES = (
@@ -43,6 +44,21 @@ def test_the_form_of_a_problem_does_not_count_and_its_ground_truth_does(tmp_path
         "as an example of supervised fine-tuning"
     )
     assert TrainedPrompts.of(tmp_path / "nothing").contain([problem(APPLES)]) == [False]
+
+
+def test_prompts_of_another_form_are_said(tmp_path: Path) -> None:
+    found = TrainedPrompts.none()
+    found.style = style_of(PromptStyle(system_prompt="Answer with #### N."))
+    (tmp_path / TRAINED_PROMPTS).write_bytes(found.file())
+    read = TrainedPrompts.of(tmp_path)
+    assert read.other_style(PromptStyle(system_prompt="Answer with #### N.")) == ""
+    assert read.other_style(PromptStyle(prefill="So")) == (
+        "sampling.system_prompt was 'Answer with #### N.' and is ''; "
+        "sampling.prefill was '' and is 'So'"
+    )
+    assert trained(tmp_path, (APPLES, "28")).other_style(PromptStyle(prefill="So")) == "", (
+        "a file of before does not know"
+    )
 
 
 def test_a_problem_with_another_name_and_numbers_resembles_it(tmp_path: Path) -> None:
@@ -117,6 +133,14 @@ def test_an_evaluation_says_what_was_trained_on(
     assert measured["trained_on"] == [True, True, False, False]
     assert measured["resembles_training"] == [False] * 4, "they have too few words"
     assert caplog.messages == [f"{saved}: 2 of 4 problems were trained on"]
+    caplog.clear()
+    other = ModelEvaluator(
+        saved, max_new_tokens=4, progress=False, settings={"sampling.prefill": "So"}
+    )
+    other.evaluate(rows(range(2, 6)), right)
+    assert caplog.messages[0] == (
+        f"{saved}: trained on prompts of another form: sampling.prefill was '' and is 'So'"
+    )
     assert sum(TrainedPrompts.of(saved).contain(learned)) == 4, "the batch of examples"
 
     resumed = trainer.train()
