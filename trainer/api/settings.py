@@ -70,6 +70,14 @@ _RECIPES = {
 """The same for fields that count only if they are set: otherwise the recipe or the system's default
 applies."""
 FIELDS = _SETTINGS | _RECIPES | _DERIVED | {"trainer.lr_schedule_args": "lr_scheduler_kwargs"}
+_FURTHER = {
+    "seed": "seed",
+    "rollout.max_context_tokens": "max_prompt_length and max_new_tokens",
+    "trainer.batch_size": (
+        "per_device_train_batch_size, gradient_accumulation_steps and num_generations"
+    ),
+}
+"""The fields, one or several, that make a setting and stand in no other table."""
 _OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
 OWN_SGLANG = (
     "engine_python",
@@ -509,7 +517,8 @@ class TrainerConfig(BaseModel):
                 remedy = f"write {{'{name}.name': value}}"
             elif name in fixed:
                 message = f"{name} is derived from the other fields"
-                remedy = "set the corresponding field of TrainerConfig instead"
+                fields = _FURTHER.get(name) or FIELDS.get(name, "the corresponding field")
+                remedy = f"set {fields} of TrainerConfig instead"
             elif _decided_elsewhere(name):
                 message = (
                     f"{name} does not apply to a run in one process with your own data and reward "

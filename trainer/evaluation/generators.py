@@ -132,7 +132,13 @@ def _load(config: Config, temporary: Path, prompts: Sequence[Prompt]) -> tuple[M
         prompter.tokenizer.save_pretrained(directory)
     quiet()
     context = longest + longest_answer(config)
-    return Model(directory, context, device, dtype=config.model.dtype), prompter
+    try:
+        model = Model(directory, context, device, dtype=config.model.dtype)
+    except ConfigError as error:  # has the name of the engine's argument
+        raise ConfigError(
+            error.message, field="model.name", value=config.model.name, remedy=error.remedy
+        ) from None
+    return model, prompter
 
 
 @asynccontextmanager

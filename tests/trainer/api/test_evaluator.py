@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from common.clients.base import Unreachable
 from common.clients.rollout import GenerationFailed
@@ -342,6 +344,19 @@ def test_a_missing_model_is_refused(
 
 
 @pytest.mark.slow
+def test_a_model_that_lacks_a_layer_is_no_model_with_an_accuracy_of_0(
+    base_model: Path, tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    """transformers would complete it with random numbers."""
+    incomplete = tmp_path / "model"
+    shutil.copytree(base_model, incomplete)
+    tensors = load_file(base_model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
+    save_file(kept, incomplete / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 12 tensors.*field: model\.name"):
+        ModelEvaluator(incomplete, progress=False).evaluate(test_data, reward)
+
+
 def test_a_model_of_the_hub(
     base_model: Path,
     test_data: list[Prompt],

@@ -60,7 +60,15 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
         ),
         (
             {"settings": {"seed": 1}},
-            r"seed is derived from the other fields.*field: settings.*set the corresponding field of TrainerConfig",
+            r"seed is derived from the other fields.*field: settings.*set seed of TrainerConfig",
+        ),
+        (
+            {"settings": {"sampling.system_prompt": "Be brief."}},
+            r"derived from the other fields.*set system_prompt of TrainerConfig",
+        ),
+        (
+            {"settings": {"rollout.max_context_tokens": 256}},
+            r"derived from the other fields.*set max_prompt_length and max_new_tokens of Train",
         ),
         (
             {"settings": {"trainer": {"max_grad_norm": 1}}},
