@@ -73,8 +73,16 @@ def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
     """Returns the settings of an attempt, for this directory and device. Raises ConfigError."""
     content: dict[str, Any] = dict(start.config)
     content["trainer"] = content["trainer"] | {"run_dir": str(run_dir), "device": device}
+    functions = content["reward"]["functions"]
+    is_callers = "rewards" in start.given
+    if is_callers:
+        # Objects, whose names are no functions that a setting could name.
+        content["reward"] = {**content["reward"], "functions": ["math"]}
     try:
-        return Config(**content)
+        config = Config(**content)
+        if is_callers:
+            config.reward = config.reward.for_objects(dict(map(_weight, functions)))
+        return config
     except ValidationError as error:
         reason = from_validation(error)
         made_by = start.setup.packages.get("rlhf-math", "another version")
@@ -84,6 +92,13 @@ def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
             value=reason.value,
             remedy=f"replay the run with the version that made it (rlhf-math {made_by})",
         ) from None
+
+
+def _weight(function: str | dict[str, Any]) -> tuple[str, float]:
+    """Returns the name and the weight of an entry of `reward.functions`."""
+    if isinstance(function, str):
+        return function, 1.0
+    return function["name"], function.get("weight", 1.0)
 
 
 def _first_difference(known: Sequence[str], found: Sequence[str]) -> str:

@@ -135,6 +135,19 @@ def test_a_step_before_every_checkpoint_begins_with_the_initial_model(
     assert {outcome.state for outcome in found.values()} == {"equal"}
 
 
+def test_reward_functions_of_a_caller_are_not_compared_and_the_rest_is(copy: Path) -> None:
+    """Their names, which the record has with their weights, are those of objects."""
+
+    def change(start: Document) -> None:
+        start["given"] = ["rewards"]
+        start["config"]["reward"]["functions"] = ["brief", {"name": "right", "weight": 2.0}]
+
+    change_start(copy, change)
+    found = outcomes(copy)
+    assert found.pop("rewards").state == "not compared"
+    assert {outcome.state for outcome in found.values()} <= {"equal", "close"}
+
+
 def test_one_byte_of_a_token_is_named(copy: Path) -> None:
     def change(document: Document) -> None:
         completion = document["completions"][1]

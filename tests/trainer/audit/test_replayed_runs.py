@@ -16,6 +16,7 @@ from tests.support.audits import audited, replayed
 from tests.support.in_process import quiet
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
+from trainer import OnlineRLTrainer, TrainerConfig
 from trainer.in_process import train_in_process
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -98,3 +99,34 @@ def change_a_result(path: Path) -> None:
                         file.writestr(each, body)
                 return
     raise AssertionError("no tool was called: train the model for longer")
+
+
+def test_a_script_with_reward_functions_of_its_own(base_model: Path, tmp_path: Path) -> None:
+    def right(completions: list[str], ground_truth: list[str]) -> list[float]:
+        return [
+            float(text.strip().endswith(truth))
+            for text, truth in zip(completions, ground_truth, strict=True)
+        ]
+
+    def brief(completions: list[str]) -> list[float]:
+        return [-0.01 * len(text) for text in completions]
+
+    problem = "Ann has 5 coins, loses 2 and finds 9 more. How many coins now?"
+    config = TrainerConfig(
+        model_name_or_path=str(base_model),
+        output_dir=tmp_path / "run",
+        num_generations=4,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        max_steps=2,
+        max_new_tokens=16,
+        reward_weights=[1.0, 0.5],
+        verbose=False,
+        settings={"trainer.audit": True},
+    )
+    rows = [{"prompt": problem, "ground_truth": "12"}] * 4
+    OnlineRLTrainer(config, [right, brief], rows).train()
+    status, printed = replayed(tmp_path / "run", 2)
+    assert status == 0, printed
+    last = printed.splitlines()[-1]
+    assert last == f"{NOTHING}, except what was not compared (prompts, rewards)"
