@@ -218,6 +218,7 @@ def load_subjects() -> None:
         rewards,
         runs,
         sampling,
+        scripts,
         settings,
         updates,
     )
@@ -232,6 +233,7 @@ def load_subjects() -> None:
         rewards,
         runs,
         sampling,
+        scripts,
         updates,
         transformers,
     )
