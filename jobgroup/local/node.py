@@ -35,7 +35,8 @@ class Node:
         self.screen = screen
         self.followed = name == screen.follow
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        self._file = log.open("ab")
+        self._file = log.open("ab", buffering=0)
+        self._lacks_lines = False
         self._partial = b""
         self._output, output_of_process = os.pipe()
         os.set_blocking(self._output, False)
@@ -88,12 +89,23 @@ class Node:
         if not data:
             asyncio.get_running_loop().remove_reader(self._output)
             return False
-        self._file.write(data)
-        self._file.flush()
+        self._save(data)
         if self.followed:
             self.screen.raw(data)
         self._lines(data)
         return True
+
+    def _save(self, data: bytes) -> None:
+        """Appends to the log file. On a full disk it leaves lines out, says so once, and lets the
+        node run on.
+        """
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            if not self._lacks_lines:
+                self._lacks_lines = True
+                self.screen.say(f"lines are missing in {self.log}: {error}", loud=True)
 
     def _lines(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")

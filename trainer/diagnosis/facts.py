@@ -85,6 +85,9 @@ class Facts(BaseModel):
     """Why rank 0 ended, in its own words."""
     exited: float | None = None
     """When it wrote that."""
+    restarts: bool | None = None
+    """Whether the local runner lives, which starts tasks again; None without one, as on a
+    cluster."""
     holder: dict[str, Any] = {}
     """Who has, or had when it died, the run directory."""
     asked: bool = False

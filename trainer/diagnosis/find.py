@@ -1,5 +1,6 @@
 """What is wrong, the most important first. Pure."""
 
+from trainer.diagnosis import names
 from trainer.diagnosis.facts import LEVELS, Facts, Finding
 from trainer.diagnosis.learning import from_numbers
 from trainer.diagnosis.messages import from_messages
@@ -17,4 +18,9 @@ def find(facts: Facts) -> list[Finding]:
             known.evidence += [each for each in finding.evidence if each not in known.evidence][:2]
             times = [each for each in (known.since, finding.since) if each is not None]
             known.since = min(times, default=None)
-    return sorted(found.values(), key=lambda finding: LEVELS.index(finding.level))
+    return sorted(found.values(), key=_rank)
+
+
+def _rank(finding: Finding) -> tuple[int, bool]:
+    # That no batch comes is an effect of everything that keeps the run from going on.
+    return LEVELS.index(finding.level), finding.name == names.NO_BATCH

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, Finding, Level, LogLine
+from trainer.diagnosis.processes import stalled_for
 from trainer.diagnosis.unreachable import problem_of
 
 _UNANSWERED = re.compile(r"(\S+) did not answer ([A-Z]+ \S+)(?: in time)?: (.*)", re.DOTALL)
@@ -36,6 +37,9 @@ _PATTERNS = (
     (names.WEIGHTS_DAMAGED, r"the weights in \S+ are damaged|the weights cannot be read"),
     (names.CANNOT_START, r"graders d(?:id|o) not start|status \d+\b.* before it answered"),
 )
+_GRADER = re.compile(
+    r"the reward function (\S+) (?:failed for \d+ answers|has no score)[^:]*: (.*)", re.DOTALL
+)
 _DROPPED = re.compile(r"dropped the group of prompt \S+: (\w+): (.*)", re.DOTALL)
 _SERVICE = re.compile(r"\b(?:data|rollout|reward|critic|environment)-server|\breplay-buffer")
 _LAST_DROP = re.compile(r"groups in a row were dropped, the last one because of (\w+): (.*)", re.S)
@@ -59,6 +63,7 @@ def from_messages(facts: Facts) -> Iterator[Finding]:
     elif facts.state in ("empty", "starting"):
         yield from _failed_tasks(facts, recent)
     yield from _of_waits(facts, recent)
+    yield from _of_graders(facts, recent)
     yield from _of_drops(facts, recent)
     yield from _of_nodes(facts, recent)
 
@@ -72,7 +77,9 @@ def classify(text: str) -> str:
     if match is not None:
         return names.of_service(match[1], problem_of(match[match.re.groups]))
     if _FULL.search(text):
-        return names.DISK_OF_NODE if "weights" in text else names.DISK_OF_RUN
+        # The trainer publishes weights in its run directory; a node stores them in its own.
+        is_node = "weights" in text and "field: trainer." not in text
+        return names.DISK_OF_NODE if is_node else names.DISK_OF_RUN
     dropped = _LAST_DROP.search(text)
     if dropped is not None:
         inner = classify(dropped[2])
@@ -112,6 +119,8 @@ def _lost_ranks(facts: Facts, lines: Iterable[LogLine]) -> Iterator[Finding]:
     """Yields why the ranks of an ended run gave up on one of them."""
     if facts.lives:
         return
+    ends = [line.text.partition("\n")[0] for line in lines]
+    signals = [text for text in ends if _ENDED_BY_SIGNAL.match(text)]
     for line in lines:
         if "no rank has made progress for" in line.text:
             what = line.text.partition(". ")[0]
@@ -129,9 +138,11 @@ def _lost_ranks(facts: Facts, lines: Iterable[LogLine]) -> Iterator[Finding]:
         else:
             name = names.RANK_DIES
         what = line.text.partition(". ")[0]
-        yield _finding(
-            name, what, line.time, level="stopped", evidence=[_said(line), *_place(lines)]
-        )
+        evidence = [*signals[-1:], _said(line), *_place(lines)]
+        found = _finding(name, what, line.time, level="stopped", evidence=evidence)
+        if name == names.RANK_DIES and facts.restarts is False:
+            found.remedy = names.REMEDIES[names.KILLED]
+        yield found
         return
 
 
@@ -225,6 +236,27 @@ def _of_waits(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         level: Level = "stalled" if facts.lives else "stopped"
         what = f"{service} did not answer {match[3].partition(chr(10))[0]}"
         yield _finding(name, what, since, level=level, evidence=[_said(line)])
+
+
+def _of_graders(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
+    """Yields the reward functions that failed or hung since the last step of a run that stalls or
+    has ended. While steps go on, their answers are dropped, and that is counted.
+    """
+    if facts.state == "finished" or (facts.lives and not stalled_for(facts)):
+        return
+    failures: dict[str, list[LogLine]] = {}
+    for line in lines:
+        match = _GRADER.search(line.text)
+        if match is not None and line.source.startswith("reward-server"):
+            failures.setdefault(match[1], []).append(line)
+    level: Level = "stalled" if facts.lives else "stopped"
+    for function, failed in failures.items():
+        detail = _GRADER.search(failed[-1].text)
+        assert detail is not None
+        reason = detail[2].partition("\n")[0]
+        what = f"the reward function {function} gives no scores: {reason} ({len(failed)} times)"
+        evidence = [_said(failed[-1])]
+        yield _finding(names.NOT_GRADED, what, failed[0].time, level=level, evidence=evidence)
 
 
 def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:

@@ -86,6 +86,8 @@ def _kind(process: ProcessFacts) -> str:
 
 def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
     unhealthy = [each for each in facts.services if each.state != "healthy"]
+    # What a hanging router does not list is its effect.
+    unhealthy.sort(key=lambda each: each.name != ROUTER)
     for service in unhealthy:
         if service.problem == "not_ready" and not stall_s:
             continue  # a part of a start, or of an update

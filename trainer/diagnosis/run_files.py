@@ -38,7 +38,7 @@ _BEFORE_S = 120.0
 """Services may start this long before the trainer."""
 _BEAT_S = 45.0
 """A lock on another machine counts as held if its file changed within this time."""
-_PACKAGES = ("torch", "transformers", "sglang", "sglang-router", "numpy")
+_PACKAGES = ("torch", "transformers", "sglang", "smg", "sglang-router", "numpy")
 
 
 def write_topology(run_dir: Path, topology: Topology | None, world_size: int) -> None:
@@ -108,7 +108,9 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         holder=holder,
         versions=known.get("versions") or {},
     )
-    group_lives = any(_holder(folder / LOCK)[1] for folder in folders)
+    groups = [_holder(folder / LOCK)[1] for folder in folders if (folder / LOCK).exists()]
+    group_lives = any(groups)
+    facts.restarts = group_lives if groups else None
     facts.state = _state(facts, held, group_lives, attempt)
     facts.processes = list(_processes(holder)) if held else []
     return facts
@@ -264,7 +266,7 @@ def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any])
 
 def _processes(holder: dict[str, Any]) -> Iterator[ProcessFacts]:
     """Yields the processes of the holder's job group on this machine: those with its
-    `JOBGROUP_HOSTS`, or, outside of one, the holder and its descendants.
+    `JOBGROUP_HOSTS` and their children, or, outside of one, the holder and its descendants.
     """
     if holder.get("host") != platform.node() or not sys.platform.startswith("linux"):
         return
@@ -277,15 +279,27 @@ def _processes(holder: dict[str, Any]) -> Iterator[ProcessFacts]:
             return
         for each in psutil.process_iter():
             with suppress(psutil.Error):
-                env = each.environ()
+                env = _environ(each)
                 if env.get("JOBGROUP_HOSTS") == hosts:
                     task = env.get("SKYPILOT_TASK_ID", "").rpartition("_")[2]
                     yield _process(each, f"{task}-{env.get('SKYPILOT_NODE_RANK', '0')}")
 
 
+def _environ(process: psutil.Process) -> dict[str, str]:
+    """Returns the environment of a process, or of its parent: one that has given itself a title,
+    such as the router, has written over its own.
+    """
+    env = process.environ()
+    if "JOBGROUP_HOSTS" in env:
+        return env
+    parent = process.parent()
+    return {} if parent is None else parent.environ()
+
+
 def _process(process: psutil.Process, name: str) -> ProcessFacts:
-    words = process.cmdline()
-    shown = [word for word in words[1:6] if word != "-P"]
+    # A title that a process has given itself is one word, with zeros up to the old length.
+    words = list(filter(None, process.cmdline()))
+    shown = [word for word in words[1:6] if word != "-P"] or words
     return ProcessFacts(
         name=name, pid=process.pid, state=process.status(), command=" ".join(shown)[:120]
     )

@@ -81,8 +81,11 @@ def diagnose(
             facts.exit_reason = reason
             facts.exited = time.time()
         findings = find(facts)
-        path = write(run_dir, facts, findings)
-        return f"diagnosis: {first_line(facts, findings)} ({path})"
+        said = f"diagnosis: {first_line(facts, findings)}"
+        try:
+            return f"{said} ({write(run_dir, facts, findings)})"
+        except ServiceError as error:  # the disk is full, which may be what was found
+            return f"{said} ({error})"
     except Exception as error:
         log.warning("the run could not be diagnosed: %r", error)
         return ""

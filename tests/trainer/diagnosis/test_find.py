@@ -206,3 +206,35 @@ def test_the_service_that_an_error_names_is_quoted_and_no_other() -> None:
     finding = find(facts)[0]
     assert any("the cause" in each for each in finding.evidence)
     assert not any("unrelated" in each for each in finding.evidence)
+
+
+def test_a_hanging_router_comes_before_the_engines_that_it_does_not_list() -> None:
+    """Its process is seen only on its own machine."""
+    facts = recorded("router_stopped_22s")
+    assert find(facts)[0].what.startswith("the router of rollout-server-0 is stopped (SIGSTOP)")
+    facts.processes = []
+    found = find(facts)
+    assert found[0].name == names.ENGINE_HANGS
+    assert found[0].what == "router: no answer within 2 s"
+    assert any("does not list it" in text for text in found[0].evidence)
+
+
+def test_that_no_batch_comes_is_said_after_its_cause() -> None:
+    found = [finding.name for finding in find(recorded("reward_function_hangs_22s"))]
+    assert found == [names.NOT_GRADED, names.NO_BATCH]
+
+
+def test_a_function_that_fails_now_and_then_is_no_finding_while_steps_go_on() -> None:
+    facts = recorded("reward_function_hangs_22s")
+    facts.steps[-1]["time"] = facts.now - 1.0
+    for service in facts.services:
+        service.since_s = 0.0
+    assert names.NOT_GRADED not in [finding.name for finding in find(facts)]
+
+
+@pytest.mark.parametrize(("restarts", "begin"), [(True, "nothing"), (None, "nothing"), (False, "")])
+def test_a_dead_job_group_restarts_nothing(restarts: bool | None, begin: str) -> None:
+    facts = recorded("rank1_killed_4s")
+    facts.restarts = restarts
+    remedy = find(facts)[0].remedy
+    assert remedy.startswith(begin or "start it again")

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -18,11 +19,11 @@ from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.run_files import make_run, write
-from trainer.diagnosis import names
+from trainer.diagnosis import names, run_files
 from trainer.diagnosis.find import find
 from trainer.diagnosis.report import first_line
 from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
-from trainer.diagnosis.self_diagnosis import diagnosed
+from trainer.diagnosis.self_diagnosis import diagnose, diagnosed
 
 HOLDS = """
 import sys, time
@@ -265,3 +266,53 @@ def test_a_script_that_ends_its_run_is_named(
     with RunLock(run, "1"), pytest.raises(type(ending)), diagnosed(run, Config()):
         raise ending
     assert says(run).startswith(line)
+
+
+def test_a_full_disk_keeps_no_run_from_saying_what_it_found(tmp_path: Path) -> None:
+    make_run(tmp_path, 3)
+    (tmp_path / "diagnosis.txt").symlink_to("/dev/full")
+    said = diagnose(
+        tmp_path,
+        Config(),
+        reason="error: weights 4 cannot be written: [Errno 28] No space left on device "
+        "· field: trainer.run_dir · value: runs/x/weights/v000004",
+    )
+    assert said.startswith(f"diagnosis: {names.DISK_OF_RUN}: weights 4 cannot be written")
+    assert "diagnosis.txt cannot be written" in said
+
+
+TITLED = """
+import os, subprocess, sys
+title = "import setproctitle, sys, time; setproctitle.setproctitle('smg::router'); print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", title], stdin=subprocess.DEVNULL)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are read on Linux")
+def test_a_process_with_a_title_of_its_own_belongs_to_its_parents_node(tmp_path: Path) -> None:
+    """The router: a title overwrites the arguments and the environment."""
+    hosts = f"rollout-server-0.group=127.0.0.1:0,{tmp_path.name}"
+    env = {
+        **os.environ,
+        "JOBGROUP_HOSTS": hosts,
+        "SKYPILOT_TASK_ID": "sky-1_rollout-server",
+        "SKYPILOT_NODE_RANK": "0",
+    }
+    command = [sys.executable, "-c", TITLED]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        titled = int(node.stdout.readline())
+        try:
+            assert node.stdout.readline() == "up\n"
+            os.kill(titled, signal.SIGSTOP)
+            holder = {"host": platform.node(), "pid": node.pid}
+            found = {process.pid: process for process in run_files._processes(holder)}
+            assert found[titled].name == "rollout-server-0"
+            assert found[titled].command == "smg::router"
+            assert found[titled].is_stopped
+        finally:
+            os.kill(titled, signal.SIGKILL)
+            node.kill()
