@@ -2,11 +2,12 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from common.errors import ConfigError, ServiceError
 from learning.sharding import full
@@ -44,11 +45,15 @@ class Optimizer:
             if parameter.requires_grad
         }
         self._parameters = list(self._named.values())
+        self._groups = _by_mesh(self._parameters)
         self._max_grad_norm = max_grad_norm
         self._skipped_in_a_row = 0
         self._rate_setting = rate_setting
         self._adam = torch.optim.AdamW(
-            self._parameters, betas=betas, weight_decay=weight_decay, fused=True
+            [{"params": group} for group in self._groups],
+            betas=betas,
+            weight_decay=weight_decay,
+            fused=True,
         )
 
     def zero_grad(self) -> None:
@@ -64,8 +69,10 @@ class Optimizer:
             # No row: momentum and weight decay still apply, as on many ranks.
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        norm_tensor = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        norm = float(full(norm_tensor))  # the only GPU sync
+        norm_tensor = self._norm()
+        for group in self._groups:
+            nn.utils.clip_grads_with_norm_(group, self._max_grad_norm, norm_tensor)
+        norm = float(norm_tensor)  # the only GPU sync
         if not math.isfinite(norm):
             self.zero_grad()
             self._skipped_in_a_row += 1
@@ -85,6 +92,16 @@ class Optimizer:
             group["lr"] = learning_rate
         self._adam.step()
         return norm
+
+    def _norm(self) -> Tensor:
+        """Returns the norm of all gradients. A collective if they are sharded."""
+        norms: list[Tensor] = []
+        for group in self._groups:
+            gradients = [
+                parameter.grad for parameter in group if parameter.grad is not None
+            ]
+            norms.append(full(nn.utils.get_total_norm(gradients)))
+        return nn.utils.get_total_norm(norms)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the gradients that there are, by the names of their parameters."""
@@ -135,3 +152,14 @@ class Optimizer:
             state = {key: tensors[f"{name}.{key}"] for key in _STATE if f"{name}.{key}" in tensors}
             if state:
                 self._adam.state[parameter] = state
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Returns the parameters in groups that are sharded over the same ranks: those of divided
+    experts are not sharded as the others, and torch computes with no others together.
+    """
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())

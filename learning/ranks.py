@@ -31,8 +31,9 @@ class Ranks:
 
     `device` follows `choose_device`. `shard_size` ranks share one copy of every model; None: all
     ranks. `context_size` consecutive ranks compute each row together. Raises ConfigError when one
-    of them does not divide the number of ranks. `offload` keeps trained models in CPU memory, for
-    which even a single process with a GPU shards.
+    of them does not divide the number of ranks. `expert_size` consecutive ranks own the experts of
+    a layer together; raises ConfigError when they do not divide the ranks of a copy. `offload`
+    keeps trained models in CPU memory, for which even a single process with a GPU shards.
     """
 
     rank: int = 0
@@ -45,6 +46,7 @@ class Ranks:
     shard_size: int | None = None
     offload: bool = False
     context_size: int = 1
+    expert_size: int = 1
     device: torch.device = field(init=False)
     _meshes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -63,6 +65,14 @@ class Ranks:
                 value=self.context_size,
                 remedy="use a divisor of the number of ranks",
             )
+        if self._copy_size % self.expert_size:
+            raise ConfigError(
+                f"the {self._copy_size} ranks of a copy of the model cannot be divided into groups "
+                f"of {self.expert_size}",
+                field="trainer.expert_parallel_size",
+                value=self.expert_size,
+                remedy="use a divisor of trainer.shard_size, which is all ranks when it is unset",
+            )
         self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
         if self.on_gpu:
             configure_allocators(os.environ)
@@ -80,6 +90,7 @@ class Ranks:
             shard_size=settings.shard_size,
             offload=settings.offload_optimizer,
             context_size=settings.context_parallel_size,
+            expert_size=settings.expert_parallel_size,
         )
 
     @classmethod
@@ -89,6 +100,7 @@ class Ranks:
             shard_size=settings.shard_size,
             offload=settings.offload_optimizer,
             context_size=settings.context_parallel_size,
+            expert_size=settings.expert_parallel_size,
         )
 
     def __enter__(self) -> "Ranks":
@@ -128,18 +140,44 @@ class Ranks:
         copy] (HSDP).
         """
         kind = device_type or self.device.type
-        size = self.shard_size or self.world_size
+        size = self._copy_size
         if not dist.is_initialized():  # one process, which torchrun did not start
             dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
-        if kind not in self._meshes:
-            copies = self.world_size // size
-            shape = (size,) if copies == 1 else (copies, size)
-            names = ("replicate", "shard")[-len(shape) :]
+        copies = self.world_size // size
+        shape = (size,) if copies == 1 else (copies, size)
+        return self._mesh(kind, shape, ("replicate", "shard")[-len(shape) :])
+
+    def expert_mesh(self, device_type: str | None = None) -> Any:
+        """Returns the device mesh that experts are divided and sharded over: `mesh`, of which the
+        last dimension is [ranks of a copy / expert_size, expert_size].
+        """
+        kind = device_type or self.device.type
+        copies = self.world_size // self._copy_size
+        shape = (self._copy_size // self.expert_size, self.expert_size)
+        names = ("shard", "expert")
+        if copies == 1:
+            return self._mesh(kind, shape, names)
+        return self._mesh(kind, (copies, *shape), ("replicate", *names))
+
+    def mesh_like(self, mesh: Any, device_type: str) -> Any:
+        """Returns the mesh of these ranks for another kind of device that is like `mesh`."""
+        if "expert" in mesh.mesh_dim_names:
+            return self.expert_mesh(device_type)
+        return self.mesh(device_type)
+
+    def _mesh(self, kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+        key = " ".join((kind, *names))
+        if key not in self._meshes:
             mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
             for group in mesh.get_all_groups():
                 _without_limit(group)
-            self._meshes[kind] = mesh
-        return self._meshes[kind]
+            self._meshes[key] = mesh
+        return self._meshes[key]
+
+    @property
+    def _copy_size(self) -> int:
+        """The ranks that share a copy of every model."""
+        return self.shard_size or self.world_size
 
     @property
     def shares(self) -> int:

@@ -247,7 +247,7 @@ def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
         return share
     return DTensor.from_local(
         share,
-        ranks.mesh("cpu"),
+        ranks.mesh_like(like.device_mesh, "cpu"),
         like.placements,
         run_check=False,
         shape=like.shape,

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from common.errors import ConfigError
 from common.models.memory import sums_once
 from common.settings.sections import TrainerSection
+from learning.experts import divide_experts
 from learning.kernels import has_triton
 from learning.ranks import Ranks
 
@@ -130,6 +131,10 @@ def shard(
     memory. The gathered weights of a model that is not `trained` are freed after every pass.
     """
     mesh = ranks.mesh()
+    experts: list[nn.Module] = []
+    if ranks.expert_size > 1:
+        expert_mesh = ranks.expert_mesh()
+        experts = divide_experts(model, expert_mesh["expert"])
     policy = OffloadPolicy()
     if offload:
         policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
@@ -138,6 +143,9 @@ def shard(
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
+    for module in experts:  # its inputs are cast with those of its layer
+        others = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
+        fully_shard(module, mesh=others, mp_policy=outer, offload_policy=policy)
     for layer in layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
     for module in exact:

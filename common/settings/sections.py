@@ -522,6 +522,10 @@ class TrainerSection(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that compute each completion together, for contexts too long for one. A divisor of the
     number of ranks and of the model's attention heads."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that own the experts of every layer together, instead of gathering all of them: for
+    mixtures of experts. A divisor of `shard_size` (unset: of the number of ranks) and of the number
+    of experts."""
     activation_checkpointing: InHelp[bool | Literal["selective"]] = False
     """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third
     more time. `selective`: keep the results of matrix products and attention too, so that little is

@@ -36,6 +36,7 @@ _TRAINER = (
     "packing",
     "shard_size",
     "context_parallel_size",
+    "expert_parallel_size",
     "activation_checkpointing",
     "compile",
     "offload_optimizer",

@@ -128,6 +128,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
                 "auto",
                 config.trainer.shard_size,
                 context_size=config.trainer.context_parallel_size,
+                expert_size=config.trainer.expert_parallel_size,
             )
             if case.get("peak"):  # bytes that loading added to the process's peak
                 with patch.object(
