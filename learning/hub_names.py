@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -38,11 +40,39 @@ def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> None:
     model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
-def stacks(model: Any) -> bool:
-    """Whether some tensors of the model consist of several tensors in its files, or of parts of
-    them.
+Sources = str | list[list[str]]
+"""The name in the files of a tensor of the model, or the names of what each of the experts stacked
+in it consists of."""
+
+
+def sources(model: Any, name: str, tensor: Tensor) -> Sources | None:
+    """Returns the names in the files of what a tensor of the model, which needs no memory, consists
+    of; None when it is made in another way.
     """
-    return bool(_by_kind(_conversions(model))[1])
+    names = [hub_name for hub_name, _ in to_hub(model, [(name, tensor)], [name])]
+    converter = _converter_to(model, name)
+    if converter is None:
+        return names[0]
+    first, *others = converter.operations
+    stacks_experts = isinstance(first, MergeModulelist) and first.dim == 0
+    within_experts = all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
+    if not (stacks_experts and within_experts):
+        return None
+
+    count = len(tensor)
+    of_first = [hub_name for hub_name, _ in to_hub(model, [(name, tensor[:1])], [name])]
+    if names[::count] != of_first:
+        return None
+    return [names[expert::count] for expert in range(count)]
+
+
+def _converter_to(model: Any, name: str) -> Any:
+    """Returns what makes the tensor `name` of the model; None for one that is only renamed."""
+    for converter in _by_kind(_conversions(model))[1]:
+        _, pattern = rename_source_key(name, [], [converter.reverse_transform()])
+        if pattern is not None:
+            return converter
+    return None
 
 
 def to_hub(

@@ -25,7 +25,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from common.process import progress
 from common.settings.sections import TrainerSection
-from learning.hub_names import hub_shapes, learn, stacks, to_hub
+from learning.hub_names import Sources, from_hub, hub_shapes, learn, sources
 from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard
 
@@ -68,13 +68,9 @@ class Reader(Protocol):
 
 
 class SafetensorsReader:
-    """Reads tensors from all safetensors files in a directory, and only the requested parts.
-
-    `names` maps the names to request to the names in the files.
-    """
+    """Reads tensors from all safetensors files in a directory, and only the requested parts."""
 
     def __init__(self, directory: Path) -> None:
-        self.names: Mapping[str, str] = {}
         files = ["model.safetensors"]
         index = directory / "model.safetensors.index.json"
         if index.exists():
@@ -90,7 +86,6 @@ class SafetensorsReader:
         }
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        name = self.names.get(name, name)
         file = self._file_of[name]
         # A scalar has no slices.
         found: Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
@@ -342,20 +337,47 @@ def _with_bfloat16_weights(module: nn.Module, *inputs: Any, **options: Any) -> A
 
 
 def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> SafetensorsReader | None:
-    """Opens the files if they have the model's tensors, under any names; else returns None."""
+    """Opens the files if they have the model's tensors, under any names, or each of their experts
+    by itself; else returns None.
+    """
     quantised = getattr(model.config, "quantization_config", None) is not None
-    if stacks(model) or quantised or not _shapes_in(directory):
+    if quantised or not _shapes_in(directory):
         return None
-    reader = SafetensorsReader(directory)
+    reader = _ModelReader(directory, model)
     shapes = reader.shapes()
-    names: dict[str, str] = {}
     for name, target in targets.items():
-        for hub_name, _ in to_hub(model, [(name, target)], [name]):
-            names[name] = hub_name
-        if shapes.get(names[name]) != tuple(target.shape):
+        empty = torch.empty(target.shape, dtype=target.dtype, device="meta")
+        found = sources(model, name, empty)
+        expected = hub_shapes(model, {name: empty})
+        if found is None or any(
+            shapes.get(hub_name) != tuple(tensor.shape) for hub_name, tensor in expected.items()
+        ):
             return None
-    reader.names = names
+        reader.sources[name] = found
     return reader
+
+
+class _ModelReader(SafetensorsReader):
+    """Reads a model's own tensors from its files, of which some are stacked from those of each
+    expert; `sources` are their names there (`hub_names.sources`).
+    """
+
+    def __init__(self, directory: Path, model: Any) -> None:
+        super().__init__(directory)
+        self.sources: dict[str, Sources] = {}
+        self._model = model
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """Returns the part of a tensor in `region`, of stacked ones by reading its experts only."""
+        found = self.sources[name]
+        if isinstance(found, str):
+            return super().read(found, region)
+        parts: dict[str, Tensor] = {}
+        for names in found[region[0]]:
+            for each in names:
+                parts[each] = super().read(each, ())
+        (stacked,) = from_hub(self._model, parts).values()
+        return stacked[(slice(None), *region[1:])]
 
 
 def _shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:

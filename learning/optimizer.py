@@ -97,9 +97,7 @@ class Optimizer:
         """Returns the norm of all gradients. A collective if they are sharded."""
         norms: list[Tensor] = []
         for group in self._groups:
-            gradients = [
-                parameter.grad for parameter in group if parameter.grad is not None
-            ]
+            gradients = [parameter.grad for parameter in group if parameter.grad is not None]
             norms.append(full(nn.utils.get_total_norm(gradients)))
         return nn.utils.get_total_norm(norms)
 

@@ -1,7 +1,9 @@
-"""Run by torchrun: scores one long row, of which each rank computes its part, and its gradient.
+"""Run by torchrun: scores one long row, and its gradient, on ranks that compute it together or own
+the experts together.
 
-`long_row.py DIRECTORY MODEL CONTEXT`. Rank 0 writes log-probabilities, entropies and the gradient
-summed over the ranks, and every rank how many tokens its layers read and how much it exchanged.
+`long_row.py DIRECTORY MODEL SETTINGS`, where SETTINGS is JSON of settings of the trainer. Rank 0
+writes log-probabilities, entropies and the gradient summed over the ranks, and every rank how many
+tokens its layers read and how much it exchanged.
 """
 
 import json
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.settings.sections import ModelSection, TrainerSection
 from learning.ranks import Ranks, end
+from learning.sharding import full
 from trainer.policy.scorer import Scorer, load_scorer
 
 PROMPT = 96
@@ -56,13 +59,12 @@ def scored(scorer: Scorer, ranks: Ranks) -> dict[str, torch.Tensor]:
     found = {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach()}
     for name, parameter in scorer.model.named_parameters():
         assert parameter.grad is not None, name
-        found[name] = parameter.grad
+        found[name] = full(parameter.grad)
     return found
 
 
-def main(directory: Path, model: str, context: int) -> None:
+def main(directory: Path, model: str, settings: TrainerSection) -> None:
     torch.set_num_threads(1)
-    settings = TrainerSection(shard_size=1, context_parallel_size=context)
     with Ranks.from_env(join_s=400, settings=settings) as ranks:
         scorer = loaded(model, ranks)
         widths: list[int] = []
@@ -80,5 +82,5 @@ def main(directory: Path, model: str, context: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], TrainerSection(**json.loads(sys.argv[3])))
     end()

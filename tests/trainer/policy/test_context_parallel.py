@@ -92,7 +92,8 @@ def test_families_on_four_ranks(tmp_path: Path, kind: str) -> None:
 def test_a_row_of_4096_tokens_on_four_ranks(tmp_path: Path) -> None:
     """Each computes a quarter; what they exchange is q, k, v and the result, there and back."""
     model = write("Qwen3", tmp_path / "model", vocab_size=VOCABULARY, max_position_embeddings=8192)
-    run_ranks(4, "long_row", str(tmp_path), str(model), "4")
+    settings = {"shard_size": 1, "context_parallel_size": 4}
+    run_ranks(4, "long_row", str(tmp_path), str(model), json.dumps(settings))
     found = load_file(tmp_path / "scored.safetensors")
     expected = long_row.scored(long_row.loaded(str(model), Ranks()), Ranks())
     assert found.keys() == expected.keys()
