@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,7 +45,7 @@ from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
 from common.process.cli import fail
 from common.settings.config import Config, load
-from learning import attention, head, loading
+from learning import attention, experts, head, loading
 from learning.final_logits import FinalLogits
 from learning.loading import Pretrained, materialise
 from learning.ranks import Ranks
@@ -292,10 +293,14 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
             ranks,
             shard_size=settings.shard_size,
             context_size=settings.context_parallel_size,
+            expert_size=settings.expert_parallel_size,
         )
         mesh_of.mesh()  # the meshes need real tensors
+        mesh_of.expert_mesh()
         mesh_of.context()
-        with _gpu_paths(recorder), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        routing = _even_routing(shape.get("num_experts_per_tok", 0))
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with _gpu_paths(recorder), routing, fakes, recorder:
             policy = Policy(config, mesh_of)
             reference = Reference(policy)
             keys = ("exp_avg", "exp_avg_sq", "step")
@@ -358,6 +363,12 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         recorder.resized(storage)
         return result
 
+    concatenate = DeviceMesh._concatenate
+
+    def real_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():  # a rank finds its place in the contents of a mesh
+            return concatenate(meshes)
+
     def product(left: Tensor, right: Tensor) -> Tensor:
         if left.dtype == torch.float32:
             return torch.mm(left, right)
@@ -374,8 +385,22 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         patch.object(scorer, "final_logits", lambda _: FinalLogits()),
         patch.object(scorer, "check_alone", lambda *_, **__: set()),
         patch.object(torch.UntypedStorage, "resize_", resized),
+        patch.object(DeviceMesh, "_concatenate", real_mesh),
     ):
         yield
+
+
+def _even_routing(chosen: int) -> AbstractContextManager[Any]:
+    """Returns a context in which every expert gets equally many of the tokens, of which each
+    chooses `chosen`: fake numbers of experts say nothing.
+    """
+
+    def numbers(_: Any, choices: Tensor) -> tuple[list[int], list[int], int]:
+        tokens, ranks = choices.shape
+        visits = round(tokens * (1 - (1 - 1 / ranks) ** chosen))
+        return [visits] * ranks, [visits] * ranks, tokens * chosen
+
+    return patch.object(experts._DividedExperts, "_numbers", numbers)
 
 
 class _Kernels:

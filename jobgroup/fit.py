@@ -76,6 +76,15 @@ def _too_few_gpus(task: Placed, config: Config) -> Iterator[str]:
         "trainer.shard_size": config.trainer.shard_size or 1,
         "trainer.context_parallel_size": config.trainer.context_parallel_size,
     }
+    experts = config.trainer.expert_parallel_size
+    of_copy = config.trainer.shard_size
+    if of_copy is None:
+        groups["trainer.expert_parallel_size"] = experts
+    elif task.name == TRAINER and of_copy % experts:
+        yield (
+            f"the {of_copy} processes of a copy (trainer.shard_size) cannot be divided into groups "
+            f"of {experts} (trainer.expert_parallel_size)"
+        )
     for setting, size in groups.items():
         for gpus in task.gpus if task.name == TRAINER else ():
             ranks = task.nodes * max(1, gpus)

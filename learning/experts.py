@@ -107,7 +107,7 @@ class _DividedExperts:
         ranks = torch.arange(self._size, device=owners.device)
         choices = (owners[:, :, None] == ranks).sum(1)  # [T, ranks] experts of a token on a rank
         needed = choices > 0
-        sent, received, pairs = self._numbers(needed.sum(0), choices.sum(0))
+        sent, received, pairs = self._numbers(choices)
 
         # The tokens that a rank needs, rank by rank.
         token = torch.nonzero_static(needed.T, size=sum(sent))[:, 1]
@@ -119,15 +119,12 @@ class _DividedExperts:
         results = self._exchange(results, sent, received)
         return _sums(results, token, len(hidden_states))
 
-    def _numbers(self, tokens: Tensor, choices: Tensor) -> tuple[list[int], list[int], int]:
+    def _numbers(self, choices: Tensor) -> tuple[list[int], list[int], int]:
         """Returns how many tokens this rank sends to each rank and receives from each, and how many
-        pairs of a token and an expert it computes. A collective.
-
-        Args:
-            tokens: [ranks] that each rank needs from this one.
-            choices: [ranks] their experts there.
+        pairs of a token and an expert it computes, from the number of each token's experts on each
+        rank [T, ranks]. A collective.
         """
-        own = torch.stack([tokens, choices], dim=1)
+        own = torch.stack([(choices > 0).sum(0), choices.sum(0)], dim=1)
         others = torch.empty_like(own)
         dist.all_to_all_single(others, own, group=self._group)
         numbers = torch.cat([own[:, :1], others], dim=1).T

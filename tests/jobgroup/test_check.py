@@ -184,6 +184,16 @@ FAULTS = {
         f"{TRAINER}: 2 processes cannot be divided into groups of 4 "
         "(trainer.context_parallel_size)",
     ),
+    "experts-that-do-not-come-out": setting(
+        TRAINER,
+        'RLHF_TRAINER__EXPERT_PARALLEL_SIZE: "4"',
+        f"{TRAINER}: 2 processes cannot be divided into groups of 4 (trainer.expert_parallel_size)",
+    ),
+    "experts-over-more-than-a-copy": setting(
+        TRAINER,
+        'RLHF_TRAINER__SHARD_SIZE: "1"\n  RLHF_TRAINER__EXPERT_PARALLEL_SIZE: "2"',
+        f"{TRAINER}: the 1 processes of a copy (trainer.shard_size) cannot be divided",
+    ),
     "size-is-no-number": setting(
         TRAINER, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"
     ),

@@ -62,7 +62,7 @@ def written(directory: Path, kind: str = "qwen3_moe", **more: Any) -> Path:
 
 def check_cases(ranks: int, model: Path, directory: Path, cases: dict[str, dict[str, Any]]) -> None:
     """Compares two updates on several ranks with those of one: losses, gradient norms, KL and new
-    weights.
+    weights. The second starts from weights that AdamW has rounded differently.
 
     Values of `cases` are settings of the trainer.
     """
@@ -76,7 +76,8 @@ def check_cases(ranks: int, model: Path, directory: Path, cases: dict[str, dict[
     run_cases(ranks, directory, made)
     for name in cases:
         found = torch.tensor(json.loads((directory / f"{name}.json").read_text()))
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=_NEAR, msg=name)
+        torch.testing.assert_close(found[0], expected[0], atol=1e-7, rtol=1e-6, msg=name)
+        torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5, msg=name)
         for rank in range(ranks):
             weights = load_file(directory / f"{name}-{rank}.safetensors")
             assert weights.keys() == expected_weights.keys()
