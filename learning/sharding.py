@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -208,7 +208,12 @@ def local(tensor: Tensor) -> Tensor:
 
 def full(tensor: Tensor) -> Tensor:
     """Returns the whole tensor. A collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if "expert" in tensor.device_mesh.mesh_dim_names:
+        # One dimension after the other, as torch would, which also warns that it does.
+        tensor = tensor.redistribute(placements=[*tensor.placements[:-1], Replicate()])
+    return tensor.full_tensor()
 
 
 def region(tensor: Tensor) -> tuple[slice, ...]:
