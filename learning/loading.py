@@ -1,8 +1,8 @@
 """Loads models from the hub, a directory or a checkpoint; no rank ever holds a whole sharded model.
 
 A sharded model is built on the meta device and sharded; then every rank reads its own slices of the
-safetensors files. If other ranks do not see the files, or the files' tensors differ from the
-model's (experts of a mixture), rank 0 reads and sends one tensor at a time.
+safetensors files, or its own experts of a mixture. If other ranks do not see the files, or the
+files' tensors differ from the model's in another way, rank 0 reads and sends one tensor at a time.
 """
 
 import json
@@ -283,7 +283,7 @@ def load(
     shared = ranks.all_equal(_fingerprint(directory))
     reader: Reader | None = None
     if shared or ranks.is_rank_zero:
-        reader = _files(directory, model, targets)
+        reader = model_reader(directory, model, targets)
     everywhere = shared and ranks.all_equal(b"" if reader is None else b"fits")
     if ranks.is_rank_zero and reader is None:
         log.info(
@@ -336,7 +336,9 @@ def _with_bfloat16_weights(module: nn.Module, *inputs: Any, **options: Any) -> A
     return functional_call(module, weights, inputs, options)
 
 
-def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> SafetensorsReader | None:
+def model_reader(
+    directory: Path, model: Any, targets: Mapping[str, Tensor]
+) -> SafetensorsReader | None:
     """Opens the files if they have the model's tensors, under any names, or each of their experts
     by itself; else returns None.
     """

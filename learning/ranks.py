@@ -169,7 +169,10 @@ class Ranks:
         key = " ".join((kind, *names))
         if key not in self._meshes:
             mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-            for group in mesh.get_all_groups():
+            groups = mesh.get_all_groups()
+            if "expert" in names:  # so that a norm is one sum over the ranks of a copy
+                groups.append(mesh["shard", "expert"]._flatten("copy").get_group())
+            for group in groups:
                 _without_limit(group)
             self._meshes[key] = mesh
         return self._meshes[key]

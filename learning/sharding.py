@@ -211,8 +211,9 @@ def full(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if "expert" in tensor.device_mesh.mesh_dim_names:
-        # One dimension after the other, as torch would, which also warns that it does.
-        tensor = tensor.redistribute(placements=[*tensor.placements[:-1], Replicate()])
+        # First a rank's experts, then all of them: as torch would, which also warns that it does.
+        *others, experts = tensor.placements
+        tensor = tensor.redistribute(placements=[Replicate() for _ in others] + [experts])
     return tensor.full_tensor()
 
 

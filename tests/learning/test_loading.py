@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.settings.sections import TrainerSection
-from learning.loading import AddedModules, Pretrained, load
+from learning.hub_names import learn
+from learning.loading import AddedModules, Pretrained, SafetensorsReader, load, model_reader
 from learning.ranks import Ranks
+from learning.sharding import named_tensors
 from tests.support.tiny_models import make, write
 
 IDS = torch.arange(10, 40)[None]
@@ -80,3 +83,32 @@ def test_files_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
 
     made = Pretrained(AutoModelForCausalLM, str(directory), added=Added()).whole()
     assert not made.state_dict()[lost].any()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3-MoE", "Mixtral", "gpt_oss", "Phi-3"])
+def test_files_with_each_expert_by_itself_are_read_in_parts(kind: str, tmp_path: Path) -> None:
+    """Against transformers, which stacks them; two of three experts are read, and nothing of the
+    third."""
+    directory = write(kind, tmp_path / "model")
+    pretrained = Pretrained(AutoModelForCausalLM, str(directory))
+    expected = pretrained.plain().state_dict()
+    model = pretrained.empty()
+    targets = named_tensors(model)
+    learn(model, targets, SafetensorsReader(directory).shapes())
+    reader = model_reader(directory, model, targets)
+    assert reader is not None
+
+    for name, target in targets.items():
+        some = (slice(1, 3), *(slice(0, size) for size in target.shape[1:]))
+        assert torch.equal(reader.read(name, some), expected[name][1:3]), name
+
+    one_by_one = kind in ("Qwen3-MoE", "Mixtral")
+    first = {name for name in SafetensorsReader(directory).shapes() if ".experts.0." in name}
+    assert bool(first) == one_by_one
+    for name in first:
+        del reader._file_of[name]
+    for name, target in targets.items():
+        if ".experts." in name:
+            reader.read(name, (slice(1, 3), *(slice(0, size) for size in target.shape[1:])))
+            with pytest.raises(KeyError) if first else nullcontext():
+                reader.read(name, tuple(slice(0, size) for size in target.shape))
