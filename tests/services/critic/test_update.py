@@ -21,6 +21,7 @@ from learning.ranks import Ranks
 from services.critic.critic import Critic
 from tests.support.critic import VOCABULARY, make_rows, make_sequences
 from tests.support.ranks import run_ranks
+from tests.support.tiny_models import write
 
 pytestmark = pytest.mark.integration
 
@@ -161,6 +162,18 @@ def test_two_processes_give_the_update_of_one(
     shared = [np.load(tmp_path / f"values{rank}.npy") for rank in (0, 1)]
     assert np.array_equal(*shared), "every rank has the same values"
     np.testing.assert_allclose(shared[0], np.concatenate(one.values(make_sequences(7))), atol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_that_own_the_experts_together(
+    config: Config, settings: list[str], tmp_path: Path
+) -> None:
+    model = write("Qwen3-MoE", tmp_path / "model", vocab_size=VOCABULARY, num_experts=4)
+    config.critic.model = str(model)
+    one = trained(config, batches=2)
+    divided = ["--critic.model", str(model), "--trainer.expert_parallel_size", "2"]
+    run_ranks(2, "critic_ranks", str(tmp_path), *settings, *divided)
+    assert_same(load_file(tmp_path / "new.safetensors"), parameters(one), 2e-5)
 
 
 def test_saved_critic_continues_exactly(config: Config, tmp_path: Path) -> None:

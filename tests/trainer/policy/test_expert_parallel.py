@@ -25,8 +25,8 @@ from trainer.policy.policy import Policy
 
 _NEAR = 5e-6
 _NEAR_WEIGHT = 2e-5
-"""A hundredth of a weight's change in two updates: AdamW divides a gradient near 0 by its own
-rounded size."""
+"""A hundredth of a weight's change in two updates. One in 500 may be farther: AdamW divides a
+gradient near 0 by its own rounded size, with FSDP2 alone too."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": {"num_local_experts": 4},
@@ -82,9 +82,8 @@ def check_cases(ranks: int, model: Path, directory: Path, cases: dict[str, dict[
             weights = load_file(directory / f"{name}-{rank}.safetensors")
             assert weights.keys() == expected_weights.keys()
             for key, tensor in expected_weights.items():
-                torch.testing.assert_close(
-                    weights[key], tensor, atol=_NEAR_WEIGHT, rtol=0, msg=f"{name} {key}"
-                )
+                far = (weights[key] - tensor).abs() > _NEAR_WEIGHT
+                assert int(far.sum()) <= far.numel() // 500, f"{name} {key}"
 
 
 @pytest.mark.integration
@@ -171,8 +170,8 @@ def test_checkpoints_change_their_form(tmp_path: Path) -> None:
     plain = arguments(model)
     divided = arguments(model, expert_parallel_size=2)
     copies = arguments(model, expert_parallel_size=2, shard_size=2)
-    third = {"updates": 1}
-    resumed = {
+    third: dict[str, Any] = {"updates": 1}
+    resumed: dict[int, dict[str, dict[str, Any]]] = {
         4: {
             "from_one": third | {"settings": divided, "resume": "one"},
             "from_two": third | {"settings": copies, "resume": "two"},
@@ -212,6 +211,21 @@ def test_published_weights_are_the_bytes_of_one_rank(tmp_path: Path) -> None:
     assert published.keys() == files.keys()
     for name, tensor in files.items():
         assert torch.equal(published[name], tensor), name
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_passes_in_bfloat16(tmp_path: Path) -> None:
+    """Against FSDP2 alone: only sums over experts are rounded in another order."""
+    model = written(tmp_path)
+    forms: dict[str, dict[str, Any]] = {"plain": {}, "divided": {"expert_parallel_size": 2}}
+    made = {
+        name: {"settings": arguments(model, **settings), "updates": 1, "low": True}
+        for name, settings in forms.items()
+    }
+    run_cases(2, tmp_path, made)
+    plain, divided = (json.loads((tmp_path / f"{name}.json").read_text()) for name in forms)
+    torch.testing.assert_close(torch.tensor(divided), torch.tensor(plain), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.integration
