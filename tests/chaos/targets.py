@@ -17,8 +17,8 @@ _ESTABLISHED = "01"
 _PROBE_S = 2.0
 _START = 17
 """Index of `starttime` in /proc/PID/stat, counted from the field after state and parent."""
-_ROUTER = "sglang::router"
-"""The title that the router gives itself."""
+_ROUTERS = ("smg::router", "sglang::router")
+"""The titles that the routers give themselves."""
 _MODULES = {
     "data-server": ("-m", "services.data"),
     "reward-server": ("-m", "services.reward"),
@@ -121,7 +121,7 @@ def find(target: str, running: list[Process]) -> Process | None:
             None,
         )
     if target == "router":
-        return next((process for process in running if process.argv[0] == _ROUTER), None)
+        return next((process for process in running if process.argv[0] in _ROUTERS), None)
     name, _, rank = target.rpartition("-")
     if (words := _MODULES.get(target) or _MODULES.get(name)) is None:
         return next(

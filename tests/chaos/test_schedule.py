@@ -65,7 +65,8 @@ def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0
     return Process(pid, pid, parent, "S", argv, env)
 
 
-def test_names_stand_for_the_processes_that_do_the_work() -> None:
+@pytest.mark.parametrize("router", ["smg::router", "sglang::router"])
+def test_names_stand_for_the_processes_that_do_the_work(router: str) -> None:
     launched = (
         "python",
         "-P",
@@ -101,7 +102,7 @@ def test_names_stand_for_the_processes_that_do_the_work() -> None:
             parent=7,
             task="reward-server",
         ),
-        process(10, "sglang::router", task="rollout-server"),
+        process(10, router, task="rollout-server"),
         process(9, "python", "-u", "-m", "trainer", task="ppo-trainer", rank=1),
     ]
     found = {target: find(target, running) for target in (*PROCESSES, *NODES)}
