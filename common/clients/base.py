@@ -365,7 +365,16 @@ def _detail(response: httpx.Response) -> dict[str, Any]:
             key: detail.get(key) for key in ("field", "value", "remedy", "code")
         }
     except (ValueError, KeyError, TypeError):
-        return {"message": shorten(response.text)}
+        return {"message": shorten(_message_of_engine(response) or response.text)}
+
+
+def _message_of_engine(response: httpx.Response) -> str:
+    """Returns the message of an error in SGLang's shape; empty when it has another one."""
+    try:
+        body = response.json()
+        return str(body.get("message") or body.get("error_message") or "")
+    except (ValueError, AttributeError):
+        return ""
 
 
 def _retry_reason(response: httpx.Response) -> str:

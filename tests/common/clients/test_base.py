@@ -325,6 +325,26 @@ async def test_many_calls_waiting_for_one_service_log_one_line(
     assert "for reward-server to answer GET /stats" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"success": False, "message": "the tensor is not finite"}, "the tensor is not finite"),
+        ({"success": False, "error_message": "no such adapter"}, "no such adapter"),
+        ({"detail": "Not Found"}, '{"detail":"Not Found"}'),
+        ([1], "[1]"),
+    ],
+)
+async def test_the_error_of_an_engine_is_shown_by_its_message(body: Any, said: str) -> None:
+    def refuse(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(400, json=body)
+
+    transport = httpx.MockTransport(refuse)
+    async with Client("engine", "http://engine", transport=transport) as client:
+        with pytest.raises(ServiceError) as caught:
+            await client.request("POST", "/update_weights_from_disk")
+    assert caught.value.message == f"engine: HTTP 400: {said}"
+
+
 class _Starting(Client):
     start_s = 60.0
 
