@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,12 @@ def inject(
     outcome = run_child(work, output, _LIMIT_S, is_named)
     at = float(struck.read_text()) if struck.exists() else outcome.began
     lines = [Line(line.at, seen(line.text)) for line in outcome.lines]
+    judgement = judge(fault, lines, at, ended_well=outcome.status == 0)
+    if not struck.exists():
+        judgement = replace(judgement, verdict="not injected", named_s=None)
     return Result(
         fault=fault,
-        judgement=judge(fault, lines, at, ended_well=outcome.status == 0),
+        judgement=judgement,
         evidence=read_evidence(_run_dir(directory), output.read_text(), fault.oracle),
         seconds=outcome.seconds,
         status=outcome.status,

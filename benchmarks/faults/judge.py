@@ -36,7 +36,7 @@ class Judgement:
 
     verdict: str
     """`named`, `late`, `misnamed` (it complained of something else), `silent`, or for a harmless
-    fault `untouched` or `disturbed`."""
+    fault `untouched` or `disturbed`; `not injected` if the run ended before the fault."""
     detected_s: float | None
     """Seconds from the fault to the first line that complains of anything."""
     named_s: float | None

@@ -16,6 +16,7 @@ from benchmarks.faults.child import run_child
 from benchmarks.faults.evidence import built_in, read_evidence
 from benchmarks.faults.fault import FAULTS, OWN, Fault
 from benchmarks.faults.judge import LIMIT_S, Line, judge
+from benchmarks.faults.lab import Lab
 from benchmarks.faults.trl_side import SIDES
 
 STRUCK = 100.0
@@ -182,6 +183,16 @@ def test_there_are_a_hundred_faults_and_each_says_who_reported_it() -> None:
             r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", fault.reported
         )
     assert SIDES.keys() <= FAULTS.keys()
+
+
+@pytest.mark.integration
+def test_a_fault_that_never_struck_is_not_named(tmp_path: Path) -> None:
+    def break_down(lab: Lab) -> None:
+        raise RuntimeError("the reward of this benchmark is nan")
+
+    result = inject(replace(NAN, run=break_down), 0, tmp_path / "run", tmp_path)
+    assert result.judgement.verdict == "not injected"
+    assert not result.is_right
 
 
 @pytest.mark.integration
