@@ -244,19 +244,27 @@ def _of_graders(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     """
     if facts.state == "finished" or (facts.lives and not stalled_for(facts)):
         return
-    failures: dict[str, list[LogLine]] = {}
+    # The reward-server logs a reason once, which may have been before the last step.
+    newest = _grader_lines(lines) or (_grader_lines(facts.lines) if _awaits_rewards(facts) else {})
+    level: Level = "stalled" if facts.lives else "stopped"
+    since = facts.steps[-1].get("time") if facts.steps else facts.started
+    for function, (line, reason) in newest.items():
+        what = f"the reward function {function} gives no scores: {reason}"
+        yield _finding(names.NOT_GRADED, what, since, level=level, evidence=[_said(line)])
+
+
+def _grader_lines(lines: Iterable[LogLine]) -> dict[str, tuple[LogLine, str]]:
+    """Returns the newest failure of every reward function, with its reason."""
+    found = {}
     for line in lines:
         match = _GRADER.search(line.text)
         if match is not None and line.source.startswith("reward-server"):
-            failures.setdefault(match[1], []).append(line)
-    level: Level = "stalled" if facts.lives else "stopped"
-    for function, failed in failures.items():
-        detail = _GRADER.search(failed[-1].text)
-        assert detail is not None
-        reason = detail[2].partition("\n")[0]
-        what = f"the reward function {function} gives no scores: {reason} ({len(failed)} times)"
-        evidence = [_said(failed[-1])]
-        yield _finding(names.NOT_GRADED, what, failed[0].time, level=level, evidence=evidence)
+            found[match[1]] = (line, match[2].partition("\n")[0])
+    return found
+
+
+def _awaits_rewards(facts: Facts) -> bool:
+    return any(call.service == "reward-server" for rank in facts.ranks for call in rank.awaited)
 
 
 def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:

@@ -224,6 +224,20 @@ def test_that_no_batch_comes_is_said_after_its_cause() -> None:
     assert found == [names.NOT_GRADED, names.NO_BATCH]
 
 
+def test_a_reason_that_was_logged_before_the_last_step_still_counts() -> None:
+    """The reward-server logs every reason of a function once."""
+    facts = recorded("reward_function_hangs_22s")
+    failed = next(line for line in facts.lines if "failed for" in line.text)
+    failed.time = facts.steps[-1]["time"] - 600.0
+    first = find(facts)[0]
+    assert first.name == names.NOT_GRADED
+    assert first.since == facts.steps[-1]["time"]
+
+    for rank in facts.ranks:
+        rank.awaited = []
+    assert find(facts)[0].name == names.NO_BATCH  # nobody waits for a grade
+
+
 def test_a_function_that_fails_now_and_then_is_no_finding_while_steps_go_on() -> None:
     facts = recorded("reward_function_hangs_22s")
     facts.steps[-1]["time"] = facts.now - 1.0
