@@ -67,11 +67,7 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
 
 def _too_few_gpus(task: Placed, config: Config) -> Iterator[str]:
     if task.name == ROLLOUT and config.rollout.engine == "sglang":
-        needed = config.rollout.tensor_parallel_size
-        told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
-        for gpus in task.gpus:
-            if needed > gpus > 0:
-                yield f"{told}, but a node has {gpus}: request more GPUs per node"
+        yield from _engines_fit(task, config)
     groups = {
         "trainer.shard_size": config.trainer.shard_size or 1,
         "trainer.context_parallel_size": config.trainer.context_parallel_size,
@@ -90,6 +86,26 @@ def _too_few_gpus(task: Placed, config: Config) -> Iterator[str]:
             ranks = task.nodes * max(1, gpus)
             if ranks % size:
                 yield f"{ranks} processes cannot be divided into groups of {size} ({setting})"
+
+
+def _engines_fit(task: Placed, config: Config) -> Iterator[str]:
+    """Yields what keeps the engines of SGLang from fitting the nodes."""
+    rollout = config.rollout
+    size = rollout.nodes_per_engine
+    if task.nodes % size:
+        yield (
+            f"{task.nodes} nodes cannot be divided into engines of {size} "
+            f"(rollout.nodes_per_engine): set num_nodes to a multiple of {size}"
+        )
+    needed = rollout.gpus_per_node
+    told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
+    fix = "request more GPUs per node, or set rollout.nodes_per_engine"
+    if size > 1:
+        told = f"an engine needs {needed} GPUs on each of its {size} nodes"
+        fix = "request more GPUs per node, or raise rollout.nodes_per_engine"
+    for gpus in task.gpus:
+        if needed > gpus > 0:
+            yield f"{told}, but a node has {gpus}: {fix}"
 
 
 def _unequal(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
@@ -126,7 +142,7 @@ def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields what works, but rarely as intended, as (task, warning)."""
     for task in tasks:
         if task.name == ROLLOUT and isinstance(task.config, Config):
-            used = task.config.rollout.tensor_parallel_size
+            used = task.config.rollout.gpus_per_node
             fix = "raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs"
             for gpus in task.gpus:
                 if used < gpus > 1:

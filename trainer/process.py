@@ -32,6 +32,7 @@ from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
+from trainer.weights.layouts import Sharding
 from trainer.weights.publisher import Publisher
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
@@ -142,7 +143,11 @@ class JobGroupBackend:
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
-        nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in self._board.workers())
+        nodes = sorted(
+            int(worker.name.rpartition("-")[2]) + number
+            for worker in self._board.workers()
+            for number in range(worker.nodes_per_engine)
+        )
         port = self._config.rollout.agent_port
         return [
             Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node))
@@ -194,7 +199,13 @@ class JobGroupBackend:
             context.run_id,
             limit_s=config.trainer.fence_after_s,
             rendezvous=Rendezvous(
-                self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
+                self._topology.host(names.TRAINER),
+                backend,
+                gpu_checksums=engine_on_gpu,
+                sharding=Sharding(
+                    expert_groups=config.rollout.expert_groups,
+                    attention_groups=config.rollout.attention_groups,
+                ),
             ),
         )
         context.stack.callback(broadcaster.close)

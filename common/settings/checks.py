@@ -9,6 +9,7 @@ from common.settings.lr_schedules import wrong_arguments
 from common.settings.rewards import JudgeReward, ModelReward, OwnReward
 from common.settings.section import Section
 from common.settings.sections import (
+    DATA_PARALLEL,
     MAX_KEPT,
     CriticSection,
     EnvironmentSection,
@@ -38,7 +39,7 @@ _OF_COMPLETIONS = (
 """Settings that apply to single completions and not to episodes."""
 _SINGLE = ("teacher.url", "algorithm.overlong_buffer", "algorithm.length_penalty")
 """Settings that need single completions where they are set."""
-_SEVERAL_NODES = frozenset({"--nnodes", "--node-rank"})
+_SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
 """SGLang arguments that spread an engine over nodes."""
 _NOT_WITH_BROADCASTS = {
     "the ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or set "
@@ -46,18 +47,12 @@ _NOT_WITH_BROADCASTS = {
         "--tp",
         "--tp-size",
         "--tensor-parallel-size",
-        "--dp",
-        "--dp-size",
-        "--data-parallel-size",
         "--pp",
         "--pp-size",
         "--pipeline-parallel-size",
     ),
-    "the trainer compares every rank's share of the weights, and knows only those of tensor "
-    "parallelism: leave it out, or set trainer.weight_sync http": (
-        "--ep",
-        "--ep-size",
-        "--expert-parallel-size",
+    "the trainer compares every rank's share of the weights, and does not know those that this "
+    "makes: leave it out, or set trainer.weight_sync http": (
         "--moe-dp-size",
         "--moe-data-parallel-size",
         "--dwdp-size",
@@ -67,7 +62,7 @@ _NOT_WITH_BROADCASTS = {
         "--init-expert-location",
         "--attn-cp-size",
         "--attention-context-parallel-size",
-        "--enable-dp-attention",
+        "--moe-dense-tp-size",
     ),
     "the engine must hold the numbers that it is sent, and a quantised engine does not: leave it "
     "out, or set trainer.weight_sync http": (
@@ -77,8 +72,7 @@ _NOT_WITH_BROADCASTS = {
         "--rl-quant-profile",
     ),
 }
-"""SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason. A
-data-parallel engine refuses a weight-sync group."""
+"""SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason."""
 _FUSED = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
 """Layers that SGLang needs in an adapter, and those beside which it needs them."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
@@ -163,6 +157,8 @@ def _conflicts(config: Settings) -> Iterator[str]:
         )
     if not embedded:
         yield from _engine_args(config)
+    if config.rollout.nodes_per_engine > 1:
+        yield from _several_nodes(config)
     yield from _sampling(config)
     yield from _lora(config)
     if config.rollout.colocate:
@@ -185,13 +181,61 @@ def _engine_args(config: Settings) -> Iterator[str]:
     given = {word.partition("=")[0] for word in config.rollout.engine_args}
     for word in sorted(given & _SEVERAL_NODES):
         yield (
-            f"rollout.engine_args has {word}, but every node of rollout-server runs engines of its "
-            "own: leave it out, and set rollout.tensor_parallel_size to at most the GPUs of a node"
+            f"rollout.engine_args has {word}, which every node of an engine gets with a value of "
+            "its own: leave it out, and set rollout.nodes_per_engine"
         )
-    if config.trainer.weight_sync == "distributed":
+    rollout = config.rollout
+    distributed = config.trainer.weight_sync == "distributed"
+    if distributed and rollout.copies_per_engine > 1:
+        word = next(word for word in given if word in DATA_PARALLEL)
+        yield (
+            f"rollout.engine_args has {word}, but with {{trainer.weight_sync}} an engine that has "
+            "several copies of the model takes no weights: leave it out, since the router already "
+            "shares requests among engines, add --enable-dp-attention, or set trainer.weight_sync "
+            "http"
+        )
+    for name, groups in (
+        ("--ep-size", rollout.expert_groups),
+        ("--dp-size", rollout.attention_groups),
+    ):
+        if distributed and rollout.tensor_parallel_size % groups:
+            yield (
+                f"rollout.engine_args has {name} {groups}, which does not divide "
+                "{rollout.tensor_parallel_size}: set rollout.tensor_parallel_size to a multiple of "
+                "it"
+            )
+    if distributed:
         for reason, refused in _NOT_WITH_BROADCASTS.items():
             for word in sorted(given.intersection(refused)):
                 yield (f"rollout.engine_args has {word}, but with {{trainer.weight_sync}} {reason}")
+
+
+def _several_nodes(config: Settings) -> Iterator[str]:
+    """Refuses what does not go with an engine that is larger than a node."""
+    rollout = config.rollout
+    if rollout.engine == "embedded":
+        yield (
+            "{rollout.nodes_per_engine} needs an engine of several processes, and "
+            "rollout.engine embedded is one: set rollout.engine sglang, or leave "
+            "rollout.nodes_per_engine out"
+        )
+        return
+    if rollout.gpus_per_engine % rollout.nodes_per_engine:
+        yield (
+            f"the {rollout.gpus_per_engine} processes of an engine cannot be divided among "
+            "{rollout.nodes_per_engine}: set rollout.tensor_parallel_size to a multiple of it"
+        )
+    if rollout.colocate:
+        yield (
+            "{rollout.nodes_per_engine} spreads an engine over nodes, but with rollout.colocate "
+            "trainer and engine share the GPUs of one: set rollout.colocate to false"
+        )
+    if rollout.copies_per_engine > 1:
+        yield (
+            f"rollout.engine_args makes {rollout.copies_per_engine} copies of the model in one "
+            "engine, which SGLang cannot spread over {rollout.nodes_per_engine}: leave it out, "
+            "since the router already shares requests among engines, or add --enable-dp-attention"
+        )
 
 
 def _gdpo(config: Settings) -> Iterator[str]:

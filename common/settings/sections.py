@@ -5,6 +5,7 @@ meaning.
 import os
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -304,6 +305,12 @@ class CriticSection(Section):
     clipping."""
 
 
+_PIPELINE = ("--pp", "--pp-size", "--pipeline-parallel-size")
+DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
+_EXPERT = ("--ep", "--ep-size", "--expert-parallel-size")
+"""SGLang's arguments for the sizes of an engine, besides that of tensor parallelism."""
+
+
 class RolloutSection(Section):
     """rollout-server: the engines, the agent of every node, and the router."""
 
@@ -325,7 +332,10 @@ class RolloutSection(Section):
     engine_args: InHelp[list[str]] = []
     """Further arguments for `sglang.launch_server`, passed on unchanged."""
     tensor_parallel_size: InHelp[PositiveInt] = 1
-    """GPUs that share one engine."""
+    """GPUs that share one engine, over all of its nodes."""
+    nodes_per_engine: PositiveInt = 1
+    """Consecutive nodes of rollout-server that form one engine (SGLang's `--nnodes`), for a model
+    larger than a node. Only the first of them answers requests."""
     colocate: InHelp[bool] = False
     """Let trainer and engines take turns on the same GPUs: the engines release their memory during
     the update, and the trainer keeps its models and optimisers in host memory during generation
@@ -360,6 +370,54 @@ class RolloutSection(Section):
         """
         default = "1" if "--enable-symm-mem" in self.engine_args else "0"
         return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", default)}
+
+    def engine_argument(self, *names: str) -> str | None:
+        """Returns the value of the last of these arguments in `engine_args`, written `--name 1` or
+        `--name=1`; None without one.
+        """
+        found = None
+        words = [*self.engine_args, ""]
+        for word, following in pairwise(words):
+            name, equals, value = word.partition("=")
+            if name in names:
+                found = value if equals else following
+        return found
+
+    @property
+    def has_dp_attention(self) -> bool:
+        """Whether groups of an engine's ranks each hold all of attention, and share the rest."""
+        return "--enable-dp-attention" in self.engine_args
+
+    @property
+    def attention_groups(self) -> int:
+        """Groups of an engine's ranks that each hold all of attention."""
+        return self._size(*DATA_PARALLEL) if self.has_dp_attention else 1
+
+    @property
+    def copies_per_engine(self) -> int:
+        """Copies of the model in an engine, with GPUs of their own."""
+        return 1 if self.has_dp_attention else self._size(*DATA_PARALLEL)
+
+    @property
+    def expert_groups(self) -> int:
+        """Groups of an engine's ranks that hold different experts of a mixture."""
+        return self._size(*_EXPERT)
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs of an engine of SGLang, over all of its nodes: those of a tensor-parallel group, for
+        each pipeline stage and each copy of the model.
+        """
+        return self.tensor_parallel_size * self._size(*_PIPELINE) * self.copies_per_engine
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that an engine of SGLang uses on each of its nodes."""
+        return -(-self.gpus_per_engine // self.nodes_per_engine)
+
+    def _size(self, *names: str) -> int:
+        text = self.engine_argument(*names) or ""
+        return max(1, int(text)) if text.isdecimal() else 1
 
     @property
     def context_bound(self) -> int | None:

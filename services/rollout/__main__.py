@@ -1,5 +1,5 @@
 """`python -m services.rollout`: a rollout node, which is its supervisor and its engine, and on node
-0 the router, until SIGTERM.
+0 the router, until SIGTERM. With `rollout.nodes_per_engine` several nodes form one engine.
 
 Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means
 that the engine failed several times in a row, at its start or soon after it.
@@ -14,8 +14,9 @@ from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, Topology, setting_status
 from common.settings.config import Config, main
 from services.http.app import serve
-from services.rollout.app import create_node_app
-from services.rollout.engine_client import engine_command
+from services.rollout.app import create_member_app, create_node_app
+from services.rollout.engine_client import engine_command, first_node
+from services.rollout.member import MemberSupervisor
 from services.rollout.router import router_command
 from services.rollout.supervisor import NodeSupervisor
 
@@ -33,13 +34,22 @@ def run(config: Config) -> None:
         router_command(config, topology)
 
     metrics = Metrics("rollout-server")
-    node = NodeSupervisor(config, topology, metrics)
+    first = first_node(config, topology)
+    node: NodeSupervisor | MemberSupervisor
+    if topology.node_rank == first:
+        node = NodeSupervisor(config, topology, metrics)
+        app = create_node_app(node, metrics)
+        role = ""
+    else:
+        node = MemberSupervisor(config, topology, metrics)
+        app = create_member_app(node, metrics)
+        role = f" of the engine of {node.first_node}"
     settings = (
         f"node={topology.node_rank}/{topology.num_nodes} model={config.model.name} "
-        f"engine={config.rollout.engine} router={config.rollout.router}"
+        f"engine={config.rollout.engine} router={config.rollout.router}{role}"
     )
     host, port = topology.bind(ROLLOUT, config.rollout.agent_port)
-    serve(create_node_app(node, metrics), host, port, settings)
+    serve(app, host, port, settings)
 
     if node.fatal is not None:
         fail(node.fatal, setting_status() if isinstance(node.fatal, ConfigError) else 1)

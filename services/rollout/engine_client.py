@@ -61,14 +61,40 @@ class LoadFailed(ServiceError):
     code = "load_failed"
 
 
-def engine_command(
-    config: Config, topology: Topology, model_path: str, weight_version: str
-) -> list[str]:
-    """Returns the command line of this node's engine.
+def first_node(config: Config, topology: Topology) -> int:
+    """Returns the rank of the first node of this node's engine."""
+    return topology.node_rank - topology.node_rank % config.rollout.nodes_per_engine
 
-    Raises ConfigError when `rollout.engine_python` is missing, or a setting does not work on a CPU.
+
+def _check_nodes(config: Config, topology: Topology) -> None:
+    """Raises ConfigError when the rollout nodes cannot be divided into engines."""
+    size = config.rollout.nodes_per_engine
+    if topology.num_nodes % size:
+        raise ConfigError(
+            f"the {topology.num_nodes} nodes of rollout-server cannot be divided into engines of "
+            f"{size} nodes",
+            field="rollout.nodes_per_engine",
+            value=size,
+            remedy=f"set num_nodes of rollout-server to a multiple of {size}",
+        )
+
+
+def engine_command(
+    config: Config,
+    topology: Topology,
+    model_path: str,
+    weight_version: str,
+    *,
+    dist_init_addr: str = "",
+) -> list[str]:
+    """Returns the command line of this node's engine, or of its process of an engine that is larger
+    than a node; the processes of one find each other at `dist_init_addr`.
+
+    Raises ConfigError when `rollout.engine_python` is missing, or the nodes cannot be divided into
+    engines.
     """
     rollout = config.rollout
+    _check_nodes(config, topology)
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
     options: dict[str, object] = {
         "model-path": model_path,
@@ -78,10 +104,15 @@ def engine_command(
         "max-running-requests": rollout.max_running_requests,
         "dtype": config.model.dtype,
     }
-    # Nodes must sample different answers.
-    seed = config.seed * topology.num_nodes + topology.node_rank
+    # Engines must sample different answers, and the nodes of one the same.
+    first = first_node(config, topology)
+    seed = config.seed * topology.num_nodes + first
     if rollout.engine == "embedded":
         return _embedded_command(config, options, seed)
+    if rollout.nodes_per_engine > 1:
+        options["nnodes"] = rollout.nodes_per_engine
+        options["node-rank"] = topology.node_rank - first
+        options["dist-init-addr"] = dist_init_addr
     return _sglang_command(config, options, seed)
 
 
@@ -143,6 +174,10 @@ def engine_env(config: Config) -> dict[str, str]:
         return _ENV | rollout.nccl_env() | toolkit
 
     env = _ENV | _CPU_ENV
+    if rollout.gpus_per_engine > 1:
+        # SGLang wants to know the cores of every process; without its compiled operators it only
+        # counts the entries.
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * rollout.gpus_per_node)
     if Path(config.model.name).is_dir():
         env["HF_HUB_OFFLINE"] = "1"  # else it asks the hub anyway
     return env
@@ -172,13 +207,6 @@ def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _sglang_python(rollout: RolloutSection) -> Path:
-    if rollout.device == "cpu" and rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            "an engine on a CPU has only one process",
-            field="rollout.tensor_parallel_size",
-            value=rollout.tensor_parallel_size,
-            remedy="set it to 1, or set rollout.device=cuda",
-        )
     # Not resolved: the symlink identifies the virtual environment.
     python = Path(rollout.engine_python).absolute()
     if not python.is_file():
@@ -389,15 +417,21 @@ class EngineClient(Client):
         return response
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
-        """Returns, for each GPU, the checksums of all tensors by their names in the engine. Raises
-        ServiceError.
+        """Returns, for each process of the engine in the order of their ranks, the checksums of all
+        tensors by their names in the engine. Raises ServiceError.
         """
         response = await self.request(
             "POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s
         )
         try:
-            return [dict(rank["checksums"]) for rank in response.json()["ranks"]]
-        except (ValueError, KeyError, TypeError):
+            by_rank: dict[int, dict[str, str]] = {}
+            for index, rank in enumerate(response.json()["ranks"]):
+                # Each group of data-parallel attention answers for all ranks.
+                place = rank.get("parallelism_info")
+                number = place[0]["tp_rank"] if place else index
+                by_rank[number] = dict(rank["checksums"])
+            return [by_rank[number] for number in sorted(by_rank)]
+        except (ValueError, LookupError, TypeError, AttributeError):
             reason = f"the engine's answer has no checksums: {shorten(response.text)}"
             raise LoadFailed(reason, field="/weights_checker", remedy=OTHER_ENGINE) from None
 

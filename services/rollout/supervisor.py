@@ -2,16 +2,18 @@
 with the router. Settings, logs and the documentation call it the node's agent.
 
 Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and
-reports to the trainer. On node 0 a fifth loop supervises the router.
+reports to the trainer. On node 0 a fifth loop supervises the router. If the engine is larger than a
+node, this is its first node, and a further loop watches the others (`nodes`).
 """
 
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -22,13 +24,20 @@ from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, TRAINER, Topology, assigned_gpus
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
-from common.wire.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
-from services.http.app import listen
+from common.wire.schemas import (
+    MAX_DETAIL_CHARS,
+    EngineStart,
+    EngineWeights,
+    WeightManifest,
+    WorkerReport,
+)
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
+from services.rollout.loops import Loops, refuse_taken_port, stop, wait_event
+from services.rollout.nodes import EngineNodes, NodeCannotStart
 from services.rollout.process import Supervised, Timing
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
-from services.rollout.weights.follow import RateLimitedWarnings, WeightFollower, wait_event
+from services.rollout.weights.follow import RateLimitedWarnings, WeightFollower
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 
 log = logging.getLogger(__name__)
@@ -36,6 +45,7 @@ _HEARTBEAT_S = 5.0
 _REPORTS = 8
 """Reports of progress, at least, within the time after which the trainer fences a silent node."""
 _RECONCILE_S = 1.0
+_WATCH_S = 1.0
 
 
 class NodeStatus(BaseModel):
@@ -67,11 +77,11 @@ class NodeSupervisor:
         self.name = topology.own_name(ROLLOUT)
         self.url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
         self.state = NodeState()
-        self.fatal: ServiceError | None = None
         self._config = config
         self._topology = topology
-        self._end = end
+        self._loops = Loops(end)
         self._registered = False
+        self._starts_ordered = 0
         self._started_with: tuple[WeightManifest, Path] | None = None
         """The weights that the engine was started with; None for the base model."""
         self._wake_report = asyncio.Event()
@@ -81,6 +91,14 @@ class NodeSupervisor:
         self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
         self._engine_api = EngineClient("engine", self.url)
         self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
+
+        others = range(topology.node_rank + 1, topology.node_rank + rollout.nodes_per_engine)
+        self.nodes = EngineNodes(
+            [f"{ROLLOUT}-{rank}" for rank in others],
+            silent_s=rollout.hang_timeout_s,
+            stuck_after_s=rollout.stuck_after_s,
+        )
+        """The other nodes of the engine; none if it is one node's."""
 
         self.engine = Supervised(
             "engine",
@@ -106,6 +124,7 @@ class NodeSupervisor:
             changed=self._changed,
             name=self.name,
             metrics=metrics,
+            nodes=self.nodes,
         )
 
         self._version = metrics.gauge(
@@ -121,7 +140,7 @@ class NodeSupervisor:
 
     def _supervised_router(self) -> Supervised:
         async def launch() -> list[str]:
-            self._refuse_taken_port(self._config.rollout.router_port)
+            refuse_taken_port(self._topology, self._config.rollout.router_port)
             return router_command(self._config, self._topology)
 
         async def up() -> None:
@@ -137,6 +156,11 @@ class NodeSupervisor:
             on_up=up,
             on_down=lambda _: self._wake_router.set(),
         )
+
+    @property
+    def fatal(self) -> ServiceError | None:
+        """Why the node cannot continue."""
+        return self._loops.fatal
 
     def problem(self) -> str | None:
         """Returns why the node does not serve the newest weights, or None."""
@@ -163,6 +187,7 @@ class NodeSupervisor:
             detail=shorten(self.state.detail or self._follower.doing, MAX_DETAIL_CHARS),
             progress=progress.total(),
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
+            nodes_per_engine=self._config.rollout.nodes_per_engine,
             gpus=_gpus(self._config.rollout),
             incarnation=self._follower.incarnation,
             checksum=checksum,
@@ -190,44 +215,30 @@ class NodeSupervisor:
         """Runs the node inside the context; on exit removes it from the router, then stops engine
         and router.
         """
-        report = self._start(self._report())
-        reconcile = self._start(self._reconcile())
-        router = None if self.router is None else self._start(self.router.run())
-        engine = self._start(self._run_engine())
+        report = self._loops.start(self._report())
+        reconcile = self._loops.start(self._reconcile())
+        watch = self._loops.start(self._watch_nodes())
+        router = None if self.router is None else self._loops.start(self.router.run())
+        engine = self._loops.start(self._run_engine())
         try:
             yield
         finally:
             self.state.draining = True
-            await _stop(report, reconcile)
+            await stop(report, reconcile, watch)
             await self._deregister()
-            await _stop(engine)
+            await stop(engine)
             if router is not None:
-                await _stop(router)
+                await stop(router)
             for client in (self._trainer, self._engine_api, self._router_api):
                 await client.close()
 
-    def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a loop in a task; an error in it ends the node."""
-
-        async def guarded() -> None:
-            try:
-                await loop
-            except Exception as error:
-                if not isinstance(error, ServiceError):
-                    log.exception("a loop of the agent failed")
-                    error = ServiceError(f"internal error: {error!r}", remedy="see the log above")
-                self.fatal = self.fatal or error
-                self._end()
-
-        return asyncio.create_task(guarded())
-
     async def _run_engine(self) -> None:
         await self._follower.fetch_first()
-        follow = self._start(self._follower.run())
+        follow = self._loops.start(self._follower.run())
         try:
             await self.engine.run()
         finally:
-            await _stop(follow)
+            await stop(follow)
 
     async def _deregister(self) -> None:
         """Removes the engine from the router, but gives up after a few seconds, as the router may
@@ -244,28 +255,81 @@ class NodeSupervisor:
                 "could not deregister this engine from the router: %s", str(error) or "no answer"
             )
 
-    def _refuse_taken_port(self, port: int) -> None:
-        """Raises ConfigError when another process listens on the port: it would answer instead of
-        the process that is about to start.
-        """
-        host, port = self._topology.bind(ROLLOUT, port)
-        listen(host, port).close()
-
     async def _launch_engine(self) -> list[str]:
         """Returns the command of the engine, which starts with the newest verified weights."""
         self._starts.inc()
         await self._follower.wait_for_gpus()
-        self._refuse_taken_port(self._config.rollout.engine_port)
+        refuse_taken_port(self._topology, self._config.rollout.engine_port)
         self._started_with = await self._stored_weights()
+        if not self.nodes.names:
+            model, label = self._started_model()
+            return engine_command(self._config, self._topology, model, label)
+        return await self._start_on_all_nodes()
 
-        model = self._config.model.name
-        label = BASE_VERSION
+    def _started_model(self) -> tuple[str, str]:
+        """Returns the path or name of the model that the engine starts with, and its label."""
         if self._started_with is not None:
             manifest, path = self._started_with
             if manifest.kind == "model":
-                model = str(path)
-                label = str(manifest.version)
-        return engine_command(self._config, self._topology, model, label)
+                return str(path), str(manifest.version)
+        return self._config.model.name, BASE_VERSION
+
+    async def _start_on_all_nodes(self) -> list[str]:
+        """Returns the command of this node's process when the other nodes start theirs."""
+
+        def say(what: str) -> None:
+            log.info("the start of the engine %s", what)
+            self.state.detail = what
+            self._changed()
+
+        try:
+            start = self._next_start()
+            await self.nodes.start(start, say)
+        except NodeCannotStart as error:
+            # The trainer may have removed this version meanwhile, or be gone: newer weights follow.
+            log.error("the engine starts with the base model: %s", error)
+            self._started_with = None
+            start = self._next_start()
+            await self.nodes.start(start, say)
+
+        self.state.detail = ""
+        return engine_command(
+            self._config,
+            self._topology,
+            model_path=start.model_path,
+            weight_version=start.weight_version,
+            dist_init_addr=start.dist_init_addr,
+        )
+
+    def _next_start(self) -> EngineStart:
+        """Describes the next start for the other nodes."""
+        model, label = self._started_model()
+        weights = None
+        if self._started_with is not None:
+            manifest, path = self._started_with
+            weights = EngineWeights(
+                manifest=manifest.model_copy(update={"broadcast": None}), path=str(path)
+            )
+        host = self._topology.host(ROLLOUT, self._topology.node_rank)
+        self._starts_ordered += 1
+        return EngineStart(
+            id=f"{self._follower.incarnation}-{self._starts_ordered}",
+            dist_init_addr=f"{host}:{_free_port()}",
+            model_path=model,
+            weight_version=label,
+            weights=weights,
+        )
+
+    async def _watch_nodes(self) -> None:
+        """Restarts the engine when another node's part of it has ended or is lost."""
+        while True:
+            looked = time.monotonic()
+            await self.nodes.news(_WATCH_S)
+            # If a look came late, this process was stopped, which says nothing about the nodes.
+            was_stopped = time.monotonic() - looked > 3 * _WATCH_S
+            problem = self.nodes.problem()
+            if problem is not None and not was_stopped:
+                self.engine.restart(problem)
 
     async def _stored_weights(self) -> tuple[WeightManifest, Path] | None:
         """Returns the newest weights if they are intact on this node's disk, and protects them.
@@ -300,6 +364,7 @@ class NodeSupervisor:
         self._changed()
 
     def _engine_down(self, reason: str) -> None:
+        self.nodes.stop()
         self.state.engine_down(reason)
         self._follower.engine_down()
         self._changed()
@@ -336,16 +401,17 @@ class NodeSupervisor:
             await wait_event(self._wake_report, heartbeat_s)
 
 
+def _free_port() -> int:
+    """Returns a port that nothing listens on; a start that finds it taken is tried with another."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
 def _gpus(rollout: RolloutSection) -> int:
     """Returns the number of GPUs of an engine; the embedded one uses one if this node has any."""
     if rollout.engine == "sglang":
-        return 0 if rollout.device == "cpu" else rollout.tensor_parallel_size
+        return 0 if rollout.device == "cpu" else rollout.gpus_per_engine
     if rollout.device == "auto":
         return 0 if assigned_gpus() is None else 1
     return 1 if rollout.device == "cuda" else 0
-
-
-async def _stop(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

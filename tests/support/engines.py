@@ -216,13 +216,25 @@ def sglang_is_installed() -> bool:
 
 @contextmanager
 def sglang_process(
-    model: Path, log: Path, version: str, lora: LoraSection | None = None, max_new_tokens: int = 256
+    model: Path,
+    log: Path,
+    version: str,
+    lora: LoraSection | None = None,
+    max_new_tokens: int = 256,
+    **settings: Any,
 ) -> Iterator[str]:
-    """Runs real SGLang on this CPU with the agent's command and environment; yields its URL."""
+    """Runs real SGLang on this CPU with the agent's command and environment; yields its URL.
+
+    `settings` belong to the rollout section.
+    """
     port = free_port()
     python = str(SGLANG / "bin" / "python")
     rollout = RolloutSection(
-        device="cpu", engine_python=python, engine_port=port, max_running_requests=64
+        device="cpu",
+        engine_python=python,
+        engine_port=port,
+        max_running_requests=64,
+        **settings,
     )
     sampling = SamplingSection(max_new_tokens=max_new_tokens)
     config = Config(

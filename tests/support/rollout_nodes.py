@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,19 @@ def flip_last_byte(path: Path) -> None:
 
 
 class Node:
-    """A `python -m services.rollout` process, with access to its agent's HTTP API."""
+    """A `python -m services.rollout` process, with access to its agent's HTTP API.
+
+    `within` are the first words of its command.
+    """
 
     def __init__(
-        self, rank: int, count: int, state_dir: Path, model: Path, **settings: str
+        self,
+        rank: int,
+        count: int,
+        state_dir: Path,
+        model: Path,
+        within: Sequence[str] = (),
+        **settings: str,
     ) -> None:
         self.rank = rank
         self.url = f"http://{names(count)[f'{ROLLOUT}-{rank}.{GROUP}'].address}:30002"
@@ -82,7 +91,7 @@ class Node:
         self.output = state_dir / f"output-{rank}"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.rollout"],
+                [*within, sys.executable, "-m", "services.rollout"],
                 env=environment(rank, count, state_dir, model) | settings,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -136,15 +145,19 @@ class Cluster:
     def __init__(self, directory: Path, count: int = 2, **settings: str) -> None:
         self.directory = directory
         self.model = directory / "model"
+        self.write_model()
+        self.tensors = load_file(self.model / "model.safetensors")
+        self.board = WeightBoard(directory / "published")
+        self.nodes = [Node(rank, count, directory, self.model, **settings) for rank in range(count)]
+
+    def write_model(self) -> None:
+        """Writes the model that the engines start with."""
         torch.manual_seed(0)
         tokenizer = make_tokenizer(iter(["1 + 2 = 3", "4 + 5 = 9"]))
         make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(
             self.model
         )
         tokenizer.save_pretrained(self.model)
-        self.tensors = load_file(self.model / "model.safetensors")
-        self.board = WeightBoard(directory / "published")
-        self.nodes = [Node(rank, count, directory, self.model, **settings) for rank in range(count)]
 
     def publish(self, run_id: str, version: int, spoil: bool = False) -> WeightManifest:
         """Publishes random weights of the same shapes; with `spoil`, one byte differs from the

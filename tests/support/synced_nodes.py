@@ -24,15 +24,16 @@ _SETTINGS = {"RLHF_TRAINER__FENCE_AFTER_S": str(PATIENCE_S)}
 class SyncedNodes(Cluster):
     """Two rollout nodes and the publishing side of a trainer."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, count=2, **_SETTINGS)
+    def __init__(self, directory: Path, **settings: str) -> None:
+        self.settings = _SETTINGS | settings
+        super().__init__(directory, count=2, **self.settings)
         self.static_files = [
             file for file in self.model.iterdir() if file.name != "model.safetensors"
         ]
         self.fenced: list[str] = []
 
     def start(self, rank: int) -> Node:
-        return Node(rank, len(self.nodes), self.directory, self.model, **_SETTINGS)
+        return Node(rank, len(self.nodes), self.directory, self.model, **self.settings)
 
     def publisher(self, run_id: str, way: str) -> Publisher:
         """Returns the trainer's publisher, with buckets of a few tensors each."""

@@ -399,7 +399,7 @@ class WeightBoard:
             self._excluded -= serving
             others = [worker for worker in workers if worker.name not in serving]
             missing = [worker for worker in others if worker.name not in self._excluded]
-            expected = max((worker.num_nodes for worker in workers), default=1)
+            expected = max((_engines(worker) for worker in workers), default=1)
             all_there = self._complete or len(workers) >= expected
             if serving and not missing and all_there:
                 return self._exclude_silent()
@@ -451,6 +451,11 @@ class _Node:
         self._sum += max(0, worker.progress - self._last)
         self._last = worker.progress
         self.waits.saw(self._sum)
+
+
+def _engines(worker: WorkerReport) -> int:
+    """Returns how many engines the job group has by the report of one: so many report."""
+    return worker.num_nodes // worker.nodes_per_engine
 
 
 def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:

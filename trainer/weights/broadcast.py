@@ -47,7 +47,7 @@ class Broadcaster:
         self._rendezvous = rendezvous
         self._copy = HostCopy(bucket_bytes)
         self._group: EngineGroup | None = None
-        self._checksums = Checksums(rendezvous.gpu_checksums)
+        self._checksums = Checksums(rendezvous.gpu_checksums, rendezvous.sharding)
         board.source = self
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:

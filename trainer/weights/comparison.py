@@ -8,11 +8,12 @@ each of which is rebuilt from the tensors that were sent, in the layouts that SG
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
 from learning.weight_group import digest
-from trainer.weights.layouts import ParameterLayout, layouts, parts_of
+from trainer.weights.layouts import TENSOR_PARALLEL, ParameterLayout, Sharding, layouts, parts_of
 from trainer.weights.sent_sums import ChecksumPlan, Key, SentSums
 from trainer.weights.tensor_hash import gpu_digest
 
@@ -57,11 +58,12 @@ class Comparison:
 
 class Checksums:
     """The checksums of one version, each computed once; with `on_gpu` by the function that SGLang
-    uses on GPUs.
+    uses on GPUs. `sharding` is that of the engines.
     """
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, on_gpu: bool, sharding: Sharding = TENSOR_PARALLEL) -> None:
         self._on_gpu = on_gpu
+        self._sharding = sharding
         self._known: dict[Key, str] = {}
         """In the layouts that matched."""
         self._layouts: dict[Key, ParameterLayout] = {}
@@ -106,8 +108,12 @@ class Checksums:
                 if not parts:
                     unknown.append(name)
                     continue
-                seen.update(parts)
-                if not self._is_right((name, rank, len(ranks)), checksum, tensors):
+                key = (name, rank, len(ranks))
+                if self._is_right(key, checksum, tensors):
+                    # A rank may hold only some of the experts.
+                    seen.update(chain.from_iterable(part.names for part in self._layouts[key]))
+                else:
+                    seen.update(parts)
                     wrong.append(name)
         return Comparison(
             wrong=wrong,
@@ -124,7 +130,7 @@ class Checksums:
         if key in self._layouts and self._expected(key, tensors) == checksum:
             return True
         name, rank, size = key
-        for layout in layouts(name, tensors, rank, size):
+        for layout in layouts(name, tensors, rank, size, sharding=self._sharding):
             if self._computed(layout, tensors) == checksum:
                 if self._on_gpu:
                     self._plan = None

@@ -31,6 +31,16 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How the ranks of an engine share its parameters, besides tensor parallelism."""
+
+    expert_groups: int = 1
+    """Groups of ranks that hold different experts (SGLang's `--ep-size`)."""
+    attention_groups: int = 1
+    """Groups of ranks that each hold all of attention (`--enable-dp-attention`, `--dp-size`)."""
+
+
+@dataclass(frozen=True)
 class Part:
     """What sent tensors contribute to a parameter, which is its parts one after the other in
     memory.
@@ -50,6 +60,7 @@ class Part:
         return Part(self.names, lambda *tensors: self.take(*tensors).to(dtype))
 
 
+TENSOR_PARALLEL = Sharding()
 ParameterLayout = Sequence[Part]
 """A layout in which an engine may hold a parameter."""
 
@@ -87,15 +98,25 @@ def _of_every_expert(
 
 
 def layouts(
-    name: str, tensors: Mapping[str, Tensor], rank: int, size: int
+    name: str,
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    size: int,
+    *,
+    sharding: Sharding = TENSOR_PARALLEL,
 ) -> Iterator[ParameterLayout]:
     """Yields the layouts in which rank `rank` of `size` may hold a parameter, likeliest first."""
     names = parts_of(name, tensors)
     last = name.rpartition(".")[2]
     if last in _EXPERTS and name not in tensors:
-        sharded = partial(_of_experts, names, has_gate=last == "w13_weight", rank=rank, size=size)
+        has_gate = last == "w13_weight"
+        own = _own_experts(
+            names, step=2 if has_gate else 1, rank=rank, size=size, groups=sharding.expert_groups
+        )
+        group = size // sharding.expert_groups
+        sharded = partial(_of_experts, own, has_gate=has_gate, rank=rank % group, size=group)
     else:
-        sharded = partial(_of_parameter, name, names, tensors, rank=rank, size=size)
+        sharded = partial(_of_groups, name, names, tensors, rank=rank, size=size, sharding=sharding)
     yield from sharded()
 
     sent_dtype = tensors[names[0]].dtype
@@ -104,6 +125,34 @@ def layouts(
             if dtype != sent_dtype:
                 for layout in sharded():
                     yield [part.converted(dtype) for part in layout]
+
+
+def _own_experts(
+    names: Sequence[str], *, step: int, rank: int, size: int, groups: int
+) -> Sequence[str]:
+    """Returns the names of the experts of the rank's group, `step` for each expert; consecutive
+    ranks form a group.
+    """
+    group = rank // (size // groups)
+    experts = len(names) // step // groups
+    return names[group * experts * step : (group + 1) * experts * step]
+
+
+def _of_groups(
+    name: str,
+    names: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    size: int,
+    sharding: Sharding,
+) -> Iterator[ParameterLayout]:
+    """Yields the layouts of a parameter that all ranks share, and that the ranks of an attention
+    group do.
+    """
+    group = size // sharding.attention_groups
+    for shares in sorted({size, group}, reverse=True):
+        yield from _of_parameter(name, names, tensors, rank=rank % shares, size=shares)
 
 
 def _of_parameter(

@@ -20,6 +20,7 @@ from common.process.daemon_threads import in_daemon_thread
 from common.wire.schemas import Broadcast, Bucket, WorkerReport
 from learning.staging import Staging
 from learning.weight_group import group_device, join, views
+from trainer.weights.layouts import TENSOR_PARALLEL, Sharding
 from trainer.weights.sent_sums import SentSums
 
 log = logging.getLogger(__name__)
@@ -31,12 +32,13 @@ class Rendezvous:
     """The address at which engines find the trainer, and the backend that carries the tensors.
 
     `gpu_checksums`: SGLang runs on GPUs, where it computes its checksums with another function than
-    on CPUs.
+    on CPUs. `sharding` is that of the engines.
     """
 
     address: str
     backend: BackendName = "gloo"
     gpu_checksums: bool = False
+    sharding: Sharding = TENSOR_PARALLEL
 
 
 class EngineGroup:

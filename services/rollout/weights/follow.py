@@ -4,7 +4,6 @@ and `transfer` send them.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
@@ -23,6 +22,8 @@ from common.process.progress import Progress, bounded
 from common.settings.config import Config
 from common.wire.schemas import WeightManifest
 from services.rollout.engine_client import EngineClient, adapters_kept, released_memory
+from services.rollout.loops import wait_event
+from services.rollout.nodes import EngineNodes
 from services.rollout.process import Supervised
 from services.rollout.state import NodeState
 from services.rollout.weights.receive import BroadcastReceiver
@@ -49,7 +50,8 @@ class WeightFollower:
     """Updates the engine to the newest weights, records the progress in `state`, and calls
     `changed`.
 
-    It uses the client `api` and restarts the process `engine` after repeated failures.
+    It uses the client `api` and restarts the process `engine` after repeated failures. `nodes` are
+    the others of an engine that is larger than this node: each loads from its own disk.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class WeightFollower:
         changed: Callable[[], None],
         name: str,
         metrics: Metrics,
+        nodes: EngineNodes,
     ) -> None:
+        self._nodes = nodes
         self._stuck_after_s = config.rollout.stuck_after_s
         self._adapters_kept = adapters_kept(config)
         self._state = state
@@ -257,10 +261,13 @@ class WeightFollower:
                 wanted = WeightId.of(manifest)
                 self._state.wanted = wanted
                 self._download = Download(sum(file.size for file in manifest.files))
+            self._nodes.want(manifest)
             path = await self._store.fetch(manifest, self._trainer, self._download)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest = (manifest, path)
             self._lost_downloads = 0
+            if self._engine.up:
+                await self._nodes.hold(manifest, path)
 
             stage = "load"
             loaded = None
@@ -425,9 +432,3 @@ class RateLimitedWarnings:
         if now - self._logged.get((topic, level), -60.0) >= 60:
             self._logged[topic, level] = now
             log.log(level, "%s", text)
-
-
-async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
-    """Waits for the event, at most `timeout_s` seconds."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)

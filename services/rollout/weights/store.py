@@ -221,7 +221,7 @@ class WeightStore:
         """Compares a stored version with its manifest. When it differs, removes it, logs an error
         and returns False.
         """
-        problem = await asyncio.to_thread(_differs, path, manifest.files, progress.moved)
+        problem = await asyncio.to_thread(differs, path, manifest.files, progress.moved)
         if problem is None:
             return True
         log.error("the weights in %s are damaged; downloading them again: %s", path, problem)
@@ -396,7 +396,7 @@ async def shared_directory(
     if not manifest.directory:
         return None
     directory = Path(manifest.directory)
-    problem = await asyncio.to_thread(_differs, directory, manifest.files, piece)
+    problem = await asyncio.to_thread(differs, directory, manifest.files, piece)
     if problem is None:
         return directory
     log.error(
@@ -409,7 +409,7 @@ async def shared_directory(
     return None
 
 
-def _differs(directory: Path, files: list[WeightFile], read: Callable[[], None]) -> str | None:
+def differs(directory: Path, files: list[WeightFile], read: Callable[[], None]) -> str | None:
     """Returns how the files differ from the manifest; None when they match. Calls `read` after
     every MiB.
     """

@@ -204,12 +204,14 @@ def test_dynamic_positions_are_refused_with_sglang(tmp_path: Path) -> None:
         engine_command(Config(rollout=rollout(tmp_path)), Topology(), str(tmp_path), "3")
 
 
-def test_tensor_parallelism_on_a_cpu_and_a_missing_python_are_refused_with_the_remedy(
-    tmp_path: Path,
-) -> None:
-    parallel = Config(rollout=rollout(tmp_path, device="cpu", tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size"):
-        engine_command(parallel, Topology(), "m", "3")
+def test_sglang_is_told_the_cores_of_every_process_on_a_cpu(tmp_path: Path) -> None:
+    name = "SGLANG_CPU_OMP_THREADS_BIND"
+    assert name not in engine_env(Config(rollout=rollout(tmp_path, device="cpu")))
+    parallel = rollout(tmp_path, device="cpu", tensor_parallel_size=4, nodes_per_engine=2)
+    assert engine_env(Config(rollout=parallel))[name] == "0|0"
+
+
+def test_a_missing_python_is_refused_with_the_remedy(tmp_path: Path) -> None:
     missing = Config(rollout=RolloutSection(device="cpu", engine_python=str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match="make sglang-cpu"):
         engine_command(missing, Topology(), "m", "3")

@@ -245,10 +245,10 @@ def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
     [
         *(["--dp-size", "2"], ["--tp=2"], ["--pipeline-parallel-size", "2"]),
         *(
-            ["--ep-size", "2"],
-            ["--ep=2"],
+            ["--moe-dp-size", "2"],
             ["--moe-a2a-backend", "deepep"],
-            ["--enable-dp-attention"],
+            ["--enable-eplb"],
+            ["--moe-dense-tp-size", "1"],
         ),
         *(["--quantization", "fp8"], ["--quantization=w8a8_int8"], ["--quantize-and-serve"]),
     ],
@@ -265,11 +265,28 @@ def test_arguments_with_which_sglang_holds_other_weights_than_it_is_sent_are_ref
     Config.model_validate(settings | {"trainer": {"weight_sync": "http"}})
 
 
+@pytest.mark.parametrize(
+    "words", [["--ep-size", "2"], ["--ep=4"], ["--enable-dp-attention", "--dp-size", "2"]]
+)
+def test_groups_of_an_engines_ranks_must_divide_them(words: list[str]) -> None:
+    def config(size: int) -> Config:
+        rollout = {"engine_args": words, "tensor_parallel_size": size}
+        return Config.model_validate(
+            {"trainer": {"weight_sync": "distributed"}, "rollout": rollout}
+        )
+
+    assert config(4).rollout.gpus_per_engine == 4
+    with pytest.raises(ValueError, match=r"does not divide rollout\.tensor_parallel_size 3"):
+        config(3)
+
+
 @pytest.mark.parametrize("weight_sync", ["http", "distributed"])
-def test_an_engine_on_several_nodes_is_refused(weight_sync: str) -> None:
+def test_arguments_that_differ_between_the_nodes_of_an_engine_are_refused(weight_sync: str) -> None:
     settings = {
         "trainer": {"weight_sync": weight_sync},
         "rollout": {"engine_args": ["--nnodes", "2"]},
     }
-    with pytest.raises(ValueError, match=r"rollout\.engine_args has --nnodes.*every node"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine_args has --nnodes.*rollout\.nodes_per_engine"
+    ):
         Config.model_validate(settings)

@@ -12,6 +12,7 @@ from learning.sharding import named_tensors
 from learning.weight_group import digest
 from tests.support.tiny_models import GEMMA, make
 from trainer.weights.comparison import Checksums
+from trainer.weights.layouts import Sharding
 from trainer.weights.tensor_hash import gpu_digest
 
 DIGESTS: dict[bool, Callable[[Tensor], str]] = {False: digest, True: gpu_digest}
@@ -220,3 +221,57 @@ def test_layouts_that_interleave_tensors_are_compared_version_after_version() ->
             passing.add(bucket)
         found = checksums.compare(tensors | odd, [sums_of(turned | fused, True)])
         assert (found.problem, found.unknown) == (None, [])
+
+
+def mixture() -> Tensors:
+    """Returns a layer of attention and four experts."""
+    torch.manual_seed(0)
+    shapes = {f"m.self_attn.{part}_proj.weight": (8, 6) for part in "qkv"}
+    shapes["m.self_attn.o_proj.weight"] = (6, 8)
+    shapes["m.mlp.gate.weight"] = (4, 6)
+    for expert in range(4):
+        shapes |= {f"m.mlp.experts.{expert}.{part}_proj.weight": (4, 6) for part in ("gate", "up")}
+        shapes[f"m.mlp.experts.{expert}.down_proj.weight"] = (6, 4)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def rank_of_mixture(sent: Tensors, rank: int, experts: int, attention: int) -> Tensors:
+    """Returns what one of four ranks holds of `mixture`, by the sizes of SGLang's groups: ranks
+    within a group of experts cut each of them, as ranks within a group of attention cut that.
+    """
+    cut = 4 // experts
+    own = range((rank // cut) * (4 // experts), (rank // cut + 1) * (4 // experts))
+    shares = 4 // attention
+    part = rank % shares
+    stacks = []
+    for expert in own:
+        gate, up = (sent[f"m.mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up"))
+        stacks.append(torch.cat([gate.chunk(cut)[rank % cut], up.chunk(cut)[rank % cut]]))
+    downs = [
+        sent[f"m.mlp.experts.{expert}.down_proj.weight"].chunk(cut, 1)[rank % cut] for expert in own
+    ]
+    stacked = [sent[f"m.self_attn.{name}_proj.weight"].chunk(shares)[part] for name in "qkv"]
+    return {
+        "m.self_attn.qkv_proj.weight": torch.cat(stacked),
+        "m.self_attn.o_proj.weight": sent["m.self_attn.o_proj.weight"].chunk(shares, 1)[part],
+        "m.mlp.gate.weight": sent["m.mlp.gate.weight"],
+        "m.mlp.experts.w13_weight": torch.stack(stacks),
+        "m.mlp.experts.w2_weight": torch.stack(downs),
+    }
+
+
+@pytest.mark.parametrize(("experts", "attention"), [(1, 2), (2, 1), (2, 2), (4, 4)])
+def test_shares_of_experts_and_of_attention_are_those_of_the_engines_groups(
+    experts: int, attention: int
+) -> None:
+    sent = mixture()
+    ranks = [
+        sums_of(rank_of_mixture(sent, rank, experts, attention), on_gpu=False) for rank in range(4)
+    ]
+    checksums = Checksums(False, Sharding(experts, attention))
+    found = checksums.compare(sent, ranks)
+    assert (found.problem, found.unseen, found.compared) == (None, [], len(sent))
+    assert Checksums(False).compare(sent, ranks).wrong  # for an engine of tensor parallelism alone
+    if experts > 1:
+        exchanged = [ranks[3], *ranks[1:3], ranks[0]]
+        assert "m.mlp.experts.w13_weight" in checksums.compare(sent, exchanged).wrong

@@ -1,0 +1,356 @@
+"""The supervisor of a further node of an engine that is larger than one node.
+
+It runs this node's process of the engine and keeps the weights on this node's disk, both as the
+agent of the first node orders (`nodes`). This process answers no requests for completions: the
+router and the trainer know only the first node.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+from pydantic import BaseModel
+
+from common.clients.base import Client
+from common.errors import ServiceError, shorten
+from common.process import progress
+from common.process.metrics import Metrics
+from common.process.topology import ROLLOUT, TRAINER, Topology
+from common.settings.config import Config
+from common.wire.schemas import (
+    MAX_DETAIL_CHARS,
+    EngineNodeReport,
+    EngineOrder,
+    EngineStart,
+    EngineWeights,
+)
+from services.rollout.engine_client import engine_command, engine_env, first_node
+from services.rollout.loops import Loops, refuse_taken_port, stop, wait_event
+from services.rollout.process import Supervised, Timing
+from services.rollout.weights.follow import RateLimitedWarnings
+from services.rollout.weights.store import TrainerClient, WeightStore, differs
+
+log = logging.getLogger(__name__)
+_POLL_S = 2.0
+"""Short, because the agent of the first node answers it before it ends."""
+_HEARTBEAT_S = 2.0
+_LOOK_S = 1.0
+_RETRY_S = 1.0
+_LAST_REPORT_S = 2.0
+
+
+class MemberStatus(BaseModel):
+    """Answer of `GET /status`."""
+
+    report: EngineNodeReport
+    first_node: str
+    """The node whose agent decides, and whose engine process serves requests."""
+    engine_pid: int | None
+    """Id of the process group."""
+    engine_starts: int
+
+
+class FirstNodeClient(Client):
+    """Client of the agent of the engine's first node."""
+
+    start_s = 60.0
+
+    async def order(self, after: str, wait_s: float) -> EngineOrder:
+        """Returns the newest order, waiting for one other than `after`. Raises ServiceError."""
+        parameters: dict[str, str | float] = {"after": after, "wait_s": wait_s}
+        return await self.json(
+            "GET", "/engine", EngineOrder, params=parameters, deadline_s=wait_s + 10
+        )
+
+    async def report(self, report: EngineNodeReport) -> None:
+        """Says how this node is. Raises ServiceError."""
+        path = f"/engine/nodes/{report.name}"
+        await self.request("POST", path, json=report.model_dump(), deadline_s=5)
+
+
+class MemberSupervisor:
+    """Runs a further node of an engine. Calls `end` when it cannot continue; `fatal` then holds the
+    reason.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        metrics: Metrics,
+        end: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM),
+    ) -> None:
+        rollout = config.rollout
+        first = first_node(config, topology)
+        self.name = topology.own_name(ROLLOUT)
+        self.first_node = f"{ROLLOUT}-{first}"
+        self._config = config
+        self._topology = topology
+        self._loops = Loops(end)
+        self._warnings = RateLimitedWarnings()
+        self._unreachable = f"{self.first_node} has not answered yet"
+        """Why the orders may be out of date; empty when they are not."""
+
+        self._order = EngineOrder(revision="")
+        self._prepared = ""
+        """The start for which this node has said that it is prepared."""
+        self._cannot_start = ""
+        self._running = ""
+        """The start of the process that runs or ran here."""
+        self._ended = ""
+        self._holds = ""
+        self._detail = ""
+        self._wake_report = asyncio.Event()
+        self._news = asyncio.Event()
+        """Set at every new order."""
+
+        self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
+        agent_url = topology.url(ROLLOUT, rollout.agent_port, first)
+        self._first = FirstNodeClient(self.first_node, agent_url)
+        own_url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
+        # SGLang answers /health on these nodes too, but never with TLS, and to anyone.
+        self._engine_api = Client("engine", own_url.replace("https://", "http://"), headers={})
+
+        self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
+        self._storing = asyncio.Lock()
+        self.engine = Supervised(
+            "engine",
+            self._launch,
+            self._engine_api.unhealthy_reason,
+            env=engine_env(config) | topology.loopback_env(),
+            log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
+            timing=Timing(stuck_s=rollout.stuck_after_s, hang_s=rollout.hang_timeout_s),
+            on_up=self._up,
+            on_down=self._down,
+            stuck_field="rollout.stuck_after_s",
+        )
+        self._starts = metrics.counter(
+            "rollout_engine_starts_total", "How often the engine was started"
+        )
+
+    @property
+    def fatal(self) -> ServiceError | None:
+        """Why the node cannot continue."""
+        return self._loops.fatal
+
+    def problem(self) -> str | None:
+        """Returns why this node's part of the engine does not work, or None."""
+        if self._unreachable:
+            return self._unreachable
+        if not self.engine.up:
+            return f"this node's process of the engine of {self.first_node} is not up: " + (
+                self._ended or self._detail or "it starts"
+            )
+        return None
+
+    def report(self) -> EngineNodeReport:
+        """Returns what the first node is told."""
+        return EngineNodeReport(
+            name=self.name,
+            prepared=self._prepared,
+            cannot_start=self._cannot_start,
+            start=self._running,
+            ended=shorten(self._ended, MAX_DETAIL_CHARS),
+            holds=self._holds,
+            detail=shorten(self._detail, MAX_DETAIL_CHARS),
+            progress=progress.total(),
+        )
+
+    def status(self) -> MemberStatus:
+        """Returns the state of this node and of its process."""
+        return MemberStatus(
+            report=self.report(),
+            first_node=self.first_node,
+            engine_pid=self.engine.pid,
+            engine_starts=self.engine.starts,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs the node inside the context; on exit tells the first node, then ends the process."""
+        follow = self._loops.start(self._follow())
+        tell = self._loops.start(self._tell())
+        keep = self._loops.start(self._keep_weights())
+        look = self._loops.start(self._look())
+        engine = self._loops.start(self.engine.run())
+        try:
+            yield
+        finally:
+            await stop(follow, tell, keep, look)
+            await self._say_goodbye()
+            await stop(engine)
+            for client in (self._trainer, self._first, self._engine_api):
+                await client.close()
+
+    async def _say_goodbye(self) -> None:
+        """Tells the first node that the engine ends here, so that it takes it out of traffic."""
+        self._ended = "this node shuts down"
+        try:
+            async with asyncio.timeout(_LAST_REPORT_S):
+                await self._first.report(self.report())
+        except (ServiceError, TimeoutError) as error:
+            log.info("%s was not told of the end: %s", self.first_node, error)
+
+    def _changed(self) -> None:
+        self._wake_report.set()
+
+    async def _follow(self) -> None:
+        """Follows the orders of the first node."""
+        while True:
+            try:
+                order = await self._first.order(self._order.revision, _POLL_S)
+            except ServiceError as error:
+                self._unreachable = f"{self.first_node} gives no orders: {error}"
+                self._warnings.warn("orders", self._unreachable, self._first.severity)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._unreachable = ""
+            if order.revision != self._order.revision:
+                self._order = order
+                self._news.set()
+                self._news = asyncio.Event()
+
+    async def _tell(self) -> None:
+        heartbeat_s = min(_HEARTBEAT_S, self._config.rollout.hang_timeout_s / 4)
+        while True:
+            self._wake_report.clear()
+            try:
+                await self._first.report(self.report())
+            except ServiceError as error:
+                self._warnings.warn(
+                    "report",
+                    f"could not report to {self.first_node}: {error}",
+                    self._first.severity,
+                )
+            await wait_event(self._wake_report, heartbeat_s)
+
+    async def _look(self) -> None:
+        """Ends a process that the first node does not want any more."""
+        while True:
+            start = self._order.start
+            wanted = "" if start is None else start.id
+            if self.engine.pid is not None and self._running != wanted:
+                self.engine.restart(f"{self.first_node} ends or restarts the engine")
+            await wait_event(self._news, _LOOK_S)
+
+    async def _launch(self) -> list[str]:
+        """Returns the command of this node's process, when the first node says so."""
+        start = await self._next_start()
+        self._starts.inc()
+        refuse_taken_port(self._topology, self._config.rollout.engine_port)
+        self._running = start.id
+        self._ended = ""
+        self._detail = ""
+        self._changed()
+        return engine_command(
+            self._config,
+            self._topology,
+            model_path=start.model_path,
+            weight_version=start.weight_version,
+            dist_init_addr=start.dist_init_addr,
+        )
+
+    async def _next_start(self) -> EngineStart:
+        """Prepares the starts that the first node orders; returns the one whose process may
+        start.
+        """
+        while True:
+            start = self._order.start
+            if start is None or start.id in (self._running, self._cannot_start):
+                await wait_event(self._news, _LOOK_S)
+            elif self._prepared != start.id and start.go:
+                # It began before this agent, whose process is gone and cannot be replaced.
+                self._running = start.id
+                self._ended = "its agent was started again"
+                self._changed()
+            elif self._prepared != start.id:
+                await self._prepare(start)
+            elif start.go:
+                return start
+            else:
+                await wait_event(self._news, _LOOK_S)
+
+    async def _prepare(self, start: EngineStart) -> None:
+        """Gets the weights of a start and reports that this node is prepared, or that it cannot."""
+        try:
+            if start.weights is not None:
+                await self._hold_start(start.weights)
+        except (httpx.HTTPError, ServiceError, OSError) as error:
+            self._cannot_start = start.id
+            self._detail = f"{type(error).__name__} {error}"
+            log.error("this node cannot start the engine: %s", self._detail)
+        else:
+            self._prepared = start.id
+        self._changed()
+
+    async def _hold_start(self, weights: EngineWeights) -> None:
+        """Gets the weights of a start, reads them again and protects them until the engine is
+        up.
+        """
+        own = await self._hold(weights)
+        is_stored = self._store.hold(own)  # otherwise they are the trainer's
+        if is_stored and not await self._store.verify(weights.manifest, own):
+            self._store.hold(await self._hold(weights))
+
+    async def _keep_weights(self) -> None:
+        """Keeps the weights that the first node orders on this node's disk."""
+        while True:
+            weights = self._order.weights
+            if weights is None or weights.key == self._holds:
+                await wait_event(self._news, _LOOK_S)
+                continue
+            try:
+                await self._hold(weights)
+                self._holds = weights.key
+                self._detail = ""
+            except (httpx.HTTPError, ServiceError, OSError) as error:
+                version = weights.manifest.version
+                self._detail = f"cannot hold weights {version}: {type(error).__name__} {error}"
+                self._warnings.warn("weights", self._detail, logging.ERROR)
+                await wait_event(self._news, _RETRY_S)
+            self._changed()
+
+    async def _hold(self, weights: EngineWeights) -> Path:
+        """Fetches weights and makes them readable where the engine reads them on all nodes; returns
+        this node's own directory of them.
+        """
+        async with self._storing:
+            own = await self._store.fetch(weights.manifest, self._trainer)
+            if weights.path:
+                await asyncio.to_thread(make_readable, Path(weights.path), own, weights)
+        return own
+
+    async def _up(self) -> None:
+        self._store.hold(None)
+
+    def _down(self, reason: str) -> None:
+        self._ended = reason
+        self._changed()
+
+
+def make_readable(path: Path, own: Path, weights: EngineWeights) -> None:
+    """Makes the files in `own` readable at `path`, which is the first node's directory of them.
+
+    On a disk that the nodes share they are there already. On a disk of its own, `path` becomes a
+    link. Raises OSError when something else is there.
+    """
+    if path == own:
+        return
+    if path.is_dir() and not path.is_symlink():
+        problem = differs(path, weights.manifest.files, progress.moved)
+        if problem is None:
+            return
+        raise OSError(
+            f"{path} is where the engine reads weights {weights.manifest.version} on all nodes, "
+            f"and holds others here: {problem}; remove it"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for other in path.parent.iterdir():
+        if other.is_symlink() and not other.exists():
+            other.unlink()  # to a version that this node has removed
+    path.unlink(missing_ok=True)
+    path.symlink_to(own)
