@@ -46,12 +46,16 @@ class Sizes:
         completions: Sequence[Int32],
         shared: bool,
         scored: Sequence[int] | None = None,
+        keys: Sequence[bytes] = (),
     ) -> "Sizes":
         """Measures rows of [P] and [L] token ids, of which all or only the `scored` completion
         tokens are scored.
+
+        Prompts with equal `keys` (by default their ids) are equal.
         """
         known: dict[bytes, int] = {}
-        groups = [known.setdefault(prompt.tobytes(), len(known)) for prompt in prompts]
+        keys = keys or [prompt.tobytes() for prompt in prompts]
+        groups = [known.setdefault(key, len(known)) for key in keys]
         return cls(
             prompts=np.array([len(prompt) for prompt in prompts], np.int64),
             completions=np.array([len(completion) for completion in completions], np.int64),

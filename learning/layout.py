@@ -18,6 +18,7 @@ from common.errors import ConfigError
 from common.wire.schemas import Int32
 from learning.attention import NAME, Segments, register, unpackable
 from learning.context import ContextGroup, check_heads
+from learning.routing import Experts, Routes
 
 Packing = Literal["auto", "on", "off"]
 _Array = NDArray[np.int64]
@@ -37,6 +38,8 @@ class Padded:
     """[rows, T]"""
     predicts: Tensor
     """[C] positions in the flattened [rows · T] whose next token is a completion token."""
+    experts: Tensor | None = None
+    """[layers · top_k, rows · T] as `Routers.given`; None where routers choose."""
 
     @classmethod
     def of(
@@ -44,10 +47,12 @@ class Padded:
         prompts: Sequence[Int32],
         completions: Sequence[Int32],
         masks: Sequence[Int32 | None] = (),
+        routes: Sequence[Routes] = (),
     ) -> Self:
         """Lays out rows of [P] and [L] token ids; prompts must not be empty.
 
-        `masks` [L] drop completion tokens where 0.
+        `masks` [L] drop completion tokens where 0. `routes` are the experts to compute the tokens
+        with.
         """
         sequences = [
             np.concatenate([prompt, completion[:-1]])
@@ -59,7 +64,15 @@ class Padded:
             row[: len(sequence)] = sequence
         first = np.arange(len(prompts)) * width + _lengths(prompts) - 1
         predicts = _kept(_ranges(first, _lengths(completions)), completions, masks)
-        return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts))
+
+        experts: Tensor | None = None
+        if routes:
+            given = np.zeros((len(prompts), width, routes[0].prompt.shape[1]), np.int16)
+            for of_row, route in zip(given, routes, strict=True):
+                computed = np.concatenate(route)
+                of_row[: len(computed)] = computed + 1
+            experts = _by_layer(given.reshape(-1, given.shape[2]))
+        return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts), experts)
 
     def own(self, context: ContextGroup | None) -> _Array | None:
         """Returns None: padded rows are never computed by several ranks together."""
@@ -97,6 +110,8 @@ class Packed:
     """Which tokens attend to which."""
     places: _Array
     """[C] `predicts`, which stays in CPU memory."""
+    experts: Tensor | None = None
+    """[layers · top_k, T] as `Routers.given`; None where routers choose."""
 
     @classmethod
     def of(
@@ -104,13 +119,19 @@ class Packed:
         prompts: Sequence[Int32],
         completions: Sequence[Int32],
         masks: Sequence[Int32 | None] = (),
+        routes: Sequence[Routes] = (),
     ) -> Self:
-        """Lays out rows like `Padded.of`. Rows that share a prompt must be consecutive."""
+        """Lays out rows like `Padded.of`. Rows that share a prompt must be consecutive; with
+        `routes`, they share it only if it is to be computed with the same experts.
+        """
         is_first: list[bool] = []  # of the rows that share its prompt
         tokens: list[Int32] = []
+        given: list[Experts] = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            # Rows of one group have the same array; only equal prompts of others are compared.
-            shared = i > 0 and (prompt is prompts[i - 1] or np.array_equal(prompt, prompts[i - 1]))
+            shared = i > 0 and _same(prompt, prompts[i - 1])
+            if routes:
+                shared = shared and _same(routes[i].prompt, routes[i - 1].prompt)
+                given += [routes[i].completion] if shared else routes[i]
             is_first.append(not shared)
             if not shared:
                 tokens.append(prompt)
@@ -144,6 +165,7 @@ class Packed:
                 segment_starts, segment_sizes, prefix_starts=prefix_starts, prefixes=prefixes
             ),
             places=places,
+            experts=_by_layer(np.concatenate(given) + 1) if routes else None,
         )
 
     def own(self, context: ContextGroup | None) -> _Array | None:
@@ -248,6 +270,18 @@ def _kept(predicts: _Array, completions: Sequence[Int32], masks: Sequence[Int32 
     ]
     found: _Array = predicts[np.concatenate(kept) == 1]
     return found
+
+
+def _same(array: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Whether two arrays are equal. Rows of one group have the same one; only others are
+    compared.
+    """
+    return array is other or np.array_equal(array, other)
+
+
+def _by_layer(given: Experts) -> Tensor:
+    """Returns [layers · top_k, T] from [T, layers · top_k]."""
+    return torch.from_numpy(np.ascontiguousarray(given.T))
 
 
 def _lengths(rows: Sequence[Int32]) -> _Array:

@@ -1,6 +1,7 @@
 """The client of the router: requests groups of completions and validates the engines' answers."""
 
 import asyncio
+import base64
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +15,12 @@ import orjson
 
 from common.clients.base import Client
 from common.errors import NotFound, ServiceError
-from common.wire.schemas import Completion, Float32, Int32
+from common.wire.schemas import Completion, Float32, Int32, UInt8
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Tokens = Sequence[int] | Int32
+_MAX_EXPERT = 2**15 - 1
 _PARSING_S = 0.1
 """Seconds of parsing after which other tasks of the event loop run."""
 
@@ -60,6 +62,8 @@ class SamplingOptions(TypedDict):
     """With the same seed the embedded engine samples the same tokens."""
     parameters: NotRequired[Mapping[str, Any]]
     """Further parameters by SGLang's names: `top_p`, `stop`, …"""
+    routed_experts: NotRequired[bool]
+    """Request the experts that computed each token, for routing replay."""
     deadline_s: NotRequired[float | None]
 
 
@@ -88,14 +92,21 @@ class RolloutClient(Client):
     ) -> list[Completion]:
         """Returns n completions (token ids) of one prompt given as token ids.
 
-        Raises GenerationFailed when an answer was aborted or lacks data that training needs.
+        Their `routed_experts` are of prompt and completion, [P + L - 1, layers, top_k], with two
+        bytes for each number. Raises GenerationFailed when an answer was aborted or lacks data that
+        training needs.
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
 
         truncated = _truncates(options)
+        routed = options.get("routed_experts", False)
 
         def read(answers: list[dict[str, Any]]) -> list[Completion]:
-            return [completion_from_answer(answer, version, truncated) for answer in answers]
+            completions = [completion_from_answer(answer, version, truncated) for answer in answers]
+            if routed:
+                for completion, answer in zip(completions, answers, strict=True):
+                    completion.routed_experts = _routed_experts(answer["meta_info"], completion)
+            return completions
 
         return await self._read(read, input_ids, options, name)
 
@@ -210,6 +221,8 @@ class RolloutClient(Client):
         }
         if asks_for_kept:
             body["return_sampling_mask"] = True
+        if options.get("routed_experts"):
+            body["return_routed_experts"] = True
         if lora_path is not None:
             body["lora_path"] = lora_path
         response = await self.request(
@@ -288,6 +301,42 @@ class _Kept(NamedTuple):
             tokens=np.fromiter(chain.from_iterable(lists), np.int32),
             counts=np.fromiter(map(len, lists), np.int32),
         )
+
+
+def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
+    """Reads the experts of a row from SGLang's answer: int32 [P + L - 1, layers, top_k] in base64.
+
+    Raises GenerationFailed when they are missing or not as many for every token.
+    """
+    found = meta.get("routed_experts")
+    if found is None:
+        raise GenerationFailed(
+            "the engine does not say which experts computed the tokens",
+            field="return_routed_experts",
+            value=sorted(meta),
+            remedy="rollout.router smg, which passes that field on; SGLang 0.5.21 or newer; or "
+            "leave trainer.routing_replay out",
+        )
+    tokens = meta["prompt_tokens"] + len(completion.token_ids) - 1
+    try:
+        numbers = np.frombuffer(base64.b64decode(found), "<i4")
+    except (ValueError, TypeError) as error:
+        raise _unfit_experts(str(error), found) from None
+    if not len(numbers) or len(numbers) % tokens:
+        raise _unfit_experts(f"{len(numbers)} numbers for {tokens} tokens", len(numbers))
+    if numbers.min() < 0 or numbers.max() > _MAX_EXPERT:
+        extremes = [int(numbers.min()), int(numbers.max())]
+        raise _unfit_experts(f"numbers from {extremes[0]} to {extremes[1]}", extremes)
+    return numbers.astype("<u2").view(np.uint8)
+
+
+def _unfit_experts(reason: str, value: object) -> GenerationFailed:
+    return GenerationFailed(
+        f"the engine's answer has unusable experts: {reason}",
+        field="routed_experts",
+        value=value,
+        remedy=OTHER_ENGINE,
+    )
 
 
 BASE_VERSION = "default"

@@ -37,7 +37,12 @@ _OF_COMPLETIONS = (
     "data.prompt_template",
 )
 """Settings that apply to single completions and not to episodes."""
-_SINGLE = ("teacher.url", "algorithm.overlong_buffer", "algorithm.length_penalty")
+_SINGLE = (
+    "teacher.url",
+    "algorithm.overlong_buffer",
+    "algorithm.length_penalty",
+    "trainer.routing_replay",
+)
 """Settings that need single completions where they are set."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
 """SGLang arguments that spread an engine over nodes."""
@@ -292,6 +297,13 @@ def _sampling(config: Settings) -> Iterator[str]:
             "{rollout.router} removes that field from requests: leave rollout.router out (smg), or "
             f"set it only for evaluations (evaluation.{truncated})"
         )
+    replays = config.trainer.routing_replay
+    if replays and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
+        yield (
+            "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
+            "{rollout.router} removes that field from requests: leave rollout.router (smg) or "
+            "trainer.routing_replay out"
+        )
 
 
 def _colocate(config: Settings) -> Iterator[str]:
@@ -361,6 +373,11 @@ def _reproducible(config: Settings) -> Iterator[str]:
         yield (
             "reproducible needs an attention backend that is deterministic, and SGLang has none "
             "for {rollout.device}: set rollout.engine embedded, or reproducible false"
+        )
+    if config.trainer.routing_replay:
+        yield (
+            "reproducible needs a model without experts, and {trainer.routing_replay} one with "
+            "them: leave one of the two out"
         )
     kind = config.environment.name.partition(":")[0]
     if kind not in ("", "python"):

@@ -584,6 +584,10 @@ class TrainerSection(Section):
     """Ranks that own the experts of every layer together, instead of gathering all of them: for
     mixtures of experts. A divisor of `shard_size` (unset: of the number of ranks) and of the number
     of experts."""
+    routing_replay: bool = False
+    """For a mixture of experts: compute each token with the experts that the engine chose for it,
+    so that a choice that rounding tips changes no log-probability (docs/how-to/training.md). For
+    single completions."""
     activation_checkpointing: InHelp[bool | Literal["selective"]] = False
     """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third
     more time. `selective`: keep the results of matrix products and attention too, so that little is

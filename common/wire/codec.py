@@ -1,9 +1,9 @@
 """Encodes the msgspec structs of `common.wire.schemas` as bytes: msgpack for programs, JSON for
 users.
 
-An array is raw little-endian bytes in msgpack, 4 per number, and a list of numbers in JSON. Every
-field of a body is validated, and an error names its path, e.g. `groups[3].completions[0].logprobs`
-(docs/adr/0010-msgspec.md).
+An array is raw little-endian bytes in msgpack, 4 per number (`UInt8`: 1), and a list of numbers in
+JSON. Every field of a body is validated, and an error names its path, e.g.
+`groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
 """
 
 import gc
@@ -57,6 +57,7 @@ have few items, since arrays are raw bytes."""
 _ARRAYS: dict[Any, tuple[np.dtype[Any], Any]] = {
     np.int32: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
     np.float32: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
+    np.uint8: (np.dtype("u1"), list[Annotated[int, Meta(ge=0, lt=256)]]),
 }
 """For each number type of the arrays in `common.wire.schemas`: its msgpack dtype and its JSON type.
 Integers are token ids."""
@@ -241,6 +242,8 @@ def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
 def _raw(value: object) -> object:
     """Encodes types that msgpack does not know: arrays and numpy scalars."""
     if isinstance(value, np.ndarray):
+        if value.dtype == np.uint8:
+            return value.tobytes()
         return np.ascontiguousarray(value, "<i4" if value.dtype.kind in "iu" else "<f4").tobytes()
     if isinstance(value, np.generic):
         return value.item()
@@ -326,6 +329,7 @@ def _of_length(length: int, reason: str, **arrays: Float32 | Int32 | None) -> _P
 
 def _of_group(group: Group) -> _Problems:
     yield from _of_items("completions", group.completions, _of_completion)
+    yield from _of_routed_experts(group)
 
     episodes = {completion.episode for completion in group.completions}
     if episodes != {None} and episodes != set(range(len(episodes))):
@@ -398,6 +402,22 @@ def _of_kept_tokens(completion: Completion) -> _Problems:
     first = np.cumsum(counts) - counts
     if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():
         yield ".kept_tokens", "every token is among those it was sampled from"
+
+
+def _of_routed_experts(group: Group) -> _Problems:
+    """Checks that the experts of prompt and completions have as many bytes for every token."""
+    prompt = group.prompt_routed_experts
+    size, rest = divmod(len(prompt), max(1, len(group.prompt_token_ids)))
+    if rest:
+        yield ".prompt_routed_experts", "every token of the prompt has as many bytes"
+    for i, completion in enumerate(group.completions):
+        computed = len(completion.token_ids) - 1
+        if len(completion.routed_experts) != computed * size:
+            yield (
+                f".completions[{i}].routed_experts",
+                f"{computed} tokens need {size} bytes each, as a token of the prompt has, got "
+                f"{len(completion.routed_experts)} bytes",
+            )
 
 
 def _of_sequence(sequence: TokenSequence) -> _Problems:

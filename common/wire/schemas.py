@@ -32,9 +32,11 @@ from pydantic_core import PydanticKnownError, core_schema
 _T = TypeVar("_T")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_BYTE = {"type": "integer", "minimum": 0, "maximum": 255}
 _NUMBER = {"type": "number", "minimum": -FLOAT32_MAX, "maximum": FLOAT32_MAX}
 Int32 = Annotated[NDArray[np.int32], Meta(extra_json_schema={"items": _TOKEN_ID})]
 Float32 = Annotated[NDArray[np.float32], Meta(extra_json_schema={"items": _NUMBER})]
+UInt8 = Annotated[NDArray[np.uint8], Meta(extra_json_schema={"items": _BYTE})]
 FinishReason = Literal["stop", "length", "abort"]
 RewardStatus = Literal[
     "ok", "unparsable", "unevaluated", "timeout", "died", "error", "inapplicable"
@@ -472,6 +474,10 @@ def _no_tokens() -> Int32:
     return np.zeros(0, np.int32)
 
 
+def _no_bytes() -> UInt8:
+    return np.zeros(0, np.uint8)
+
+
 class Turn(Struct, forbid_unknown_fields=True):
     """Tokens of a sequence that the model sampled without interruption."""
 
@@ -511,6 +517,10 @@ class Completion(Struct, forbid_unknown_fields=True):
     kept_counts: Int32 = field(default_factory=_no_tokens)
     """[L] lengths of the lists in `kept_tokens`, 0 for a token sampled from all; empty when all
     tokens were."""
+    routed_experts: UInt8 = field(default_factory=_no_bytes)
+    """With routing replay: [L - 1, layers, top_k] the numbers of the experts that computed each
+    token but the last; else empty. A number takes one byte, or two (little-endian) in a group with
+    numbers above 255. Layers without experts count, with any numbers."""
     mask: Int32 | None = None
     """[L] 1 for a token to train on, 0 for a token of a tool or the environment; None: train on
     all."""
@@ -560,6 +570,9 @@ class Group(Struct, forbid_unknown_fields=True):
     """Number of tokens at the start of each completion that were sampled without the `barred`
     tokens."""
     barred: Int32 = field(default_factory=_no_tokens)
+    prompt_routed_experts: UInt8 = field(default_factory=_no_bytes)
+    """[P, layers, top_k] `Completion.routed_experts` of the prompt, as the engine computed it for
+    the first completion."""
     metadata: Annotated[dict[str, Any], Meta(max_length=MAX_NAMES)] = {}
     lost_episodes: _Many[_Chars] = []
     """Why each episode that the group lacks was lost; empty when it has all."""

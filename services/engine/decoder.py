@@ -6,6 +6,7 @@ tokens. A deterministic decoder works in blocks of one shape (`services.engine.b
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from common.errors import ConfigError
 from learning.alone import check_alone, next_logprobs
 from learning.parking import storages
+from learning.routing import Experts, Routers
 from services.engine.attention import exchange
 from services.engine.blocks import BlockPasses, attended_columns
 from services.engine.cache import SlotCache
@@ -58,8 +60,31 @@ class Decoder:
         if self.device.type == "cuda" and not deterministic:
             self.graphs = StepGraphs(self._step, recorder(), self.device)
         self._exchanged = exchange(module, self.config, max_context_tokens)
+        self.routers: Routers | None = None
+        self.no_routed_experts = ""
+        """Why it cannot return the experts of tokens; empty if it can."""
+        self.prompt_experts: list[Experts] = []
+        """[P, layers · top_k] the experts of each prompt of the latest prefill that recorded
+        them."""
+        self._find_routers()
         self._last: Tensor | None = None
         module.get_output_embeddings().register_forward_pre_hook(self._only_last)
+
+    def _find_routers(self) -> None:
+        if self.blocks is not None:
+            self.no_routed_experts = "a deterministic engine does not record them"
+            return
+        try:
+            self.routers = Routers(self.module)
+        except ConfigError as error:
+            self.no_routed_experts = error.message
+
+    def _try_routers(self, prompts: Sequence[Sequence[int]]) -> None:
+        try:
+            self.prefill(prompts, range(len(prompts)), 0, routed=True)
+        except ConfigError as error:
+            self.routers = None
+            self.no_routed_experts = error.message
 
     def _only_last(self, _: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Passes only the last position of each prompt to lm_head (prompts of one batch differ in
@@ -94,6 +119,8 @@ class Decoder:
         state[FIELDS.index("position")] = [len(prompt) for prompt in prompts]
         try:
             self.prefill(prompts, [0, 1], 0)
+            if self.routers is not None:
+                self._try_routers(prompts)
             self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
             check_alone(
                 self.module,
@@ -163,10 +190,17 @@ class Decoder:
             torch.cuda.empty_cache()
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], owners: Sequence[int], first: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        first: int,
+        *,
+        routed: bool = False,
     ) -> Tensor:
         """Computes prompts and copies those of `owners` to rows `first` and up. Returns the next
         logits [owners, V].
+
+        If `routed`, `prompt_experts` are then those of these prompts.
         """
         if self.blocks is not None:
             return self.blocks.prefill(prompts, owners, first)
@@ -176,10 +210,26 @@ class Decoder:
         self.cache.begin_prefill(lengths, first, owners)
         self._last = torch.tensor(lengths, device=self.device) - 1
         try:
-            logits = self._forward(self._padded(prompts), None, None)
+            with self._recording(routed):
+                logits = self._forward(self._padded(prompts), None, None)
+                if routed:
+                    self._keep_experts(lengths)
         finally:
             self._last = None
         return logits[torch.tensor(owners, device=self.device)]
+
+    def _recording(self, routed: bool) -> AbstractContextManager[None]:
+        if not routed:
+            return nullcontext()
+        assert self.routers is not None, self.no_routed_experts
+        return self.routers.recording()
+
+    def _keep_experts(self, lengths: Sequence[int]) -> None:
+        """Keeps the experts of a padded prefill of prompts of these lengths."""
+        assert self.routers is not None
+        by_token = self.routers.recorded().T.cpu().numpy().astype(np.int16)
+        rows = by_token.reshape(len(lengths), -1, self.routers.width)
+        self.prompt_experts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-probabilities, at temperature 1, of each prompt's tokens after the first.
@@ -212,13 +262,16 @@ class Decoder:
         return torch.from_numpy(padded).to(self.device)
 
     def decode(self, inputs: Inputs) -> NDArray[np.float64]:
-        """Computes and samples one more token of rows 0..B-1; returns what `sample` does."""
+        """Computes and samples one more token of rows 0..B-1; returns what `sample` does.
+
+        If `inputs.routed`, the last layers · top_k rows are the experts that computed the tokens.
+        """
         columns = int(inputs.state[1].max()) + 1
         if self.blocks is not None:
             found = self.blocks.decode(inputs)
         elif self.graphs is None:
             state = torch.from_numpy(inputs.state)
-            found = self._step(state, columns, inputs.plain, kept=inputs.kept)
+            found = self._step(state, columns, inputs.plain, kept=inputs.kept, routed=inputs.routed)
         else:
             found = self.graphs(inputs, columns, (self.cache.rows, self.cache.columns))
         return _read(found)[:, : inputs.state.shape[1]]
@@ -230,7 +283,9 @@ class Decoder:
         state = torch.from_numpy(inputs.state).to(self.device)
         return _read(sample(logits, state, inputs.plain, kept=inputs.kept))
 
-    def _step(self, state: Tensor, columns: int, plain: bool, kept: int = 0) -> Tensor:
+    def _step(
+        self, state: Tensor, columns: int, plain: bool, kept: int = 0, routed: bool = False
+    ) -> Tensor:
         """One step without synchronisation: equal shapes run the same operations, so a CUDA graph
         can replay it.
         """
@@ -238,8 +293,13 @@ class Decoder:
         positions = state[1].long()
         self.cache.begin_decode(positions, columns)
         mask = None if self._exchanged else self.cache.mask(None)
-        logits = self._forward(tokens[:, None], positions[:, None], mask)
-        return sample(logits, state, plain, kept=kept)
+        with self._recording(routed):
+            logits = self._forward(tokens[:, None], positions[:, None], mask)
+            sampled = sample(logits, state, plain, kept=kept)
+            if not routed:
+                return sampled
+            assert self.routers is not None
+            return torch.cat((sampled, self.routers.recorded().double()))
 
     def _forward_block(self, tokens: Tensor, positions: Tensor, needs_logits: bool) -> Tensor:
         """Computes one token for each of `positions` [B]; see `services.engine.blocks.Forward`."""

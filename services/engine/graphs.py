@@ -13,8 +13,8 @@ from common.settings.sections import MAX_KEPT
 from services.engine.sampling import IDLE, Inputs
 
 log = logging.getLogger(__name__)
-Step = Callable[[Tensor, int, bool, int], Tensor]
-"""(state, columns, plain, kept) -> result, all on the device."""
+Step = Callable[..., Tensor]
+"""(state, columns, plain, kept=, routed=) -> result, all on the device."""
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Records a function, and returns a function that replays it on the same tensors."""
 _COLUMNS_UNIT = 128
@@ -48,11 +48,12 @@ class StepGraphs:
         padded[:, :rows] = inputs.state
         state = torch.from_numpy(padded)
         plain = inputs.plain
+        routed = inputs.routed
 
         def step(on_device: Tensor) -> Tensor:
-            return self._step(on_device, padded_columns, plain, padded_kept)
+            return self._step(on_device, padded_columns, plain, kept=padded_kept, routed=routed)
 
-        key = (padded_rows, padded_columns, plain, padded_kept, len(padded))
+        key = (padded_rows, padded_columns, plain, padded_kept, routed, len(padded))
         if key not in self._records and self._works:
             self._make(key, state, step)
         if key not in self._records:

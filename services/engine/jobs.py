@@ -8,6 +8,7 @@ from typing import Any
 
 from common.clients.rollout import sample_seed
 from common.wire.schemas import Int32
+from learning.routing import Experts
 from services.engine.sampling import stream_key
 
 ABORTED = "Aborted"
@@ -23,6 +24,7 @@ class SamplingParams:
         stop_ids: tokens that end a completion, end-of-text included.
         stops: texts that end one.
         returns_kept: whether the answer shows the tokens that truncation kept.
+        returns_experts: whether it shows the experts that computed its tokens.
     """
 
     max_new_tokens: int = 128
@@ -34,6 +36,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
     returns_kept: bool = False
+    returns_experts: bool = False
     seed: int | None = None
     skip_special_tokens: bool = True
 
@@ -60,6 +63,8 @@ class Sequence:
         tokens, logprobs: current when it has left the batch; the lists are replaced, never changed.
         kept: per token, its log-probability among the tokens that truncation kept, and these
         tokens, if returned.
+        experts: [tokens, layers · top_k] of the prompt and of what was generated since, but the
+        last token, in parts, if returned; new ones when a retracted sequence is computed again.
         versions: (weight version, first token from it).
         cached_tokens: prompt tokens whose KV was copied from another sequence of the job.
         finish: SGLang's finish_reason; None while it runs.
@@ -72,6 +77,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[tuple[float, Int32]] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     retractions: int = 0
     cached_tokens: int = 0

@@ -1,10 +1,12 @@
 """SGLang's `/generate`: requests to jobs, sequences to answers."""
 
+import base64
 import time
 import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ServiceError
@@ -24,7 +26,7 @@ _REFUSED = dict.fromkeys(
         "token_ids_logprob",
         "top_logprobs_num",
         "return_hidden_states",
-        "return_routed_experts",
+        "routed_experts_start_len",
         "sampling_logprobs_mode",
         "return_entropy",
         "custom_logit_processor",
@@ -111,7 +113,13 @@ class SamplingFields(SharedFields):
     sampling_seed: int | None = None
 
     def sampling(
-        self, prompt_tokens: int, model: Model, logprobs: bool = False, mask: bool = False
+        self,
+        prompt_tokens: int,
+        model: Model,
+        *,
+        logprobs: bool = False,
+        mask: bool = False,
+        experts: bool = False,
     ) -> SamplingParams:
         """Returns the parameters, checked against the model. The default length is cut to the
         context, as SGLang does.
@@ -122,6 +130,7 @@ class SamplingFields(SharedFields):
             logprobs: whether the answer shows log-probabilities, and so also the tokens that
                 truncation kept, up to a limit.
             mask: whether the answer must show the tokens that truncation kept.
+            experts: whether the answer must show the experts that computed its tokens.
 
         Raises BadRequest.
         """
@@ -153,6 +162,13 @@ class SamplingFields(SharedFields):
                 value=self.top_k,
                 remedy=f"send a top_k from 1 to {MAX_KEPT}",
             )
+        if experts and model.no_routed_experts:
+            raise BadRequest(
+                f"this engine cannot return routed experts: {model.no_routed_experts}",
+                field="return_routed_experts",
+                value=True,
+                remedy="leave it out",
+            )
 
         stop = self.stop or []
         stop_ids: set[int] = set()
@@ -167,6 +183,7 @@ class SamplingFields(SharedFields):
             min_p=self.min_p or 0.0,
             stops=(stop,) if isinstance(stop, str) else tuple(filter(None, stop)),
             returns_kept=returnable and (mask or logprobs),
+            returns_experts=experts,
             stop_ids=tuple(token for token in sorted(stop_ids) if 0 <= token < model.vocab_size),
             seed=self.sampling_seed,
             skip_special_tokens=self.skip_special_tokens is not False,
@@ -216,6 +233,9 @@ class GenerateBody(BaseModel):
     """Apply to every prompt, as do the fields below."""
     return_logprob: bool | None = None
     return_sampling_mask: bool | None = None
+    return_routed_experts: bool | None = None
+    """Return the experts that computed prompt and answer, but the last token, in base64 as int32
+    [tokens, layers, experts of a token]."""
     rid: str | None = Field(None, min_length=1, max_length=200)
     lora_path: str | None = None
 
@@ -289,6 +309,7 @@ class GenerateBody(BaseModel):
                 model,
                 logprobs=bool(self.return_logprob),
                 mask=bool(self.return_sampling_mask),
+                experts=bool(self.return_routed_experts),
             )
             job = GenerationJob(
                 f"{rid}_{index}" if self.is_batch else rid,
@@ -356,6 +377,9 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
         meta["output_token_sampling_mask"] = [tokens.tolist() for _, tokens in sequence.kept]
         meta["output_token_sampling_logprobs"] = [logprob for logprob, _ in sequence.kept]
         meta["output_token_sampling_mask_length"] = len(sequence.kept)
+    if job.sampling.returns_experts and sequence.experts:  # it has been computed
+        experts = np.concatenate(sequence.experts).astype("<i4")
+        meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
     return {"text": sequence.text(tokenizer), "output_ids": sequence.tokens, "meta_info": meta}
 
 

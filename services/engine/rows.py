@@ -18,6 +18,7 @@ _FIELDS: dict[str, type[np.int64] | type[np.float64]] = {
     "limit": np.int64,
     "least": np.int64,
     "kept": np.int64,
+    "routed": np.int64,
     "temperature": np.float64,
     "top_p": np.float64,
     "top_k": np.float64,
@@ -31,8 +32,8 @@ class Rows:
 
     `token` is the next input, `position` its index in the sequence, `count` the number of generated
     tokens, `limit` their maximum, `least` their minimum, `kept` the most tokens of a truncation to
-    be returned; `stop` [rows, K] are the stop tokens, padded with -1; `tokens` and `logprobs`
-    [rows, longest limit] are the output.
+    be returned, `routed` whether its experts are; `stop` [rows, K] are the stop tokens, padded with
+    -1; `tokens` and `logprobs` [rows, longest limit] are the output.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -62,7 +63,12 @@ class Rows:
             state = np.concatenate((state, barred.T))
         whole = (new["top_p"] >= 1) & np.isinf(new["top_k"]) & (new["min_p"] <= 0)
         plain = bool((new["temperature"] >= GREEDY_BELOW).all() and whole.all())
-        return Inputs(state, plain, int(new["kept"].max(initial=0)))
+        return Inputs(
+            state,
+            plain,
+            kept=int(new["kept"].max(initial=0)),
+            routed=bool(new["routed"].any()),
+        )
 
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
         """Adds sequences whose first `lengths` tokens have been computed."""
@@ -87,6 +93,7 @@ class Rows:
             state["top_k"][row] = sampling.top_k or np.inf
             state["min_p"][row] = sampling.min_p
             state["kept"][row] = sampling.top_k if sampling.returns_kept else 0
+            state["routed"][row] = sampling.returns_experts
             state["stop"][row] = -1
             state["stop"][row, : len(sampling.stop_ids)] = sampling.stop_ids
             state["tokens"][row, :count] = sequence.tokens
@@ -114,6 +121,14 @@ class Rows:
             self.sequences[first + row].kept.append((among, kept_tokens))
         stopped = (tokens[:, None] == new["stop"]).any(1)
         return stopped, new["count"] >= new["limit"], np.isfinite(logprobs)
+
+    def append_experts(self, experts: NDArray[np.float64]) -> None:
+        """Appends the experts [layers · top_k, rows] of the tokens that a step computed to the rows
+        that return them.
+        """
+        numbers = experts.T.astype(np.int16)
+        for row in np.flatnonzero(self.state["routed"][: len(self)]):
+            self.sequences[row].experts.append(numbers[row, None])
 
     def tail(self, row: int, tokens: int) -> list[int]:
         """Returns the last tokens of a row."""

@@ -31,6 +31,8 @@ class Inputs:
     """No row is greedy or truncated."""
     kept: int = 0
     """Most tokens that truncation keeps in a row that returns them; 0: no row returns them."""
+    routed: bool = False
+    """Some row returns the experts of its tokens."""
 
 
 def stream_key(seed: int) -> int:

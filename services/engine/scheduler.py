@@ -91,7 +91,12 @@ class Scheduler:
         if admit:
             self._admit()
         if self.rows.sequences:
-            self._advance(0, self.model.decode(self.rows.inputs(0)))
+            inputs = self.rows.inputs(0)
+            sampled = self.model.decode(inputs)
+            if inputs.routed:
+                assert self.model.routers is not None
+                self.rows.append_experts(sampled[-self.model.routers.width :])
+            self._advance(0, sampled)
 
     def _admit(self) -> None:
         """Prefills waiting groups in order, as many as fit, and samples their first tokens."""
@@ -107,7 +112,11 @@ class Scheduler:
                 owners += [index] * len(group.sequences)
 
             first = len(self.rows)
-            logits = self.model.prefill(prompts, owners, first)
+            routed = any(sequence.job.sampling.returns_experts for sequence in sequences)
+            logits = self.model.prefill(prompts, owners, first, routed=routed)
+            if routed:
+                for sequence, owner in zip(sequences, owners, strict=True):
+                    sequence.experts = [self.model.prompt_experts[owner]]
             self.prefilled.inc(sum(map(len, prompts)))
             self.rows.add(sequences, [len(prompts[owner]) for owner in owners])
             for group in batch:

@@ -157,6 +157,8 @@ def _sglang_command(config: Config, options: dict[str, object], seed: int) -> li
         flags.append("--trust-remote-code")
     if config.reproducible:
         flags.append(_DETERMINISTIC)
+    if config.trainer.routing_replay:
+        flags.append("--enable-return-routed-experts")
     flags += _lora_options(config)
     flags += rollout.engine_args
 

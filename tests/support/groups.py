@@ -9,8 +9,9 @@ import numpy as np
 from common.settings.algorithm import RECIPES, AlgorithmSection
 from common.settings.config import Config
 from common.settings.sections import TeacherSection
-from common.wire.schemas import Completion, Float32, Group
+from common.wire.schemas import Completion, Float32, Group, UInt8
 from learning.ranks import Ranks
+from learning.routing import Routers
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.checkpoint import Checkpoints, RunState
@@ -71,6 +72,21 @@ def off_policy_groups() -> list[Group]:
             completion.logprobs = (np.log(1 / VOCABULARY) + noise).astype(np.float32)
             completion.teacher_logprobs = completion.logprobs[::-1].copy()
     return groups
+
+
+def with_experts(groups: Sequence[Group], routers: Routers) -> list[Group]:
+    """Gives the tokens of groups random experts of a model, as if its engine had chosen them."""
+    rng = np.random.default_rng(2)
+
+    def chosen(tokens: int) -> UInt8:
+        every = np.tile(np.arange(routers.experts, dtype=np.uint8), (tokens, routers.layers, 1))
+        return rng.permuted(every, axis=2)[:, :, : routers.top_k].reshape(-1)
+
+    for group in groups:
+        group.prompt_routed_experts = chosen(len(group.prompt_token_ids))
+        for completion in group.completions:
+            completion.routed_experts = chosen(len(completion.token_ids) - 1)
+    return list(groups)
 
 
 def with_algorithm(config: Config, **settings: Any) -> Config:

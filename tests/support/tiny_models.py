@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
 )
@@ -160,6 +161,16 @@ def write(kind: str, directory: Path, seed: int = 0, **more: Any) -> Path:
         file = directory / "model.safetensors"
         tensors = {_older(name): tensor for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
+    return directory
+
+
+def with_tokenizer_of(other: Path, kind: str, directory: Path, seed: int = 0, **more: Any) -> Path:
+    """Writes such a model with the tokenizer and the special tokens of the model in `other`."""
+    theirs = AutoConfig.from_pretrained(other)
+    special = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    sizes = {name: getattr(theirs, name) for name in special}
+    write(kind, directory, seed, **sizes, **more)
+    AutoTokenizer.from_pretrained(other).save_pretrained(directory)
     return directory
 
 

@@ -12,6 +12,7 @@ from common.settings.config import Config
 from common.wire.schemas import Completion, Float32, Group, Int32, TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
+from learning.routing import RoutedRow, Routers, Routes
 from learning.support import Sampled, Support
 
 Column = list[Float32]
@@ -59,9 +60,17 @@ class Row:
     """Number of trained tokens and reward of each answer of an episode."""
     sampled: Sampled | None = None
     """The tokens that its tokens were sampled from; None for the whole vocabulary."""
+    routed: RoutedRow | None = None
+    """The experts that the engine chose; None without routing replay."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Equal for rows that share the computation of their prompt."""
+        experts = b"" if self.routed is None else self.routed.prompt.tobytes()
+        return self.prompt_ids.tobytes() + experts
 
 
 @dataclass(slots=True)
@@ -158,6 +167,7 @@ class Batch:
             [row.completion_ids for row in self.rows],
             shared,
             scored=self.lengths,
+            keys=[row.prompt_key for row in self.rows],
         )
 
     def sequences(self) -> list[TokenSequence]:
@@ -202,12 +212,21 @@ class Batch:
         return [means[part] for part in self.parts]
 
 
-def lay_out(layout: type[Layout], rows: Sequence[Row]) -> Layout:
-    """Returns rows in a model's layout; their trained tokens are scored."""
+def lay_out(layout: type[Layout], rows: Sequence[Row], routers: Routers | None = None) -> Layout:
+    """Returns rows in a model's layout; their trained tokens are scored.
+
+    `routers` are those of a model that computes with the experts that the engine chose.
+    """
+    routes: list[Routes] = []
+    if routers is not None:
+        for row in rows:
+            assert row.routed is not None, "`Batch.of` refuses groups without experts"
+            routes.append(routers.read(row.routed, row.prompt_ids, row.completion_ids))
     return layout.of(
         [row.prompt_ids for row in rows],
         [row.completion_ids for row in rows],
         [row.mask for row in rows],
+        routes,
     )
 
 
@@ -238,7 +257,21 @@ def _row(
         in_loss=not (config.algorithm.mask_truncated and truncated),
         turns=turns,
         sampled=Sampled.of(item.group, completion),
+        routed=_routed(item.group, completion) if config.trainer.routing_replay else None,
     )
+
+
+def _routed(group: Group, completion: Completion) -> RoutedRow:
+    """Returns the experts of a completion. Raises ConfigError when the group came without them."""
+    if not len(group.prompt_routed_experts):
+        raise ConfigError(
+            f"group {group.id} does not say which experts computed its tokens",
+            field="trainer.routing_replay",
+            value=True,
+            remedy="a run without the setting stored it: empty the replay-buffer with POST /clear, "
+            "or leave the setting out",
+        )
+    return RoutedRow(group.prompt_routed_experts, completion.routed_experts)
 
 
 def _teacher_logprobs(config: Config, group: Group, completion: Completion) -> Float32:
@@ -291,9 +324,17 @@ class MicroBatch:
 
     @classmethod
     def of(
-        cls, batch: Batch, indices: Indices, layout: type[Layout], device: torch.device
+        cls,
+        batch: Batch,
+        indices: Indices,
+        layout: type[Layout],
+        device: torch.device,
+        *,
+        routers: Routers | None = None,
     ) -> "MicroBatch":
-        """Returns the rows of `batch` at `indices` as a micro-batch on `device`."""
+        """Returns the rows of `batch` at `indices` as a micro-batch on `device`, for a model with
+        `layout` and `routers`.
+        """
         numbers = indices.tolist()
         rows = [batch.rows[i] for i in numbers]
         lengths = np.array([len(row.targets) for row in rows])
@@ -310,7 +351,7 @@ class MicroBatch:
         advantages = selected(batch.advantages)
         assert advantages is not None
         micro = cls(
-            tokens=lay_out(layout, rows),
+            tokens=lay_out(layout, rows, routers),
             targets=concatenated([row.targets for row in rows]).long(),
             rollout_logprobs=concatenated([batch.rows[i].rollout_logprobs for i in numbers]),
             old_logprobs=selected(batch.old_logprobs),

@@ -30,8 +30,10 @@ from trainer.observe.run_dir import append_line, storing_run
 log = logging.getLogger(__name__)
 DIRECTORY = "groups"
 LINES = "groups.jsonl"
-_UNSHOWN = ("kept_tokens", "kept_counts")
+_UNSHOWN = ("kept_tokens", "kept_counts", "routed_experts")
 """Sampling details of a completion: large, and of no use to a reader. An audit needs them."""
+_UNSHOWN_OF_GROUP = ("barred", "prompt_routed_experts")
+"""Those of a group."""
 _SEARCHED_CHARS = 1000
 """Maximum characters of a prompt in `groups.jsonl`."""
 EXCERPT_CHARS = 240
@@ -378,7 +380,8 @@ def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
     content = asdict(item.group)
     content["completions"] = [asdict(completion) for completion in item.group.completions]
     if not whole:
-        del content["barred"]
+        for name in _UNSHOWN_OF_GROUP:
+            del content[name]
     for index, document in enumerate(content["completions"]):
         if not whole:
             for name in _UNSHOWN:
@@ -400,7 +403,8 @@ def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
     """Replaces the arrays in a document, which are bytes, by lists; without sampling details."""
-    content.pop("barred", None)
+    for name in _UNSHOWN_OF_GROUP:
+        content.pop(name, None)
     content["prompt_token_ids"] = np.frombuffer(content["prompt_token_ids"], "<i4").tolist()
     for completion in content["completions"]:
         for name in _UNSHOWN:

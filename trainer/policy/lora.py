@@ -244,6 +244,7 @@ class BaseScorer(Scorer):
     def __init__(self, policy: Scorer) -> None:
         nn.Module.__init__(self)
         self.layout = policy.layout
+        self.routers = None  # a reference chooses experts for itself
         self.model = policy.model
         self._policy = [policy]  # in a list, so that it does not become a submodule
 

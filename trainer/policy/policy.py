@@ -348,7 +348,6 @@ class Policy:
         """
         algorithm = self.config.algorithm
         settings = self.config.trainer
-        layout = self.scorer.layout
         sums = Sums(self.ranks.device)
         self.optimizer.zero_grad()
 
@@ -367,12 +366,12 @@ class Policy:
         for indices, are_own in passes(
             self.scorer,
             self.ranks,
-            batch.sizes(layout.shared),
+            batch.sizes(self.scorer.layout.shared),
             rows=gradient_rows,
             max_tokens=settings.micro_batch_tokens,
             max_rows=settings.micro_batch_size,
         ):
-            micro = MicroBatch.of(batch, indices, layout, device=self.ranks.device)
+            micro = self._micro_batch(batch, indices)
             if are_own:
                 logprobs = self._backward(
                     micro,
@@ -399,17 +398,16 @@ class Policy:
         gradient: an engine with damaged weights gives wrong answers only, and would not be seen.
         """
         settings = self.config.trainer
-        layout = self.scorer.layout
         with torch.no_grad():
             for indices, are_own in passes(
                 self.scorer,
                 self.ranks,
-                batch.sizes(layout.shared),
+                batch.sizes(self.scorer.layout.shared),
                 rows=rows,
                 max_tokens=settings.micro_batch_tokens,
                 max_rows=settings.micro_batch_size,
             ):
-                micro = MicroBatch.of(batch, indices, layout, device=self.ranks.device)
+                micro = self._micro_batch(batch, indices)
                 scores = self._score(micro)
                 if are_own:
                     sums.compare(micro, scores)
@@ -487,6 +485,15 @@ class Policy:
                 first=first,
             )
         return scores.logprobs.detach()
+
+    def _micro_batch(self, batch: Batch, indices: Indices) -> MicroBatch:
+        return MicroBatch.of(
+            batch,
+            indices,
+            self.scorer.layout,
+            device=self.ranks.device,
+            routers=self.scorer.routers,
+        )
 
     def _score(self, micro: MicroBatch, entropy_gradient: bool = False) -> TokenScores:
         return score_tokens(

@@ -4,10 +4,11 @@ import json
 import logging
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +26,7 @@ from learning.final_logits import final_logits
 from learning.layout import Layout, Packed, Packing, Padded, layout_for, moved, not_together
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
+from learning.routing import Routers
 from learning.sharding import reshard
 from learning.support import Support
 from trainer.policy import checkpoint
@@ -123,6 +125,7 @@ def load_scorer(
                 packing=settings.packing,
                 fp32_head=config.fp32_head,
                 context=ranks.context(),
+                routing_replay=settings.routing_replay and trained,
             ),
             ranks,
             settings=settings,
@@ -132,9 +135,15 @@ def load_scorer(
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
-    rates = _checked(
-        scorer, ranks, settings, low_precision=in_bfloat16, trained=trained, max_tokens=max_tokens
-    )
+    with scorer.routers.recording() if scorer.routers else nullcontext():  # which checks them
+        rates = _checked(
+            scorer,
+            ranks,
+            settings,
+            low_precision=in_bfloat16,
+            trained=trained,
+            max_tokens=max_tokens,
+        )
     scorer.dropout = _dropout_settings(scorer.model, rates)
     return scorer if trained else scorer.requires_grad_(False)
 
@@ -295,6 +304,9 @@ class TokenScores(NamedTuple):
 class _PlacedRows:
     """Padded rows of T tokens at given positions, all of which are scored but the first."""
 
+    experts: ClassVar[None] = None
+    """Routers choose."""
+
     input_ids: Tensor
     positions: Tensor
     """[rows, T]"""
@@ -327,6 +339,7 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
         packing: Packing = "auto",
         fp32_head: bool = True,
         context: ContextGroup | None = None,
+        routing_replay: bool = False,
     ) -> None:
         super().__init__()
         self._final_logits = final_logits(model)
@@ -336,6 +349,8 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
         self.layout: type[Layout] = layout_for(model, packing, context)
         """The preferred layout of rows for `forward`, which accepts others too."""
         self.model = model
+        self.routers = Routers(model) if routing_replay else None
+        """The routers that use the engine's experts; None where they choose."""
         self.dropout: list[str] = []
         """The settings that make updates drop some of the model's numbers, such as
         `attention_dropout 0.1`."""
@@ -375,6 +390,11 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             support: the tokens that each target was sampled from; the distribution is restricted to
                 them.
         """
+        if self.routers is not None:
+            given = rows.experts
+            if given is not None and self.context is not None:
+                given = self.context.part(given)
+            self.routers.given = given
         hidden = rows.hidden(self.model.get_decoder(), self.context)
         count = len(targets)
         own = rows.own(self.context)

@@ -25,7 +25,7 @@ def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> l
         support = Support.of([row.sampled for row in rows], [len(row.targets) for row in rows])
         scores = score_tokens(
             scorer,
-            moved(lay_out(scorer.layout, rows), ranks.device),
+            moved(lay_out(scorer.layout, rows, scorer.routers), ranks.device),
             moved(targets, ranks.device),
             config=config,
             ranks=ranks,

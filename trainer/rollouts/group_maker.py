@@ -13,6 +13,7 @@ from trainer.rollouts.episodes import answer_of, completions_of, episode_request
 from trainer.rollouts.prompt_cursor import Drawn
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.requests import reward_items, sampling_seed
+from trainer.rollouts.routing import split_routing
 
 _MAX_GRADE = 1024
 """Maximum number of answers in one call to the reward-server, unless one group has more: JSON
@@ -58,6 +59,8 @@ class GroupMaker:
         if self._services.environment is None:
             prompt_ids = group.prompt_token_ids.tolist()
             group.completions = await self._generate(prompt_ids, group.position)
+            if self._config.trainer.routing_replay:
+                split_routing(group)
             for completion in group.completions:
                 completion.text = self._prompter.style.prefill + completion.text
             await self._grade(prompt, group.completions)
@@ -78,6 +81,7 @@ class GroupMaker:
                     stop_token_ids=self._prompter.stop_token_ids,
                     sampling_seed=sampling_seed(self._config.seed, position),
                     parameters=sampling.training_truncation() | sampling.stop_conditions(),
+                    routed_experts=self._config.trainer.routing_replay,
                     deadline_s=sampling.request_timeout_s,
                 )
         except ServiceLost:

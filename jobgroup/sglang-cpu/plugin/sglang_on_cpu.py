@@ -38,16 +38,19 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
 
     def init_backend(self) -> None:
-        """Leaves the widths of MLPs and experts as they are: called once, when all of SGLang's
-        modules are imported.
+        """Leaves the widths of MLPs and experts as they are, and memory for the experts of tokens
+        (`--enable-return-routed-experts`) unpinned: called once, when all of SGLang's modules are
+        imported.
 
         On CPUs SGLang pads them to a multiple of 32 for the compiled operators that are not used
         here. The padding of experts is never written, so the model would compute with what the
         memory held before.
         """
         from sglang.srt.configs import update_config  # type: ignore[import-not-found]
+        from sglang.srt.mem_cache.pool_host import common  # type: ignore[import-not-found]
 
         update_config.DEFAULT_MOE_PADDING_SIZE = 1
+        common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
 
     def get_default_attention_backend(self) -> str:
         """Scaled dot-product attention of torch."""

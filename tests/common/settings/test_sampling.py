@@ -45,6 +45,21 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
             ("sglang-router removes",),
         ),
         (
+            {"trainer.routing_replay": True},
+            "trainer.routing_replay",
+            ("sglang-router removes", "set rollout.router smg"),
+        ),
+        (
+            {"trainer.routing_replay": True, "reproducible": True, **EMBEDDED},
+            "trainer.routing_replay",
+            ("a model without experts", "leave one of the two out"),
+        ),
+        (
+            {"trainer.routing_replay": True, "environment.name": "python", **EMBEDDED},
+            "trainer.routing_replay",
+            ("needs single completions",),
+        ),
+        (
             {"evaluation.n": 4},
             "evaluation.n",
             ("greedy answers are all the same", "set evaluation.temperature"),

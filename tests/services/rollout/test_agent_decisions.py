@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from common.errors import ConfigError
 from common.process.topology import Topology, parse_hosts
 from common.settings.config import Config, load
-from common.settings.sections import ModelSection, RolloutSection
+from common.settings.sections import ModelSection, RolloutSection, TrainerSection
 from services.rollout.engine_client import engine_command
 from services.rollout.router import RouterClient, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
@@ -222,6 +222,15 @@ def test_engines_of_a_reproducible_run_are_deterministic(
     config = Config(rollout=rollout, reproducible=reproducible)
     command = engine_command(config, Topology(), "m", "default")
     assert ("--enable-deterministic-inference" in command) is reproducible
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_sglang_records_experts_only_for_routing_replay(replays: bool, tmp_path: Path) -> None:
+    (tmp_path / "python").touch()
+    rollout = RolloutSection(engine_python=str(tmp_path / "python"), router="smg")
+    config = Config(rollout=rollout, trainer=TrainerSection(routing_replay=replays))
+    command = engine_command(config, Topology(), "m", "default")
+    assert ("--enable-return-routed-experts" in command) is replays
 
 
 def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:

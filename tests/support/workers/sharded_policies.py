@@ -31,7 +31,7 @@ import trainer.policy.scorer
 from common.settings.config import Config, load
 from learning.ranks import Ranks, end
 from learning.sharding import local
-from tests.support.groups import known, off_policy_groups, prepared, save
+from tests.support.groups import known, off_policy_groups, prepared, save, with_experts
 from trainer.policy import scorer
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
@@ -61,9 +61,10 @@ def learned(
     lease = SharedGpuLease(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
     found, reference = [], reference or Reference(policy)
     for _ in range(updates):
-        metrics = policy.update(
-            prepared(policy, [off_policy_groups()[i] for i in (0, 3)], reference=reference)
-        ).metrics
+        groups = [off_policy_groups()[i] for i in (0, 3)]
+        if policy.scorer.routers is not None:
+            groups = with_experts(groups, policy.scorer.routers)
+        metrics = policy.update(prepared(policy, groups, reference=reference)).metrics
         reference.refresh(policy)
         found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
         if parked:

@@ -89,6 +89,34 @@ def test_families_on_four_ranks(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.integration
+def test_ranks_replay_the_experts_of_their_part_of_a_row(tmp_path: Path) -> None:
+    """Also with layers that are computed again, and with rows that each rank has alone."""
+    model = write("Qwen3-MoE", tmp_path / "model", vocab_size=VOCABULARY, num_experts=8)
+    check_cases(
+        2,
+        model,
+        tmp_path,
+        {
+            "together": {"trainer.context_parallel_size": 2},
+            "recomputed": {
+                "trainer.context_parallel_size": 2,
+                "trainer.activation_checkpointing": "true",
+            },
+            "apart": {},
+        },
+        **{"trainer.routing_replay": "true", "rollout.engine": "embedded"},
+    )
+    # The experts make a difference at all.
+    chosen = Policy(load(words(model, {}), {}), Ranks())
+    replayed = Policy(
+        load(words(model, {"trainer.routing_replay": "true", "rollout.engine": "embedded"}), {}),
+        Ranks(),
+    )
+    losses = [torch.tensor(learned(policy, 1)) for policy in (chosen, replayed)]
+    assert float((losses[0] - losses[1]).abs().max()) > 1e-3
+
+
+@pytest.mark.integration
 def test_a_row_of_4096_tokens_on_four_ranks(tmp_path: Path) -> None:
     """Each computes a quarter; what they exchange is q, k, v and the result, there and back."""
     model = write("Qwen3", tmp_path / "model", vocab_size=VOCABULARY, max_position_embeddings=8192)

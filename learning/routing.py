@@ -1,0 +1,219 @@
+"""Routing replay: which experts of a mixture compute a token is decided once, by the engine.
+
+Where two experts of a token are nearly equal, engine and trainer may choose different ones, because
+they round differently, and the token's log-probability differs by far more than rounding. With
+routing replay (R3, arXiv:2510.11370) the engine returns the experts that it chose, and the trainer
+uses these instead of choosing:
+
+    router logits ─► scores ─► topk ─► weights ─► experts
+                                │
+                     the engine's experts, with the trainer's own scores
+
+The weights of the experts still come from the trainer's router, which so gets its gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from common.errors import ConfigError
+from common.wire.schemas import Int32, UInt8
+from learning.sharding import layers
+
+Experts = NDArray[np.int16]
+"""[tokens, layers · top_k] numbers of experts."""
+_FIELD = "trainer.routing_replay"
+_OFF = "leave it out"
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ROUTERS = ("gate", "router")
+
+
+class RoutedRow(NamedTuple):
+    """The experts of a row as an engine returned them (`Completion.routed_experts`)."""
+
+    prompt: UInt8
+    completion: UInt8
+
+
+class Routes(NamedTuple):
+    """The experts of a row of P and L tokens; the last token is not computed."""
+
+    prompt: Experts
+    """[P, layers · top_k]"""
+    completion: Experts
+    """[L - 1, layers · top_k]"""
+
+
+class Routers:
+    """The routers of a transformers model with a mixture of experts; the model is changed in place.
+
+    A router is the child `gate` or `router` beside a layer's `experts`, and chooses with one call
+    of `torch.topk`. Raises ConfigError for a model without such routers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        counts = (getattr(config, name, None) for name in _COUNTS)
+        self.experts: int = next((count for count in counts if isinstance(count, int)), 0)
+        """Experts of a layer among which a router chooses."""
+        self.top_k: int = getattr(config, "num_experts_per_tok", None) or 0
+        """Experts of a token in each layer."""
+        self.layers: int = config.num_hidden_layers
+        """Layers of the model, those without experts included."""
+        self.given: Tensor | None = None
+        """[layers · top_k, T] 1 + the expert to use for each token of the next passes, 0 where the
+        router chooses; None: it chooses for all. It also holds in the backward pass, where layers
+        may be computed again."""
+        self._recorded: list[Tensor | None] | None = None
+
+        found = 0
+        for index, layer in enumerate(layers(model)):
+            router = _router(layer)
+            if router is not None:
+                router.forward = torch.compiler.disable(partial(self._route, index, router.forward))
+                found += 1
+        if not (found and self.experts and self.top_k):
+            raise _refused(config, "it has no layer with experts and a router beside them")
+        self._config = config
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token: an expert for each of `top_k` in each layer."""
+        return self.layers * self.top_k
+
+    def read(self, row: RoutedRow, prompt_ids: Int32, completion_ids: Int32) -> Routes:
+        """Returns the experts of a row of [P] and [L] token ids.
+
+        Raises ConfigError when they are not those of this model.
+        """
+        computed = max(0, len(completion_ids) - 1)
+        return Routes(
+            prompt=self._read(row.prompt, len(prompt_ids)),
+            completion=self._read(row.completion, computed),
+        )
+
+    def _read(self, raw: UInt8, tokens: int) -> Experts:
+        size = 1 if len(raw) <= tokens * self.width else 2
+        if len(raw) != size * tokens * self.width:
+            raise ConfigError(
+                f"an engine returned {len(raw)} bytes for the experts of {tokens} tokens, and this "
+                f"model has {self.layers} layers with {self.top_k} experts for a token",
+                field=_FIELD,
+                value=True,
+                remedy="empty the replay-buffer with POST /clear if it has groups of another model",
+            )
+        numbers = raw.view("<u1" if size == 1 else "<u2").astype(np.int16)
+        highest = int(numbers.max(initial=0))
+        if highest >= self.experts:
+            raise ConfigError(
+                f"an engine chose expert {highest}, and this model has {self.experts}",
+                field=_FIELD,
+                value=True,
+                remedy="empty the replay-buffer with POST /clear if it has groups of another model",
+            )
+        return numbers.reshape(tokens, self.width)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside this context, `recorded` returns the experts of the latest pass."""
+        self._recorded = [None] * self.layers
+        try:
+            yield
+        finally:
+            self._recorded = None
+
+    def recorded(self) -> Tensor:
+        """Returns [layers · top_k, T] the experts that the routers chose in the latest pass over T
+        tokens; 0 for layers without experts.
+        """
+        assert self._recorded is not None, "only while recording"
+        some = next(chosen for chosen in self._recorded if chosen is not None)
+        nothing = torch.zeros_like(some)
+        found = [nothing if chosen is None else chosen for chosen in self._recorded]
+        return torch.cat(found, 1).T
+
+    def _route(self, layer: int, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Computes the router of a layer."""
+        if self.given is None and self._recorded is None:
+            return forward(*inputs, **options)
+        selection = _Selection(self.experts, self.top_k, self._given_to(layer))
+        with selection:
+            routed = forward(*inputs, **options)
+        if selection.count != 1:
+            raise _refused(self._config, "its routers do not choose experts with one topk")
+        if self._recorded is not None:
+            self._recorded[layer] = selection.chosen
+        return routed
+
+    def _given_to(self, layer: int) -> Tensor | None:
+        """Returns [T, top_k] what is given to the router of a layer."""
+        if self.given is None:
+            return None
+        first = layer * self.top_k
+        return self.given[first : first + self.top_k].T
+
+
+class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed here
+    """Replaces what `torch.topk` selects among the scores of the experts.
+
+    Args:
+        experts: number of scores of a token, by which the call is recognised.
+        top_k: number of experts of a token, likewise.
+        given: [T, top_k] as `Routers.given`.
+    """
+
+    def __init__(self, experts: int, top_k: int, given: Tensor | None) -> None:
+        super().__init__()
+        self.count = 0
+        """Calls that selected experts."""
+        self.chosen: Tensor | None = None
+        """[T, top_k] the experts that the pass used."""
+        self._experts = experts
+        self._top_k = top_k
+        self._given = given
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        found = function(*args, **options)
+        if function not in (torch.topk, Tensor.topk):
+            return found
+        scores = args[0] if args else options["input"]
+        shape = (scores.shape[-1], found.indices.shape[-1])
+        if shape != (self._experts, self._top_k):  # of groups of experts, for instance
+            return found
+
+        self.count += 1
+        indices = found.indices
+        if self._given is not None:
+            given = self._given.long().reshape(indices.shape) - 1
+            indices = torch.where(given < 0, indices, given)
+            found = torch.return_types.topk((scores.gather(-1, indices), indices))
+        self.chosen = indices.reshape(-1, self._top_k)
+        return found
+
+
+def _router(layer: nn.Module) -> nn.Module | None:
+    """Returns the router of a decoder layer; None for a layer without experts."""
+    for module in layer.modules():
+        children = dict(module.named_children())
+        if "experts" in children:
+            return next((children[name] for name in _ROUTERS if name in children), None)
+    return None
+
+
+def _refused(config: Any, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the routing of {config.model_type} cannot be replayed: {reason}",
+        field=_FIELD,
+        value=True,
+        remedy=_OFF,
+    )
