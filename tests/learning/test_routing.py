@@ -20,7 +20,11 @@ from trainer.policy.scorer import Scorer
 _EXPERTS = 8
 _TOP_K = 3
 _LAYERS = 2
-_MOE = {"num_experts": _EXPERTS, "num_experts_per_tok": _TOP_K, "norm_topk_prob": True}
+_MOE: dict[str, Any] = {
+    "num_experts": _EXPERTS,
+    "num_experts_per_tok": _TOP_K,
+    "norm_topk_prob": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3-MoE": _MOE,
     "Mixtral": {"num_local_experts": _EXPERTS},

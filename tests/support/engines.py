@@ -26,7 +26,13 @@ from transformers import (
 from common.process import child
 from common.process.topology import Topology
 from common.settings.config import Config
-from common.settings.sections import LoraSection, ModelSection, RolloutSection, SamplingSection
+from common.settings.sections import (
+    LoraSection,
+    ModelSection,
+    RolloutSection,
+    SamplingSection,
+    TrainerSection,
+)
 from common.wire.schemas import Float32
 from services.rollout.engine_client import engine_command, engine_env
 from services.rollout.router import router_command
@@ -221,6 +227,7 @@ def sglang_process(
     version: str,
     lora: LoraSection | None = None,
     max_new_tokens: int = 256,
+    routing_replay: bool = False,
     **settings: Any,
 ) -> Iterator[str]:
     """Runs real SGLang on this CPU with the agent's command and environment; yields its URL.
@@ -242,6 +249,7 @@ def sglang_process(
         rollout=rollout,
         lora=lora or LoraSection(),
         sampling=sampling,
+        trainer=TrainerSection(routing_replay=routing_replay),
     )
     command, url = (
         engine_command(config, Topology(), str(model), version),

@@ -47,7 +47,7 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
         (
             {"trainer.routing_replay": True},
             "trainer.routing_replay",
-            ("sglang-router removes", "set rollout.router smg"),
+            ("sglang-router removes", "leave rollout.router (smg)"),
         ),
         (
             {"trainer.routing_replay": True, "reproducible": True, **EMBEDDED},
