@@ -45,7 +45,7 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
             ("sglang-router removes",),
         ),
         (
-            {"trainer.routing_replay": True},
+            {"trainer.routing_replay": True, **OLD_ROUTER},
             "trainer.routing_replay",
             ("sglang-router removes", "leave rollout.router (smg)"),
         ),
