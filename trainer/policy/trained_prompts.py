@@ -114,7 +114,7 @@ class TrainedPrompts:
         """Returns the content of the file."""
         self._merge()
         stream = io.BytesIO()
-        content = {"prompts": self._prompts, "sequences": self._sequences}
+        content: dict[str, Any] = {"prompts": self._prompts, "sequences": self._sequences}
         if self.style is not None:
             content["style"] = np.array(json.dumps(self.style))
         np.savez(stream, **content)

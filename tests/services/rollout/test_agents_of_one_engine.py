@@ -118,7 +118,10 @@ def test_nodes_with_disks_of_their_own_read_the_weights_at_the_same_path(engine:
     hide = f'mount -t tmpfs none {engine.directory / "rollout"} && exec "$0" "$@"'
     engine.nodes[1].end()
     engine.nodes[1] = Node(
-        *(1, 2, engine.directory, engine.model),
+        1,
+        2,
+        engine.directory,
+        model=engine.model,
         within=("unshare", "-rm", "sh", "-c", hide),
         **engine.settings,
     )
