@@ -280,6 +280,13 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
                 value=value,
                 remedy="leave it out, and subtract what is held",
             )
+    if settings.expert_parallel_size not in (1, settings.shard_size or ranks):
+        raise ConfigError(
+            "experts that each of several ranks holds a part of cannot be rehearsed",
+            field="trainer.expert_parallel_size",
+            value=settings.expert_parallel_size,
+            remedy=f"use {settings.shard_size or ranks}, the ranks of a copy of the model, or 1",
+        )
     shape = json.loads((Path(config.model.name) / "config.json").read_text())
     batch, pairs = _batch(config, ranks)
     width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]

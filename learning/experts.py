@@ -96,7 +96,7 @@ class _DividedExperts:
         module.num_experts = self._own
         module.forward = torch.compiler.disable(self.forward)
         for part in module.modules():
-            for name, parameter in part._parameters.items():
+            for name, parameter in part.named_parameters(recurse=False):
                 part._parameters[name] = _divided(parameter, mesh)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -148,6 +148,11 @@ def test_a_rank_whose_experts_nobody_needs(tmp_path: Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.tensor([10.0, 10.0, 0.0, 0.0]))
+    routed: list[Tensor] = []
+    experts = model.get_decoder().layers[1].mlp.experts
+    with experts.register_forward_pre_hook(lambda _, given: routed.append(given[1])):
+        model(torch.arange(3, 40)[None])
+    assert set(routed[0].flatten().tolist()) == {0, 1}
     model.save_pretrained(tmp_path / "model")
     check_cases(
         4,
