@@ -7,7 +7,7 @@ files' tensors differ from the model's in another way, rank 0 reads and sends on
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, GenerationConfig
 
+from common.models.hub import refuse_random
 from common.process import progress
 from common.settings.sections import TrainerSection
 from learning.hub_names import Sources, from_hub, hub_shapes, learn, sources
@@ -212,17 +213,6 @@ class Pretrained:
             snapshot_download(self.name, allow_patterns=_FILES)
         ranks.barrier()
         return Path(snapshot_download(self.name, allow_patterns=_FILES, local_files_only=True))
-
-
-def refuse_random(missing: Collection[str]) -> None:
-    """Raises ValueError when the files of a model lack tensors, which transformers would fill with
-    random numbers: the model would then answer, and its answers would mean nothing.
-    """
-    if missing:
-        count = "a tensor" if len(missing) == 1 else f"{len(missing)} tensors"
-        raise ValueError(
-            f"its files lack {count} of the model, which would be random: {min(missing)}"
-        )
 
 
 @contextmanager

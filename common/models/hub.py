@@ -1,12 +1,12 @@
 """Checks that a model exists before anything loads it, without waiting long for a hub that does not
-answer.
+answer; and that its files were whole.
 """
 
 import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -208,3 +208,14 @@ def patiently(
                 f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s"
             )
     return future.result()
+
+
+def refuse_random(missing: Collection[str]) -> None:
+    """Raises ValueError when the files of a model lack tensors, which transformers would fill with
+    random numbers: the model would then answer, and its answers would mean nothing.
+    """
+    if missing:
+        count = "a tensor" if len(missing) == 1 else f"{len(missing)} tensors"
+        raise ValueError(
+            f"its files lack {count} of the model, which would be random: {min(missing)}"
+        )

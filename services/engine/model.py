@@ -7,10 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
+from common.models.hub import refuse_random
 from learning.alone import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
-from learning.loading import only_logits, refuse_random
+from learning.loading import only_logits
 from services.engine.decoder import Decoder
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from common.errors import ConfigError
+from common.models.hub import refuse_random
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, column
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -54,7 +55,6 @@ class RewardModelFunction(DetailedRewardFunction):
                 remedy="pip install 'rlhf-math[trainer]'",
             ) from None
         from learning.device import choose_device
-        from learning.loading import refuse_random
 
         self._torch = torch
         self._device = choose_device(device, "device")

@@ -114,10 +114,8 @@ class TrainedPrompts:
         """Returns the content of the file."""
         self._merge()
         stream = io.BytesIO()
-        content: dict[str, Any] = {"prompts": self._prompts, "sequences": self._sequences}
-        if self.style is not None:
-            content["style"] = np.array(json.dumps(self.style))
-        np.savez(stream, **content)
+        style = np.array(json.dumps(self.style))
+        np.savez(stream, prompts=self._prompts, sequences=self._sequences, style=style)
         return stream.getvalue()
 
     def _merge(self) -> None:
