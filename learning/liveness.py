@@ -359,8 +359,9 @@ class Liveness:
             "node again, and the run continues from its newest checkpoint",
             reason,
         )
-        # One rank writes the report: rank 0, or the next one if that is lost.
-        await self._exit(reason, reports=self._ranks.rank == (1 if rank == 0 else 0))
+        # One rank writes the report: rank 0, or the next one if that is lost and cannot.
+        writer = 1 if rank == 0 and how in ("died", "silent") else 0
+        await self._exit(reason, reports=self._ranks.rank == writer)
 
     async def _exit(self, reason: str, *, reports: bool) -> None:
         own_name = self._name(self._ranks.rank)

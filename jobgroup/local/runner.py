@@ -19,6 +19,8 @@ from jobgroup.spec import Task
 
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 _BACKSTOP_S = 5.0
+_CAUSE_S = 10.0
+"""Time for the node that failed by itself to end, after one that only follows it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,6 +53,7 @@ class TaskRun:
         while not self._stopping:
             self.nodes = [self._start(self.task, rank) for rank in range(self.task.num_nodes)]
             failed = await self._first_failure()
+            await self._cause_ends(failed)
             for node in self.nodes:
                 node.stop()
             await asyncio.wait([node.ended for node in self.nodes])
@@ -91,6 +94,16 @@ class TaskRun:
                 if node.ended in ended and node.ended.result() != 0:
                     return node
         return None
+
+    async def _cause_ends(self, failed: Node | None) -> None:
+        """Waits for the other nodes if this one ended because of another: that one may still be
+        saying why, and its status decides whether the task is restarted.
+        """
+        if failed is None or failed.ended.result() != LOST:
+            return
+        others = [node.ended for node in self.nodes if not node.ended.done()]
+        if others:
+            await asyncio.wait(others, timeout=_CAUSE_S)
 
     def _may_restart(self) -> bool:
         if self.status == WRONG_SETTING:

@@ -53,6 +53,20 @@ def test_a_wrong_setting_of_any_task_ends_the_group_at_once(
     assert local.marked() == []
 
 
+def test_a_node_that_follows_another_leaves_it_the_time_to_say_why(local: "LocalRun") -> None:
+    """The ranks of a trainer end at once when one of them has failed, which is still reporting."""
+    follows = "until [ -e $FOLDER/failed ]; do sleep 0.02; done; exit 75"
+    fails = "touch $FOLDER/failed; sleep 2; echo the reason; exit 78"
+    script = f"if [ $SKYPILOT_NODE_RANK = 1 ]; then {follows}; fi; {fails}"
+    status, out, _ = local.run(
+        "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
+        f"---\nname: main\nnum_nodes: 2\n{RESTARTS}\nrun: |\n  {script}\n"
+    )
+    assert status == WRONG_SETTING, out
+    assert "main-0 ended with status 78: main FAILED after 0 restarts (a setting is wrong)" in out
+    assert out.rstrip().splitlines()[-1].endswith("the reason")
+
+
 def test_a_wrong_variable_is_refused_before_anything_starts(local: "LocalRun") -> None:
     for word, told in (
         ("MAX_STEP=3", "did you mean MAX_STEPS?"),

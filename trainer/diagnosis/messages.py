@@ -131,6 +131,8 @@ def _lost_ranks(facts: Facts, lines: Iterable[LogLine]) -> Iterator[Finding]:
         if match is None:
             continue
         reason = match["reason"] or ""
+        if reason and match[1].startswith("rank 0 ") and facts.exit_reason:
+            continue  # it says more itself
         if reason:
             name = classify(reason)
         elif "silent" in match[2]:
@@ -142,6 +144,8 @@ def _lost_ranks(facts: Facts, lines: Iterable[LogLine]) -> Iterator[Finding]:
         found = _finding(name, what, line.time, level="stopped", evidence=evidence)
         if name == names.RANK_DIES and facts.restarts is False:
             found.remedy = names.REMEDIES[names.KILLED]
+        if name == names.ENDED:
+            found.remedy = parts(reason)[2] or found.remedy
         yield found
         return
 
