@@ -36,6 +36,7 @@ _PATTERNS = (
     (names.CERTIFICATE, r"certificate of \S+ is not trusted"),
     (names.WEIGHTS_DAMAGED, r"the weights in \S+ are damaged|the weights cannot be read"),
     (names.CANNOT_START, r"graders d(?:id|o) not start|status \d+\b.* before it answered"),
+    (names.NOT_GRADED, r"an answer could not be graded"),
 )
 _GRADER = re.compile(
     r"the reward function (\S+) (?:failed for \d+ answers|has no score)[^:]*: (.*)", re.DOTALL

@@ -252,3 +252,20 @@ def test_a_dead_job_group_restarts_nothing(restarts: bool | None, begin: str) ->
     facts.restarts = restarts
     remedy = find(facts)[0].remedy
     assert remedy.startswith(begin or "start it again")
+
+
+def test_rank_zero_says_itself_why_it_failed() -> None:
+    """The other ranks repeat its error without what makes it a wrong setting."""
+    facts = recorded("disk_of_run")
+    facts.steps = []
+    why = "a reward function failed for a made-up answer: reward: TypeError"
+    facts.exit_reason = f"error: {why} · field: reward.functions · remedy: correct the function"
+    repeated = (
+        f"rank 0 on ppo-trainer-0 (127.0.0.1) has failed: ConfigError: {why}. rank 1 on "
+        "ppo-trainer-1 (127.0.0.2) ends too. The job's recovery starts every trainer node again"
+    )
+    line = LogLine(source="ppo-trainer-rank1", time=facts.exited, level="ERROR", text=repeated)
+    facts.lines = [line]
+    found = find(facts)
+    assert found[0].name == names.WRONG_SETTING
+    assert found[0].remedy == "correct the function"

@@ -136,6 +136,7 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
         ("error: data-server: the token is wrong · remedy: set the same API_TOKEN in every task", names.WRONG_TOKEN),
         ("error: metrics.jsonl cannot be written: [Errno 28] No space left on device · field: trainer.run_dir", names.DISK_OF_RUN),
         ("error: 16 groups in a row were dropped, the last one because of reward: timeout: 3 s · field: trainer.max_failed_groups", names.NOT_GRADED),
+        ("error: an answer could not be graded: reward: no answer within 0.5 s · field: prompt_id · value: tiny-test-0 · remedy: correct the reward function", names.NOT_GRADED),
         ("error: 16 groups in a row were dropped, the last one because of generation: HTTP 500: bad · field: x", names.NOT_GENERATED),
         ("error: 4 rounds of dynamic sampling left groups of equal rewards in the batch · field: algorithm.dynamic_sampling_rounds", names.EQUAL_REWARDS),
         ("error: weights.safetensors has changed since it was written · field: trainer.run_dir", names.CHECKPOINT_DAMAGED),
