@@ -42,7 +42,6 @@ FORMS = [
     (2, []),
     (2, ["--ep-size", "2"]),
     (2, ["--enable-dp-attention", "--dp-size", "2"]),
-    (4, ["--ep-size", "2", "--enable-dp-attention", "--dp-size", "2"]),
 ]
 
 
