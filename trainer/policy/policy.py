@@ -24,7 +24,7 @@ from learning.parking import Resident
 from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
-from learning.sharding import full, named_tensors
+from learning.sharding import full, named_tensors, reshard
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
     TokenTerms,
@@ -299,6 +299,8 @@ class Policy:
                 began = time.perf_counter()
                 gradients.append(digest(self.optimizer.gradients(), self.ranks))
                 digest_seconds += time.perf_counter() - began
+            # A forward pass alone leaves gathered weights, which the step outdates.
+            reshard(self.scorer)
             norms.append(self.optimizer.step(rate))
 
         skipped = sum(not math.isfinite(norm) for norm in norms)

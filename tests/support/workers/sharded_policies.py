@@ -4,7 +4,7 @@ results of each.
 `python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...],
 "updates": N, "resume": DIRECTORY, "save": DIRECTORY, ...}. These directories are relative to
 DIRECTORY. "peak": true measures loading alone. "hidden": true shows the directories to rank 0 only.
-"low": true computes in bfloat16, as on a GPU. "whole": BYTES limits the size of gradients of the
+"groups": [[...], ...] are the groups of each update. "low": true computes in bfloat16, as on a GPU. "whole": BYTES limits the size of gradients of the
 whole model. "messages": true writes the number of collective operations by name. "parked": true
 parks everything after an update.
 """
@@ -14,6 +14,7 @@ import os
 import resource
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -55,16 +56,22 @@ class Messages(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
 
 
 def learned(
-    policy: Policy, updates: int, reference: Reference | None = None, parked: bool = False
+    policy: Policy,
+    updates: int,
+    reference: Reference | None = None,
+    parked: bool = False,
+    groups: Sequence[Sequence[int]] = (),
 ) -> list[list[float]]:
-    """Makes the updates and returns the loss, gradient norm and KL of each."""
+    """Makes the updates and returns the loss, gradient norm and KL of each. `groups` are the numbers
+    of the groups of each update.
+    """
     lease = SharedGpuLease(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
     found, reference = [], reference or Reference(policy)
-    for _ in range(updates):
-        groups = [off_policy_groups()[i] for i in (0, 3)]
+    for numbers in groups or [(0, 3)] * updates:
+        batch = [off_policy_groups()[i] for i in numbers]
         if policy.scorer.routers is not None:
-            groups = with_experts(groups, policy.scorer.routers)
-        metrics = policy.update(prepared(policy, groups, reference=reference)).metrics
+            batch = with_experts(batch, policy.scorer.routers)
+        metrics = policy.update(prepared(policy, batch, reference=reference)).metrics
         reference.refresh(policy)
         found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
         if parked:
@@ -103,7 +110,13 @@ def run(
         policy, saved = Policy(config, ranks), None
     reference = Reference(policy, saved)
     with Messages() if case.get("messages") else nullcontext() as messages:
-        metrics = learned(policy, case.get("updates", 3), reference, case.get("parked", False))
+        metrics = learned(
+            policy,
+            case.get("updates", 3),
+            reference,
+            parked=case.get("parked", False),
+            groups=case.get("groups", ()),
+        )
     if messages and ranks.is_rank_zero:
         (directory / f"{name}-messages.json").write_text(json.dumps(messages.counts))
     if "save" in case:

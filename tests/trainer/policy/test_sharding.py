@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
-from common.settings.config import Config
+from common.settings.config import Config, load
 from learning.loading import Pretrained, fill, materialise
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
@@ -100,6 +100,32 @@ def test_the_update_is_the_same_however_models_are_spread(
         path = newest(directory / name / "checkpoints")
         assert path is not None
         AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.integration
+def test_an_update_without_a_gradient_leaves_no_old_weights(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    """The second update has no gradient: AdamW moves the weights, and no backward pass frees the
+    old ones, which the comparison with the engine gathered."""
+    groups = [(0, 3), (2,), (0, 3), (3, 0)]
+    no_reference = ["--algorithm.kl_coef", "0", "--algorithm.reference_refresh", "0"]
+    plain = [*arguments(policy_dir), *no_reference]
+    policy = Policy(load(plain, {}), Ranks())
+    expected = torch.tensor(learned(policy, 0, groups=groups))
+    assert expected[1, 1] == 0
+
+    cases: dict[str, dict[str, Any]] = {
+        "again": {"settings": plain},
+    }
+    counted = {name: case | {"groups": groups, "messages": True} for name, case in cases.items()}
+    run_cases(2, tmp_path, counted)
+    for name in cases:
+        found = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text()))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=name)
+        weights = load_file(tmp_path / f"{name}-0.safetensors")
+        for key, tensor in policy.weights():
+            torch.testing.assert_close(weights[key], tensor, atol=3e-5, rtol=0, msg=f"{name} {key}")
 
 
 @pytest.mark.integration
