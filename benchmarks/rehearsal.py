@@ -145,6 +145,7 @@ class _Rank(Ranks):
 
     on_gpu = property(lambda _: True)
     device = property(lambda _: torch.device("cpu"), lambda *_: None)
+    gpu_bytes = property(lambda _: None)
     is_rank_zero = property(lambda _: False)
 
     def broadcast(self, value: _T) -> _T:

@@ -262,6 +262,7 @@ def load(
         low_precision=low_precision,
         offload=offload,
         trained=trained,
+        gathers_once=settings.reshard_after_forward is False,
         exact=exact(model),
     )
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)

@@ -126,6 +126,13 @@ class Ranks:
         return str(self.device.type) == "cuda"
 
     @property
+    def gpu_bytes(self) -> int | None:
+        """The memory of this rank's GPU in bytes; None on a CPU."""
+        if not self.on_gpu:
+            return None
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    @property
     def sharded(self) -> bool:
         """Whether models are sharded over the ranks, so that every forward and backward pass is a
         collective.

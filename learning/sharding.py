@@ -66,6 +66,8 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
     without renaming anything.
     """
     checkpointing = settings.activation_checkpointing if trained else False
+    if checkpointing == "auto":  # nobody knows the memory, as on a CPU
+        checkpointing = False
     compiled = has_triton(device.type) if settings.compile == "auto" else settings.compile
     if not (compiled or checkpointing):
         return
@@ -122,13 +124,15 @@ def shard(
     low_precision: bool,
     offload: bool,
     trained: bool,
+    gathers_once: bool = False,
     exact: Sequence[nn.Module] = (),
 ) -> None:
     """Shards `root`, whose forward runs the transformers model `model` inside it.
 
     With `low_precision`, passes run in bfloat16 and gradients are reduced in float32; modules in
     `exact` compute in float32. `offload` keeps parameters, gradients and optimiser state in CPU
-    memory. The gathered weights of a model that is not `trained` are freed after every pass.
+    memory. The gathered weights of a model that is not `trained` are freed after every pass; with
+    `gathers_once`, those of a trained one are freed after the last backward pass of an update.
     """
     mesh = ranks.mesh()
     experts: list[nn.Module] = []
@@ -143,16 +147,24 @@ def shard(
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
+    gathers_once = gathers_once and trained
     for module in experts:  # its inputs are cast with those of its layer
         others = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
-        fully_shard(module, mesh=others, mp_policy=outer, offload_policy=policy)
+        fully_shard(module, mesh=others, mp_policy=outer, offload_policy=policy, reshard_after_forward=not gathers_once)
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=mixed,
+            offload_policy=policy,
+            reshard_after_forward=not gathers_once,
+        )
     for module in exact:
         fully_shard(module, mesh=mesh, mp_policy=plain, offload_policy=policy)
     fully_shard(
         root, mesh=mesh, mp_policy=outer, offload_policy=policy, reshard_after_forward=not trained
     )
+    root.gathers_once = gathers_once
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -174,6 +186,8 @@ def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
         root.set_requires_gradient_sync(last)
     else:
         root.set_requires_all_reduce(last)
+    if root.gathers_once:
+        root.set_reshard_after_backward(last)
 
 
 def reshard(root: nn.Module) -> None:

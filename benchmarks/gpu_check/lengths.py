@@ -20,6 +20,8 @@ from benchmarks.update import learn, random_group
 from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config
 from common.wire.schemas import Group
+from learning.fitting import fitted
+from learning.ranks import Ranks
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
@@ -120,7 +122,8 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
         )
         return
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
-    limit = trainer_memory(ModelShape.of(shape), config, 1).total
+    decided = fitted(config, Ranks.alone(config.trainer), config.model.name)
+    limit = trainer_memory(ModelShape.of(shape), decided, 1).total
     allocated = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()
     found.figures |= {"allocated": allocated, "reserved": reserved}

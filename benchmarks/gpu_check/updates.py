@@ -21,6 +21,8 @@ from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config
 from learning import attention
+from learning.fitting import fitted
+from learning.ranks import Ranks
 from trainer.policy import logprobs
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
@@ -113,6 +115,7 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
     without a verdict.
     """
     figures = found.figures
+    config = fitted(config, Ranks.alone(config.trainer), config.model.name)
     eager = not setting.on_gpu or config.trainer.compile is False
     estimate = trainer_memory(
         ModelShape.of(_shape_of(config)),

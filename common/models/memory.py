@@ -9,10 +9,11 @@ both with a rehearsed update. The overhead of torch, NCCL and CUDA is a guess.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError
 from common.settings.config import Config
+from common.settings.sections import LoraSection, TrainerSection
 
 _KNOWN = {
     "llama": "no",
@@ -20,11 +21,16 @@ _KNOWN = {
     "phi3": "no",
     "qwen2": "qkv",
     "qwen3": "norm",
+    "qwen3_moe": "norm",
     "olmo2": "whole norms",
     "gemma3_text": "four norms",
 }
 """By `model_type`: what a layer has besides matrices and two norms (biases of q, k and v, norms of
 q and k, or more norms)."""
+_MIXTURES = ("qwen3_moe",)
+"""The `model_type`s whose layers have experts in place of a dense MLP."""
+_ROUTE_BYTES = 4 * 8
+"""Bytes of the sorted places, as int64, of one token at one of its experts."""
 _MASTER = 4
 """Bytes per float32 number: of weights, gradients, and each of AdamW's two moments."""
 _LOGITS_BYTES = 1 << 30
@@ -37,6 +43,8 @@ reduces them once."""
 PINNED_EXACT_BYTES = 16 << 20
 """Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two
 (`learning/allocator.py`)."""
+FITS_SHARE = 0.9
+"""Share of a GPU that an estimated update may take: the estimate knows no fragments."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30
@@ -45,10 +53,13 @@ _PROCESS = 4 << 30
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder as transformers builds it: gated MLP, RMSNorm, grouped-query attention."""
+    """A decoder as transformers builds it: gated MLP or experts, RMSNorm, grouped-query
+    attention.
+    """
 
     hidden: int
     intermediate: int
+    """Width of the MLP, or of one expert."""
     layers: int
     heads: int
     kv_heads: int
@@ -58,6 +69,9 @@ class ModelShape:
     """Whether the head shares the embedding's weights."""
     extra: str = "no"
     """A value of `_KNOWN`."""
+    experts: int = 0
+    """Experts of a layer; 0 for a dense MLP."""
+    experts_per_token: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -70,11 +84,19 @@ class ModelShape:
                 value=kind,
                 remedy=f"the known architectures are {', '.join(_KNOWN)}",
             )
+        mixture = kind in _MIXTURES
+        if mixture and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+            raise ConfigError(
+                "the memory of a model in which only some layers have experts cannot be estimated",
+                field="decoder_sparse_step",
+                value=config.get("decoder_sparse_step", 1),
+                remedy="watch nvidia-smi in a short run",
+            )
         try:
             heads = config["num_attention_heads"]
             return cls(
                 hidden=config["hidden_size"],
-                intermediate=config["intermediate_size"],
+                intermediate=config["moe_intermediate_size" if mixture else "intermediate_size"],
                 layers=config["num_hidden_layers"],
                 heads=heads,
                 kv_heads=config.get("num_key_value_heads") or heads,
@@ -82,6 +104,8 @@ class ModelShape:
                 vocabulary=config["vocab_size"],
                 tied=bool(config.get("tie_word_embeddings", kind in ("qwen2", "gemma3_text"))),
                 extra=_KNOWN[kind],
+                experts=_experts(config) if mixture else 0,
+                experts_per_token=config["num_experts_per_tok"] if mixture else 0,
             )
         except KeyError as error:
             raise ConfigError(
@@ -98,6 +122,9 @@ class ModelShape:
         keys = self.kv_heads * self.head_dim
         attention = [self.hidden * queries] * 2 + [self.hidden * keys] * 2
         mlp = [self.hidden * self.intermediate] * 3
+        if self.experts:
+            router = self.experts * self.hidden
+            mlp = [router, *self.expert_tensors]
         beside = {
             "no": [],
             "qkv": [queries, keys, keys],
@@ -106,6 +133,14 @@ class ModelShape:
             "four norms": [self.head_dim, self.head_dim, self.hidden, self.hidden],
         }[self.extra]
         return [*attention, *mlp, *beside, self.hidden, self.hidden]
+
+    @property
+    def expert_tensors(self) -> list[int]:
+        """Sizes of the parameters of a layer's experts: gate and up projection together, and the
+        down projection, each of all experts.
+        """
+        of_all = self.experts * self.hidden * self.intermediate
+        return [2 * of_all, of_all]
 
     @property
     def outer_tensors(self) -> list[int]:
@@ -117,6 +152,13 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         return sum(self.layer_tensors)
+
+    def gathered_parameters(self, expert_ranks: int) -> int:
+        """Returns how many parameters of a decoder layer a rank gathers when `expert_ranks` ranks
+        share out its experts: everything else, and the experts that the rank owns.
+        """
+        experts = sum(self.expert_tensors)
+        return self.layer_parameters - experts + experts // expert_ranks
 
     @property
     def outer_parameters(self) -> int:
@@ -141,6 +183,9 @@ class ModelShape:
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
+        if self.experts:  # they are no linear layers, and have no adapter
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                del sides[name]
         sizes = list[int]()
         for name, (inputs, outputs) in sides.items():
             if not target_modules or name in target_modules:
@@ -158,7 +203,9 @@ class ModelShape:
         For each norm: its input in float32, and its output before and after scaling, which Gemma
         does in float32. For attention: rotated queries, the result, and keys and values twice,
         because every completion has those of its prompt; with `repeats_heads`, these once for every
-        query head. For the MLP: gate, activation, up projection and their product.
+        query head. For the MLP: gate, activation, up projection and their product. For experts
+        these of every expert that a token is sent to, with its input and its output, and the
+        probabilities and places of the routing.
         """
         heads = self.head_dim * (self.heads + self.kv_heads)
         further_norms = {
@@ -171,14 +218,40 @@ class ModelShape:
         norms = normed * (4 + unscaled + width)
         kept_heads = self.heads if repeats_heads else self.kv_heads
         attention = width * self.head_dim * (2 * self.heads + 4 * kept_heads)
-        return norms + attention + 4 * width * self.intermediate
+        return norms + attention + self._mlp_bytes(width)
+
+    def _mlp_bytes(self, width: int) -> int:
+        """Returns what `activation_bytes` counts for the MLP or the experts."""
+        if not self.experts:
+            return 4 * width * self.intermediate
+        of_expert = width * (4 * self.intermediate + 2 * self.hidden) + _ROUTE_BYTES
+        return self.experts_per_token * of_expert + (_MASTER + width) * self.experts
+
+    def backward_bytes(self, width: int) -> int:
+        """Returns the bytes per token of the gradients of a layer's states, where they are most."""
+        if self.experts:
+            of_expert = 2 * self.hidden + 2 * self.intermediate
+            return width * (self.hidden + self.experts_per_token * of_expert)
+        return width * (self.hidden + 2 * self.intermediate)
+
+    def exchange_bytes(self, width: int) -> int:
+        """Returns the bytes per token that experts on several ranks receive and send back."""
+        return 2 * width * self.experts_per_token * self.hidden
 
     def product_bytes(self, width: int) -> int:
         """Returns the bytes per token of the results of a decoder layer's matrix products and
         attention.
         """
-        attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return width * (attention + 2 * self.hidden + 2 * self.intermediate)
+        attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads) + self.hidden
+        mlp = self.hidden + 2 * self.intermediate
+        if self.experts:
+            mlp = self.experts + self.experts_per_token * mlp
+        return width * (attention + mlp)
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    """Returns the experts of a layer; transformers 5 writes another name than the hub has."""
+    return int(config.get("num_local_experts") or config["num_experts"])
 
 
 @dataclass(frozen=True)
@@ -211,6 +284,14 @@ class TrainerMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+def critic_only(config: Config) -> Config:
+    """Returns the configuration with which a policy would need the memory of a critic-server, which
+    trains a whole model without a reference.
+    """
+    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
+    return config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm})
+
+
 def group_size(config: Config, ranks: int) -> int:
     """Returns how many ranks share one copy of the model. Raises ConfigError when this does not
     divide `ranks`.
@@ -239,15 +320,19 @@ def trainer_memory(
     shape: ModelShape,
     config: Config,
     ranks: int,
+    *,
     width: int | None = None,
     repeats_heads: bool = False,
+    expert_ranks: int | None = None,
 ) -> TrainerMemory:
     """Estimates the memory of one of `ranks` processes with one GPU each. The critic is assumed to
     be like the policy.
 
     `width` is the bytes per number in a pass: None for those of `model.dtype`; 4 on a CPU.
     `repeats_heads`: the kernel of attention needs a key and value head for every query head, as
-    torch's does before 2.12. Raises ConfigError when `trainer.shard_size` does not divide `ranks`.
+    torch's does before 2.12. `expert_ranks` share out the experts of a layer; None for as many as
+    the settings say. What is `auto` counts as on a CPU: nothing is recomputed, and weights are
+    gathered again. Raises ConfigError when `trainer.shard_size` does not divide `ranks`.
     """
     settings = config.trainer
     lora = config.lora
@@ -263,8 +348,19 @@ def trainer_memory(
     has_reference = second_model and not settings.offload_reference
     has_critic = config.algorithm.needs_critic and config.critic.location == "trainer" and on_gpu
 
-    layer_bytes = pass_tokens(config) * shape.activation_bytes(width, repeats_heads)
-    peaks = _peaks(shape, config, ranks, width=width, trained=trained, layer_bytes=layer_bytes)
+    of_token = shape.activation_bytes(width, repeats_heads)
+    expert_ranks = expert_ranks or _expert_ranks(config)
+    if expert_ranks > 1:
+        of_token += shape.exchange_bytes(width)
+    peaks = _peaks(
+        shape,
+        config,
+        ranks,
+        width=width,
+        trained=trained,
+        layer_bytes=pass_tokens(config) * of_token,
+        expert_ranks=expert_ranks,
+    )
     peak = max(peaks, key=sum)
     return TrainerMemory(
         weights=master + (width * frozen // size if on_gpu else 0),
@@ -279,6 +375,11 @@ def trainer_memory(
         logits=peak.logits,
         overhead=_OVERHEAD,
     )
+
+
+def _expert_ranks(config: Config) -> int:
+    """Returns how many ranks share out the experts of a layer."""
+    return int(getattr(config.trainer, "expert_parallel_size", 1))
 
 
 def _number_bytes(config: Config) -> int:
@@ -304,7 +405,14 @@ class _Peak(NamedTuple):
 
 
 def _peaks(
-    shape: ModelShape, config: Config, ranks: int, *, width: int, trained: int, layer_bytes: int
+    shape: ModelShape,
+    config: Config,
+    ranks: int,
+    *,
+    width: int,
+    trained: int,
+    layer_bytes: int,
+    expert_ranks: int,
 ) -> list[_Peak]:
     """Returns what is in use at each possible peak.
 
@@ -315,7 +423,7 @@ def _peaks(
     settings = config.trainer
     rounded = width < _MASTER
     sharded = settings.shard_size != 1 and (ranks > 1 or settings.offload_optimizer)
-    layer = shape.layer_parameters
+    layer = shape.gathered_parameters(expert_ranks)
     outer = shape.outer_parameters
     matrix = shape.vocabulary * shape.hidden
     if config.lora.rank:
@@ -335,12 +443,12 @@ def _peaks(
         products = tokens * shape.product_bytes(width)
     kept_of_layer = layer_bytes
     again = 0
-    if settings.activation_checkpointing:
+    if settings.activation_checkpointing in (True, "selective"):
         kept_of_layer = states * width + products
         again = layer_bytes
     kept = shape.layers * kept_of_layer
     # Gradients of a layer's states, at its widest.
-    backward = tokens * width * (2 * shape.intermediate + shape.hidden)
+    backward = tokens * shape.backward_bytes(width)
     # The embedding's result, the last norm, the head's input and its gradient.
     ends = states * (_MASTER + 4 * width)
 
@@ -362,6 +470,8 @@ def _peaks(
         at_head = width * (outer + layer)
         at_layer = width * (outer + 2 * layer)
         at_end = width * outer
+        if settings.reshard_after_forward is False:
+            at_head = at_layer = width * (outer + shape.layers * layer)
         layer_sum = width * (head_gradient + layer_gradients) + _MASTER * copies * layer_gradients
         last_sum = (width + _MASTER * copies + (_MASTER if whole else 0)) * outer_gradients
     else:  # autocast keeps its copies of the weights until the pass ends
@@ -385,6 +495,49 @@ def _peaks(
         ),
         _Peak(gathered=at_end, reducing=last_sum, activations=states * width, logits=0),
     ]
+
+
+_FASTEST_FIRST: tuple[tuple[bool | Literal["selective"], bool], ...] = (
+    (False, False),
+    (False, True),
+    ("selective", False),
+    ("selective", True),
+    (True, False),
+    (True, True),
+)
+"""Values of `trainer.activation_checkpointing` and `trainer.reshard_after_forward`: recomputing
+costs more than gathering again, which overlaps with computation."""
+
+
+def fastest_fit(shape: ModelShape, config: Config, ranks: int, room: float) -> Config:
+    """Returns the configuration with what is `auto` in `trainer.activation_checkpointing` and
+    `trainer.reshard_after_forward` decided: as fast as an update in `room` bytes can be, or as
+    small as it gets when none fits.
+    """
+    settings = config.trainer
+    of_trainer = config.algorithm.needs_critic and config.critic.location == "trainer"
+    decided = config
+    for checkpointing, reshard in _FASTEST_FIRST:
+        if settings.activation_checkpointing not in ("auto", checkpointing):
+            continue
+        if settings.reshard_after_forward not in ("auto", reshard):
+            continue
+        if settings.reshard_after_forward == "auto" and not reshard and of_trainer:
+            continue  # the weights of policy and critic would be gathered at the same time
+        trainer = settings.model_copy(
+            update={"activation_checkpointing": checkpointing, "reshard_after_forward": reshard}
+        )
+        decided = config.model_copy(update={"trainer": trainer})
+        if trainer_memory(shape, decided, ranks).total <= room:
+            break
+    return decided
+
+
+def form(settings: TrainerSection) -> str:
+    """Returns what `fastest_fit` decides, by the names of the settings."""
+    checkpointing = str(settings.activation_checkpointing).lower()
+    reshard = str(settings.reshard_after_forward).lower()
+    return f"activation_checkpointing {checkpointing}, reshard_after_forward {reshard}"
 
 
 def sums_once(trained: int, ranks: int) -> bool:

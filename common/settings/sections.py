@@ -588,10 +588,15 @@ class TrainerSection(Section):
     """For a mixture of experts: compute each token with the experts that the engine chose for it,
     so that a choice that rounding tips changes no log-probability (docs/how-to/training.md). For
     single completions."""
-    activation_checkpointing: InHelp[bool | Literal["selective"]] = False
-    """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third
-    more time. `selective`: keep the results of matrix products and attention too, so that little is
-    recomputed."""
+    activation_checkpointing: InHelp[bool | Literal["auto", "selective"]] = "auto"
+    """`true`: keep only the inputs of decoder layers and recompute the rest: less memory, about a
+    third more time. `selective`: keep the results of matrix products and attention too, so that
+    little is recomputed. `false`: keep everything. `auto`: the fastest of them that the estimate of
+    `rlhf-doctor --plan` lets fit 90 % of a GPU; everything on a CPU."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Free the gathered weights of a layer after each use (ZeRO-3). `false`: gather them once for
+    an update and free them after its last backward pass (ZeRO-2), for 2 bytes per parameter.
+    `auto`: `false` where that fits 90 % of a GPU. For sharded models."""
     compile: bool | Literal["auto"] = "auto"
     """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`:
     on GPUs, if there is a C compiler."""

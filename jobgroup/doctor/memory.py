@@ -7,15 +7,17 @@ from dataclasses import replace
 
 from common.errors import ConfigError
 from common.models.memory import (
+    FITS_SHARE,
     ModelShape,
     TrainerMemory,
+    critic_only,
     engine_memory,
+    fastest_fit,
     trainer_host_bytes,
     trainer_memory,
 )
 from common.process.topology import CRITIC, ROLLOUT, TRAINER
 from common.settings.config import Config
-from common.settings.sections import LoraSection
 from jobgroup.doctor.gpus import needs_cuda
 from jobgroup.doctor.machine import available_memory
 from jobgroup.doctor.plan import Plan, PlannedTask
@@ -71,16 +73,20 @@ def check_fit(plan: Plan) -> Iterator[Result]:
 
 
 def _estimate(
-    job: PlannedTask, shape: ModelShape, ranks: int, width: int | None = None
+    job: PlannedTask,
+    shape: ModelShape,
+    ranks: int,
+    *,
+    width: int | None = None,
+    size: int | None = None,
 ) -> TrainerMemory:
-    """Estimates a process of the trainer, or of critic-server: which trains a whole model without a
-    reference.
+    """Estimates a process of the trainer or of critic-server, on a GPU of `size` bytes unless it
+    runs on a CPU.
     """
-    if job.name == TRAINER:
-        return trainer_memory(shape, job.config, ranks, width)
-    algorithm = job.config.algorithm.model_copy(update={"kl_coef": 0.0})
-    config = job.config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm})
-    return trainer_memory(shape, config, 1, width)
+    config = job.config if job.name == TRAINER else critic_only(job.config)
+    if size is not None:
+        config = fastest_fit(shape, config, ranks, FITS_SHARE * size)
+    return trainer_memory(shape, config, ranks, width=width)
 
 
 def parts(estimate: TrainerMemory) -> str:
@@ -98,7 +104,7 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
     ranks = 1
     if job.name == TRAINER:
         ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
-    estimate = _estimate(job, shape, ranks)
+    estimate = _estimate(job, shape, ranks, size=size)
     found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {parts(estimate)}"
     title = f"memory of {job.name}"
     yield fits(title, found, needed=estimate.total, available=size, fix=_SMALLER)
@@ -160,7 +166,8 @@ def _on_cpu(jobs: list[PlannedTask], shape: ModelShape) -> Result:
             found = f"weights {gb(weights)}, KV cache of {tokens:,} tokens"
         else:
             # The overhead of a GPU is no part of a process on a CPU.
-            estimate = replace(_estimate(job, shape, job.num_nodes, width=_FP32), overhead=0)
+            ranks = job.num_nodes if job.name == TRAINER else 1
+            estimate = replace(_estimate(job, shape, ranks, width=_FP32), overhead=0)
             needed = estimate.total + _PROCESS
             found = parts(estimate)
         lines.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from common.errors import ConfigError, ServiceError
+from common.models.memory import FITS_SHARE
 from common.process.security import SecretRedactor
 
 State = Literal["ok", "warn", "fail"]
 _SLOW = "whatever it queries does not answer, or this machine is overloaded"
-_TIGHT = 0.9
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def fits(name: str, found: str, needed: float, available: float, fix: str) -> Re
     """Fails when more is needed than available, and warns when little would be left."""
     if needed > available:
         return Result(name, "fail", f"does not fit: {found}", fix)
-    good = needed <= _TIGHT * available
+    good = needed <= FITS_SHARE * available
     return expect(name, good, found if good else f"tight: {found}", fix, "warn")
 
 

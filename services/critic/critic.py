@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, InvalidInput
+from common.models.memory import critic_only
 from common.settings.config import Config
 from common.wire.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes, mini_batches, score_shared
+from learning.fitting import fitted
 from learning.layout import Layout, moved
 from learning.optimizer import Optimizer
 from learning.passes import passes
@@ -41,7 +43,11 @@ class Critic:
         self._ranks = ranks
         self.step = 0
         directory = ranks.broadcast(directory)
-        self.model = load_value_model(config, ranks, directory)
+        if config.critic.location == "trainer":
+            decided = fitted(config, ranks, config.model.name)  # as the policy beside it
+        else:
+            decided = fitted(critic_only(config), ranks, config.critic.model or config.model.name)
+        self.model = load_value_model(decided, ranks, directory)
         self.optimizer = Optimizer(
             self.model.module,
             config.trainer.adam_betas,

@@ -26,3 +26,19 @@ QWEN_7B = ModelShape.of(
     }
     | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
 )
+QWEN_30B_A3B = ModelShape.of(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    }
+)

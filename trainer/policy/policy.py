@@ -18,6 +18,7 @@ from common.settings.sections import TrainerSection
 from common.wire.schemas import Float32
 from learning.batching import Indices, by_row, mini_batches
 from learning.digest import digest
+from learning.fitting import fitted
 from learning.hub_names import to_hub
 from learning.optimizer import Optimizer
 from learning.parking import Resident
@@ -125,7 +126,8 @@ class Policy:
                 "one process on a CPU has nothing to offload",
             )
 
-        self.scorer = load_policy(config, ranks, directory)  # computes log-probabilities
+        # Computes log-probabilities.
+        self.scorer = load_policy(fitted(config, ranks, config.model.name), ranks, directory)
         self.model = self.scorer.model
         self.model.train()
         self.optimizer = Optimizer(

@@ -38,6 +38,7 @@ _TRAINER = (
     "context_parallel_size",
     "expert_parallel_size",
     "activation_checkpointing",
+    "reshard_after_forward",
     "compile",
     "offload_optimizer",
     "eval_every",

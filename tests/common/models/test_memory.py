@@ -4,9 +4,15 @@ hand."""
 import pytest
 
 from common.errors import ConfigError
-from common.models.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
+from common.models.memory import (
+    ModelShape,
+    engine_memory,
+    fastest_fit,
+    trainer_host_bytes,
+    trainer_memory,
+)
 from common.settings.config import load
-from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
+from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B, QWEN_30B_A3B
 
 
 def test_parameters_are_those_of_the_published_models() -> None:
@@ -152,6 +158,65 @@ def test_impossible_values_are_refused_by_name() -> None:
         ModelShape.of({"model_type": "mixtral"})
     with pytest.raises(ConfigError, match=r"incomplete.*hidden_size"):
         ModelShape.of({"model_type": "llama", "num_attention_heads": 4})
+
+
+def test_experts_are_counted_as_in_the_published_models() -> None:
+    assert QWEN_30B_A3B.parameters == 30_532_122_624
+    # A layer: q and o 2·2048·4096, k and v 2·2048·512, norms 2·128 + 2·2048, the router, the experts.
+    experts = 128 * 3 * 2048 * 768
+    assert QWEN_30B_A3B.layer_parameters == 18_874_368 + 4352 + 128 * 2048 + experts
+    with pytest.raises(ConfigError, match=r"only some layers have experts.*decoder_sparse_step"):
+        ModelShape.of({"model_type": "qwen3_moe", "decoder_sparse_step": 2})
+
+
+def test_ranks_that_share_out_experts_gather_fewer_and_hold_as_much() -> None:
+    words = ["--trainer.activation_checkpointing", "true", "--trainer.micro_batch_tokens", "65536"]
+    config = load(words, {})
+    one, eight = (trainer_memory(QWEN_30B_A3B, config, 16, expert_ranks=count) for count in (1, 8))
+    assert one.held == eight.held
+    # Two layers are gathered in bfloat16, at the peak in the backward pass of a layer.
+    assert one.gathered - eight.gathered == 2 * 2 * 128 * 3 * 2048 * 768 * 7 // 8
+    # Eight times, a token's states of 2,048 numbers travel to its experts and back.
+    assert eight.activations - one.activations == 65_536 * 8 * 2 * 2048 * 2
+
+
+@pytest.mark.parametrize(
+    ("room", "checkpointing", "reshard"),
+    [
+        (150e9, False, False),
+        (140e9, False, True),
+        (100e9, "selective", False),
+        (90e9, "selective", True),
+        (72e9, True, False),
+        (40e9, True, True),
+        (1e9, True, True),
+    ],
+)
+def test_auto_is_the_fastest_that_fits(
+    room: float, checkpointing: bool | str, reshard: bool
+) -> None:
+    settings = fastest_fit(QWEN_7B, load([], {}), 8, room).trainer
+    decided = (settings.activation_checkpointing, settings.reshard_after_forward)
+    assert decided == (checkpointing, reshard)
+
+
+def test_auto_leaves_alone_what_is_set() -> None:
+    words = ["--trainer.activation_checkpointing", "selective"]
+    settings = fastest_fit(QWEN_7B, load(words, {}), 8, 1e9).trainer
+    assert (settings.activation_checkpointing, settings.reshard_after_forward) == (
+        "selective",
+        True,
+    )
+    words = ["--trainer.reshard_after_forward", "false"]
+    settings = fastest_fit(QWEN_7B, load(words, {}), 8, 1e9).trainer
+    assert (settings.activation_checkpointing, settings.reshard_after_forward) == (True, False)
+
+
+def test_weights_of_policy_and_critic_are_not_gathered_together() -> None:
+    words = ["--algorithm.name", "ppo"]
+    assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).trainer.reshard_after_forward is True
+    words += ["--critic.location", "server"]
+    assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).trainer.reshard_after_forward is False
 
 
 def test_ranks_that_compute_long_answers_together_need_the_memory_of_short_ones() -> None:

@@ -33,6 +33,8 @@ _QWEN = {
 }
 """The published shapes of Qwen2.5."""
 _CHECKPOINTING = ["--trainer.activation_checkpointing", "true"]
+_SELECTIVE = ["--trainer.activation_checkpointing", "selective"]
+_GATHERED_ONCE = ["--trainer.reshard_after_forward", "false"]
 _LONG = [
     "--trainer.micro_batch_tokens",
     "8192",
@@ -42,6 +44,7 @@ _LONG = [
     "65536",
 ]
 """Answers that eight ranks compute together, as many tokens each as in a pass of their own."""
+_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 _SMALL = (256, 1024, 4, 4, 2, 8192)
 
 
@@ -64,6 +67,8 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
             "7B", 16, [*_CHECKPOINTING, "--trainer.shard_size", "8"], marks=pytest.mark.slow
         ),
         pytest.param("32B", 16, [*_CHECKPOINTING, *_LONG], marks=pytest.mark.slow),
+        pytest.param("7B", 8, [*_CHECKPOINTING, *_GATHERED_ONCE], marks=pytest.mark.slow),
+        pytest.param("1.5B", 8, [*_SELECTIVE, *_GATHERED_ONCE], marks=pytest.mark.slow),
         pytest.param("0.5B", 4, [], marks=pytest.mark.slow),
         pytest.param("1.5B", 8, ["--trainer.shard_size", "1"], marks=pytest.mark.slow),
     ],
@@ -147,6 +152,21 @@ def test_updates_of_other_models_use_the_estimated_memory(
     assert 0.7 < found.peak / (estimate.total - estimate.overhead) <= 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], _CHECKPOINTING], ids=["kept", "recomputed"])
+def test_an_update_of_experts_uses_the_estimated_memory(tmp_path: Path, words: list[str]) -> None:
+    """Four layers of Qwen3-30B-A3B's shape. With selective checkpointing the rehearsal is no
+    reference: its grouped products are not the kernel of a GPU."""
+    sizes = (2048, 6144, 4, 32, 4, 151_936)
+    more = _EXPERTS | {"head_dim": 128, "model_type": "qwen3_moe", "tie_word_embeddings": False}
+    config = written(tmp_path, sizes, *words, **more)
+    shape = ModelShape.of(json.loads((tmp_path / "config.json").read_text()))
+    estimate = trainer_memory(shape, config, 8, repeats_heads=not GQA)
+    found = rehearse(config, 8)
+    assert found.held == estimate.held
+    assert 0.9 < found.peak / (estimate.total - estimate.overhead) <= 1
+
+
 def test_a_kernel_that_needs_repeated_heads_uses_the_estimated_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,15 +207,20 @@ def test_the_profile_matches_the_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "mistral", "phi3", "qwen2", "qwen3", "olmo2", "gemma3_text"]
+    "kind",
+    ["llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "olmo2", "gemma3_text"],
 )
 def test_parameters_are_counted_as_transformers_makes_them(kind: str) -> None:
     for tied in (True, False):
-        sizes = dict(zip(_NAMES, _SMALL, strict=True)) | {
-            "tie_word_embeddings": tied,
-            "head_dim": 32,
-            "pad_token_id": 0,
-        }
+        sizes = (
+            dict(zip(_NAMES, _SMALL, strict=True))
+            | {
+                "tie_word_embeddings": tied,
+                "head_dim": 32,
+                "pad_token_id": 0,
+            }
+            | (_EXPERTS if kind == "qwen3_moe" else {})
+        )
         config = AutoConfig.for_model(kind, **sizes)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

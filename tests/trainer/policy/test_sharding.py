@@ -103,7 +103,7 @@ def test_the_update_is_the_same_however_models_are_spread(
 
 
 @pytest.mark.integration
-def test_an_update_without_a_gradient_leaves_no_old_weights(
+def test_weights_that_are_gathered_once_are_those_of_the_last_update(
     policy_dir: Path, tmp_path: Path
 ) -> None:
     """The second update has no gradient: AdamW moves the weights, and no backward pass frees the
@@ -111,12 +111,17 @@ def test_an_update_without_a_gradient_leaves_no_old_weights(
     groups = [(0, 3), (2,), (0, 3), (3, 0)]
     no_reference = ["--algorithm.kl_coef", "0", "--algorithm.reference_refresh", "0"]
     plain = [*arguments(policy_dir), *no_reference]
+    once = [*plain, "--trainer.reshard_after_forward", "false"]
+    recomputed = [*once, "--trainer.activation_checkpointing", "selective"]
     policy = Policy(load(plain, {}), Ranks())
     expected = torch.tensor(learned(policy, 0, groups=groups))
     assert expected[1, 1] == 0
 
     cases: dict[str, dict[str, Any]] = {
         "again": {"settings": plain},
+        "once": {"settings": once},
+        "once_every": {"settings": once, "whole": 0},
+        "once_recomputed": {"settings": recomputed},
     }
     counted = {name: case | {"groups": groups, "messages": True} for name, case in cases.items()}
     run_cases(2, tmp_path, counted)
@@ -126,6 +131,9 @@ def test_an_update_without_a_gradient_leaves_no_old_weights(
         weights = load_file(tmp_path / f"{name}-0.safetensors")
         for key, tensor in policy.weights():
             torch.testing.assert_close(weights[key], tensor, atol=3e-5, rtol=0, msg=f"{name} {key}")
+    gathered = {name: messages(tmp_path, name, "allgather") for name in cases}
+    assert gathered["once"] == gathered["once_every"] == len(groups) * _UNITS
+    assert gathered["again"] > 2 * gathered["once"]
 
 
 @pytest.mark.integration

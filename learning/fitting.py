@@ -1,0 +1,55 @@
+"""Decides what an update keeps in GPU memory and what it makes again, before a model is loaded."""
+
+import logging
+from typing import NamedTuple
+
+from common.errors import ConfigError
+from common.models import hub
+from common.models.memory import FITS_SHARE, ModelShape, fastest_fit, form, trainer_memory
+from common.settings.config import Config
+from learning.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+class _Choice(NamedTuple):
+    activation_checkpointing: bool | str
+    reshard_after_forward: bool
+
+
+def fitted(config: Config, ranks: Ranks, model: str) -> Config:
+    """Returns the configuration with `auto` of `trainer.activation_checkpointing` and
+    `trainer.reshard_after_forward` decided for the GPU of rank 0, by the estimated memory of an
+    update of `model`, and logs the choice.
+
+    On a CPU, and for a model whose memory cannot be estimated, it is left as it is: nothing is
+    recomputed, and weights are gathered again. A collective.
+    """
+    settings = config.trainer
+    if "auto" not in (settings.activation_checkpointing, settings.reshard_after_forward):
+        return config
+    choice = ranks.broadcast(_choice(config, ranks, model) if ranks.is_rank_zero else None)
+    if choice is None:
+        return config
+    return config.model_copy(update={"trainer": settings.model_copy(update=choice._asdict())})
+
+
+def _choice(config: Config, ranks: Ranks, model: str) -> _Choice | None:
+    total = ranks.gpu_bytes
+    if total is None:
+        return None
+    try:
+        shape = ModelShape.of(hub.text_config(model, ask_hub=True))
+    except ConfigError as error:
+        log.info("nothing is recomputed: %s (%s)", error.message, error.value)
+        return None
+    decided = fastest_fit(shape, config, ranks.world_size, FITS_SHARE * total)
+    needed = trainer_memory(shape, decided, ranks.world_size).total
+    settings = decided.trainer
+    log.info(
+        "%s: an update takes %.1f GB of %.1f, by the estimate",
+        form(settings),
+        needed / 1e9,
+        total / 1e9,
+    )
+    return _Choice(settings.activation_checkpointing, settings.reshard_after_forward is True)
