@@ -15,6 +15,7 @@ MODEL is a directory with a `config.json`. Any settings of a run may follow the 
 """
 
 import json
+import math
 import sys
 import weakref
 from collections import defaultdict
@@ -40,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.command import command_parser
+from benchmarks.h100 import BANDWIDTH, PEAK, gemm_share
 from benchmarks.update import GROUPS, full_groups
 from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
@@ -57,12 +59,8 @@ from trainer.policy.reference import Reference
 
 _BLOCK = 512
 """CUDA's allocator rounds up to a multiple of this many bytes."""
-BANDWIDTH = 3.0e12
-"""Bytes per second of an H100, with an allowance."""
-PEAK = 989e12
-"""FLOPs per second of an H100, from its data sheet."""
-GEMM = 0.7
-"""The share of these that matrix products reach."""
+_ATTENTION = 0.35
+"""The share of the peak of the arithmetic that attention reaches with FlashAttention 2."""
 LAUNCH_S = 4e-6
 """Seconds to launch a kernel."""
 _FREE = (
@@ -95,7 +93,7 @@ class Cost:
         flops: float = 0.0,
         launch: float = LAUNCH_S,
         times: float = 1,
-        share: float = GEMM,
+        share: float = 1.0,
     ) -> None:
         """Adds a kernel that runs `times` times, takes at least `launch` seconds and reaches
         `share` of the peak.
@@ -169,6 +167,15 @@ def kernel_tensors(func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
         return []
     leaves = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
     return list({id(each): each for each in leaves}.values())
+
+
+def product_share(sizes: Sequence[int], flops: float) -> float:
+    """Returns the share of the peak of a matrix product whose result has these sizes."""
+    if not flops or len(sizes) < 2:
+        return 1.0
+    columns = sizes[-1]
+    rows = math.prod(sizes[:-1])
+    return gemm_share(rows, columns, terms=flops / 2 / rows / columns)
 
 
 def kernel_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
@@ -262,7 +269,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         if name in ("embedding", "gather", "scatter_add_"):  # these touch single rows of the matrix
             size = 2 * touched([each for each in tensors if each.shape != largest.shape])
         phase = f"{'head' if at_head else self.phase}, {'backward' if backward else 'forward'}"
-        self.found.costs[self.phase if self.phase == "optimiser" else phase, name].add(size, flops)
+        share = product_share(out.shape, flops) if isinstance(out, Tensor) else _ATTENTION
+        part = self.phase if self.phase == "optimiser" else phase
+        self.found.costs[part, name].add(size, flops, share=share)
 
 
 def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:

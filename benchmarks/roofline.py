@@ -1,16 +1,21 @@
-"""Estimates the minimum time of an update on an H100 from the bytes and FLOPs of every operation on
-fake tensors.
+"""Estimates the time of an update on an H100 from the bytes and FLOPs of every operation on fake
+tensors, and compares the estimate with published runs.
 
-    python -m benchmarks.roofline
+    python -m benchmarks.roofline            # our updates
+    python -m benchmarks.roofline --anchors  # published runs of other trainers
 
 One decoder layer of transformers runs forward and backward on tensors without contents, at full
 size and with the packed layout of `--tokens` prompt and completion tokens. In eager mode, every
 torch operation is a kernel that reads its inputs and writes its outputs; when compiled, a kernel is
 whatever Inductor's scheduler fuses. Head, optimiser and FSDP are counted by hand, from
-`trainer/policy/logprobs.py` and torch. A kernel takes as long as its bytes at 3 TB/s or its FLOPs
-at 70 % of 989 TFLOP/s, whichever is longer, and at least 4 µs in eager mode. Transfers between GPUs
-are assumed to be hidden behind computation. MFU counts the same as `benchmarks.update`: 6 FLOPs per
-parameter and token (the head for completion tokens only), and the attention.
+`trainer/policy/logprobs.py` and torch. A kernel takes as long as its bytes or its FLOPs at the
+speed that was measured for its shape (`benchmarks/h100.py`), whichever is longer, and at least 4 µs
+in eager mode. Transfers between GPUs are assumed to be hidden behind computation.
+
+The sum of the kernels is a lower bound. `--anchors` counts published runs in the same way; what
+they took beyond it is the median `BEYOND` by which the times of our updates are multiplied. MFU
+counts the same as `benchmarks.update`: 6 FLOPs per parameter and token (the head for completion
+tokens only), and the attention.
 
 This is a prediction; nothing ran on a GPU.
 """
@@ -19,7 +24,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -33,27 +38,118 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.command import command_parser, figures_table
-from benchmarks.rehearsal import PEAK, Cost, kernel_flops, kernel_tensors, touched
+from benchmarks.h100 import PEAK, attention_share, gemm_share
+from benchmarks.rehearsal import Cost, kernel_flops, kernel_tensors, product_share, touched
 from benchmarks.update import SHAPES
+from common.models.memory import FITS_SHARE, ModelShape, fastest_fit
+from common.settings.config import load
 from common.settings.sections import TrainerSection
 from learning import attention, sharding
 from learning.layout import Packed, layout_for
 
-FLASH = {"2": 0.35, "3": 0.65}
-"""Share of the peak that each FlashAttention generation reaches on Hopper, according to its
-paper."""
-SHAPE_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-    "tie_word_embeddings": False,
+BEYOND = 1.33
+"""What a published run takes, as a multiple of the sum of its kernels: the median of
+`--anchors`."""
+_GPU_BYTES = 80e9
+_LONG = {"max_position_embeddings": 131_072}
+_QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True} | _LONG
+_QWEN2 = {"vocab_size": 152_064, "tie_word_embeddings": False} | _LONG
+MODELS: dict[str, tuple[Any, int]] = {
+    "0.5B": (
+        Qwen2Config(**SHAPES["0.5b"], num_key_value_heads=2, tie_word_embeddings=True, **_LONG),
+        1,
+    ),
+    "0.6B": (
+        Qwen3Config(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            **_QWEN3,
+        ),
+        1,
+    ),
+    "1.5B": (
+        Qwen2Config(
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            **(_QWEN2 | {"vocab_size": 151_936, "tie_word_embeddings": True}),
+        ),
+        1,
+    ),
+    "4B": (
+        Qwen3Config(
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            **_QWEN3,
+        ),
+        8,
+    ),
+    "7B": (
+        Qwen2Config(
+            hidden_size=3584,
+            intermediate_size=18_944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            **_QWEN2,
+        ),
+        8,
+    ),
+    "8B": (
+        LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128_256,
+            tie_word_embeddings=False,
+            **_LONG,
+        ),
+        8,
+    ),
 }
+"""The models, and the number of GPUs that shard each."""
+_LLAMA_7B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    vocab_size=32_000,
+    tie_word_embeddings=False,
+    **_LONG,
+)
+
+
+def _mpt(hidden: int, layers: int, heads: int) -> Any:
+    """Returns a model with the products of MosaicML's MPT, whose MLP has two matrices of four times
+    the width instead of three.
+    """
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=8 * hidden // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=50_432,
+        tie_word_embeddings=True,
+        **_LONG,
+    )
+
+
+HeadKind = Literal["fused", "logits", "cross_entropy"]
 
 
 class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
@@ -67,7 +163,9 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
         result = func(*args, **(kwargs or {}))
         tensors = kernel_tensors(func, args, kwargs, result)
         if tensors and "varlen" not in str(func):
-            self.cost.add(touched(tensors), kernel_flops(func, args, kwargs or {}, result))
+            flops = kernel_flops(func, args, kwargs or {}, result)
+            share = product_share(result.shape, flops) if flops else 1.0
+            self.cost.add(touched(tensors), flops, share=share)
         return result
 
 
@@ -95,11 +193,14 @@ def compiled(forward_passes: int) -> Iterator[Cost]:
                     for origin in (node.node.origins if node.node is not None else ())
                 ]
                 if not any("varlen" in origin for origin in origins):
+                    flops = node.estimate_flops() or 0
+                    sizes = [int(size) for size in node.node.get_size()] if flops else []
                     cost.add(
                         node.get_read_write_buffers_sizes(),
-                        node.estimate_flops() or 0,
+                        flops,
                         launch=0.0,
                         times=times,
+                        share=product_share(sizes, flops),
                     )
         return make_boxed_func(graph_module.forward)  # type: ignore[no-any-return]
 
@@ -115,38 +216,53 @@ def compiled(forward_passes: int) -> Iterator[Cost]:
         yield cost
 
 
-def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
+def head_cost(tokens: int, width: int, vocabulary: int, kind: HeadKind) -> Cost:
     """Counts the head, forward and backward, for this many completion tokens.
 
-    `fused` counts the kernels of `trainer/policy/fused_head.py`; otherwise torch's operators on 256
-    MiB of logits at a time, rounded to bfloat16.
+    `fused` counts the kernels of `trainer/policy/fused_head.py`; `logits` torch's operators on 256
+    MiB of logits at a time, rounded to bfloat16; `cross_entropy` all logits at once, in float32.
     """
     cost = Cost()
     logits = tokens * vocabulary
     weight = vocabulary * width
     product = 2.0 * logits * width
-    parts = math.ceil(4 * logits / ((1 << 30) if fused else (256 << 20)))
-    for size in (4, 4, 2) if fused else ():  # statistics: read; gradient: read and write
-        cost.add(size * logits)
-    if fused:  # logits, gradient of the states, gradient of the weights
-        cost.add((4 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
-        cost.add(2 * logits + 2 * weight, product)
-        cost.add(2 * logits + 8 * weight, product)
+    by_token = gemm_share(tokens, vocabulary, width)
+    of_states = gemm_share(tokens, width, vocabulary)
+    of_weights = gemm_share(vocabulary, width, tokens)
+    if kind == "cross_entropy":
+        cost.add(2 * logits + 2 * weight, product, share=by_token)
+        # To float32; log-softmax; its gradient; back to bfloat16.
+        for size in (2 + 4, 4 + 4, 4 + 4, 4 + 2):
+            cost.add(size * logits)
+        cost.add(2 * logits + 2 * weight, product, share=of_states)
+        cost.add(2 * logits + 8 * weight, product, share=of_weights)
         return cost
+
+    if kind == "fused":
+        parts = math.ceil(4 * logits / (1 << 30))
+        for size in (4, 4, 2):  # statistics: read; gradient: read and write
+            cost.add(size * logits)
+        moved = (4 * logits + 2 * weight * parts) / parts
+        cost.add(moved, product / parts, times=parts, share=by_token)
+        cost.add(2 * logits + 2 * weight, product, share=of_states)
+        cost.add(2 * logits + 8 * weight, product, share=of_weights)
+        return cost
+
+    parts = math.ceil(4 * logits / (256 << 20))
+    moved = (2 * logits + 2 * weight * parts) / parts
     for _ in range(2):  # forward, and again in the backward pass
-        cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
+        cost.add(moved, product / parts, times=parts, share=by_token)
         cost.add((2 + 4) * logits / parts, times=parts)  # to float32
         cost.add((4 + 4) * logits / parts, times=parts)  # log_softmax
         cost.add((4 + 4) * logits / parts, times=parts)  # exp
-    cost.add(
-        (4 + 4 + 4 + 4) * logits / parts, times=parts
-    )  # entropy: multiply by p in place, then sum
+    # Entropy: multiply by p in place, then sum.
+    cost.add((4 + 4 + 4 + 4) * logits / parts, times=parts)
     cost.add((4 + 2) * logits / parts, times=parts)  # to bfloat16
-    cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
-    cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
-    cost.add(
-        (2 + 4 + 4) * weight, times=parts
-    )  # the gradient of the weights, accumulated in float32
+    cost.add(moved, product / parts, times=parts, share=of_states)
+    of_part = gemm_share(vocabulary, width, tokens / parts)
+    cost.add(moved, product / parts, times=parts, share=of_part)
+    # The gradient of the weights, accumulated in float32.
+    cost.add((2 + 4 + 4) * weight, times=parts)
     return cost
 
 
@@ -162,67 +278,86 @@ def attention_pairs(prompts: list[Any], completions: list[Any]) -> float:
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table."""
+    """How an update is computed."""
 
     name: str
     settings: TrainerSection
     sharded: bool
-    fused_head: bool
+    head: HeadKind = "fused"
+    flash: Literal["2", "3"] = "2"
+
+
+Rows = tuple[list[Any], list[Any]]
+"""Prompts and completions."""
 
 
 def predicted(
-    config: Any, ranks: int, tokens: int, variant: Variant, micro_batches: int = 2
+    config: Any, ranks: int, rows: Rows, variant: Variant, *, micro_batches: int = 2
 ) -> dict[str, float]:
-    """Returns the milliseconds of a micro-batch by part, and the MFU."""
-    prompts, completions = rows(tokens, group=8, prompt=200, completion=400)
+    """Returns the seconds of the kernels of a micro-batch by part, their sum, and its FLOPs."""
+    prompts, completions = rows
     layout = Packed.of(prompts, completions)
     length = layout.input_ids.shape[1]
     scored = len(layout.predicts)
     layers = config.num_hidden_layers
     width = config.hidden_size
+    head_size = getattr(config, "head_dim", None) or width // config.num_attention_heads
     one = config.__class__(
         **{**config.to_dict(), "num_hidden_layers": 1, "layer_types": None, "vocab_size": 100}
     )
     layer = layer_cost(one, layout, variant.settings)
     with torch.device("meta"):
-        layer_size = sum(p.numel() for p in Qwen2ForCausalLM(one).model.layers.parameters())
+        model = AutoModelForCausalLM.from_config(one).model
+        layer_size = sum(p.numel() for p in model.layers.parameters())
     matrix = config.vocab_size * width
     outer = matrix * (1 if config.tie_word_embeddings else 2)
     parameters = layers * layer_size + outer
-    attention_flops = 4.0 * width * attention_pairs(prompts, completions)
+    pairs = attention_pairs(prompts, completions)
+    attention_flops = 4.0 * config.num_attention_heads * head_size * pairs
+    mean_length = 2 * pairs / length
+
+    def speed(backward: bool) -> float:
+        return attention_share(variant.flash, head_size, mean_length, backward=backward)
+
     attend = Cost()
-    copies = Cost()
-    optimizer = Cost()
     again = variant.settings.activation_checkpointing is True
-    attend.add(0, attention_flops * (1 + again), times=layers, share=FLASH["2"])
-    attend.add(0, 2.5 * attention_flops, times=layers, share=FLASH["2"])
+    attend.add(0, attention_flops * (1 + again), times=layers, share=speed(backward=False))
+    attend.add(0, 2.5 * attention_flops, times=layers, share=speed(backward=True))
+
+    copies = Cost()
+    gathers = 2.0
+    if variant.settings.reshard_after_forward is False:
+        gathers = 1.0 / micro_batches
     if variant.sharded:
         # A rank casts its share, copies the gathered weights, and copies, casts and adds gradients.
-        copies.add((4 + 2) / ranks * parameters + 4 * parameters, times=2)
+        copies.add((4 + 2) / ranks * parameters + 4 * parameters, times=gathers)
         copies.add((2 + 4) * parameters + (12 + (8 if ranks == 1 else 0)) / ranks * parameters)
     else:  # autocast casts once; gradients are cast and added
         copies.add((4 + 2) * parameters)
         copies.add((2 + 4 + 12) * parameters)
     copies.add(16 * matrix)  # the gradient of the embedding
+    optimizer = Cost()
     optimizer.add(40 * parameters / ranks / micro_batches)
+
     parts = {
         "layers": layers * layer.seconds,
         "attention": attend.seconds,
-        "head": head_cost(scored, width, config.vocab_size, variant.fused_head).seconds,
+        "head": head_cost(scored, width, config.vocab_size, variant.head).seconds,
         "copies": copies.seconds,
         "AdamW": optimizer.seconds,
     }
     flops = (
         6.0 * layers * layer_size * length + 6.0 * matrix * scored + 3 * layers * attention_flops
     )
-    total = sum(parts.values())
-    return {name: 1e3 * seconds for name, seconds in parts.items()} | {
-        "total": 1e3 * total,
-        "MFU": flops / total / PEAK,
-    }
+    return parts | {"total": sum(parts.values()), "flops": flops, "tokens": float(length)}
 
 
-def rows(tokens: int, *, group: int, prompt: int, completion: int) -> tuple[list[Any], list[Any]]:
+def mfu(found: dict[str, float]) -> float:
+    """Returns the MFU of a micro-batch that takes `BEYOND` times its kernels."""
+    return found["flops"] / (BEYOND * found["total"]) / PEAK
+
+
+def groups(tokens: int, *, prompt: int = 200, completion: int = 400, size: int = 8) -> Rows:
     """Returns prompts and completions of about `tokens` tokens, with heavy-tailed lengths as in
     `benchmarks.update`.
     """
@@ -233,18 +368,25 @@ def rows(tokens: int, *, group: int, prompt: int, completion: int) -> tuple[list
     while True:
         ids = rng.integers(0, 1000, prompt).astype(np.int32)
         lengths = np.clip(
-            (rng.lognormal(-0.32, 0.8, group) * completion).astype(int), 16, 8 * completion
+            (rng.lognormal(-0.32, 0.8, size) * completion).astype(int), 16, 8 * completion
         )
         if total + prompt + (lengths - 1).sum() > tokens:
             return prompts, completions
         total += prompt + int((lengths - 1).sum())
-        prompts += [ids] * group
+        prompts += [ids] * size
         completions += [rng.integers(0, 1000, length).astype(np.int32) for length in lengths]
+
+
+def whole_rows(tokens: int, count: int = 1) -> Rows:
+    """Returns `count` rows of `tokens` tokens."""
+    prompts = [np.zeros(1, np.int32) for _ in range(count)]
+    completions = [np.zeros(tokens, np.int32) for _ in range(count)]
+    return prompts, completions
 
 
 def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
     """Counts one decoder layer, forward and backward, in bfloat16."""
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     layout_for(model, "on")
     layer = model.model.layers[0].train()
     with (
@@ -257,9 +399,9 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
         states = torch.empty(
             1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True
         )
-        cos = torch.empty(
-            1, length, config.hidden_size // config.num_attention_heads, dtype=torch.bfloat16
-        )
+        head_size = getattr(config, "head_dim", None)
+        head_size = head_size or config.hidden_size // config.num_attention_heads
+        cos = torch.empty(1, length, head_size, dtype=torch.bfloat16)
         fake: dict[str, Any] = {}
         for field in fields(layout.segments):
             value = getattr(layout.segments, field.name)
@@ -272,7 +414,9 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
             "segments": segments,
         }
         if settings.compile:
+            torch._dynamo.reset()  # else it compiles only the first few models of a process
             layer.forward(states, **options).backward(torch.empty_like(states))
+            assert fused.calls, "Inductor has compiled nothing"
             return fused
         with Eager() as eager:
             layer.forward(states, **options).backward(torch.empty_like(states))
@@ -280,28 +424,108 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
         return counted
 
 
-def shapes() -> dict[str, tuple[Any, int]]:
-    """Returns the models and the number of GPUs that shard each."""
-    tied = {"num_key_value_heads": 2, "tie_word_embeddings": True}
-    small = Qwen2Config(**SHAPES["0.5b"], **tied, max_position_embeddings=32_768)
-    return {"0.5B": (small, 1), "7B": (Qwen2Config(**SHAPE_7B, max_position_embeddings=32_768), 8)}
-
-
-def variants(sharded: bool) -> list[Variant]:
-    """Returns the variants to compare; a model on several GPUs is checkpointed and stays
-    sharded.
+def variants(model: str, tokens: int) -> list[Variant]:
+    """Returns the variants to compare: without what was done for speed, every kind of activation
+    checkpointing, and last what the settings decide by themselves on 80 GB.
     """
-    eager = TrainerSection(compile=False, activation_checkpointing=sharded)
-    fused = TrainerSection(compile=True, activation_checkpointing=sharded)
-    found = [
-        Variant("before", eager, True, False),
-        Variant("fused head", eager, True, True),
-        Variant("fused head, compiled", fused, True, True),
+    config, ranks = MODELS[model]
+    sharded = ranks > 1
+    eager = TrainerSection(compile=False, activation_checkpointing=True)
+    found = [Variant("eager, torch's head, recomputed", eager, sharded, "logits")]
+    kinds: dict[str, bool | Literal["selective"]] = {
+        "recomputed": True,
+        "selective": "selective",
+        "kept": False,
+    }
+    for name, checkpointing in kinds.items():
+        settings = TrainerSection(compile=True, activation_checkpointing=checkpointing)
+        found.append(Variant(name, settings, sharded))
+
+    run = load(["--trainer.micro_batch_tokens", str(tokens)], {})
+    shape = ModelShape.of(config.to_dict())
+    decided = fastest_fit(shape, run, ranks, FITS_SHARE * _GPU_BYTES).trainer
+    decided = decided.model_copy(update={"compile": True})
+    return [*found, Variant("auto", decided, sharded)]
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A published run."""
+
+    name: str
+    source: str
+    config: Any
+    ranks: int
+    rows: Rows
+    variant: Variant
+    seconds: float
+    """Of a micro-batch on one GPU, as published."""
+    micro_batches: int = 2
+
+
+def anchors() -> list[Anchor]:
+    """Returns the published runs, with what their trainers are known to do."""
+    recomputed = TrainerSection(compile=False, activation_checkpointing=True)
+    kept = TrainerSection(compile=True, activation_checkpointing=False)
+    sft = Variant("", recomputed, True, "cross_entropy", "3")
+    rl = Variant("", recomputed, True, "logits", "3")
+    compiled_7b = Variant("", kept, True, "cross_entropy", "2")
+    small, _ = MODELS["0.6B"]
+    middle, _ = MODELS["4B"]
+    prime = "prime-rl, benchmarks/baselines"
+    mosaic = "llm-foundry, scripts/train/benchmarking"
+    # MPT's norms and GELU are one kernel each, as compiled ones are.
+    mpt = Variant("", kept, True, "cross_entropy", "2")
+    # Seconds of prime-rl: `step_time` of two micro-batches, without the time in which weights are
+    # written, which its MFU includes.
+    return [
+        Anchor("SFT 0.6B × 1, 8k", prime, small, 1, whole_rows(8192), sft, 8192 / 26_010),
+        Anchor("SFT 0.6B × 1, 16k", prime, small, 1, whole_rows(16_384), sft, 1.2819 / 2),
+        Anchor("RL 0.6B × 1, 16k", prime, small, 1, whole_rows(16_384), rl, 1.9923 / 2),
+        Anchor("RL 0.6B × 1, 64k", prime, small, 1, whole_rows(65_536), rl, 12.1756 / 2),
+        Anchor("RL 4B × 8, 16k", prime, middle, 8, whole_rows(16_384), rl, 4.6877 / 2),
+        Anchor("RL 4B × 8, 64k", prime, middle, 8, whole_rows(65_536), rl, 30.2863 / 2),
+        Anchor(
+            "MPT 1.3B × 8, 14 × 2k",
+            mosaic,
+            _mpt(2048, layers=24, heads=16),
+            8,
+            whole_rows(2048, 14),
+            mpt,
+            14 * 2048 / 45_455,
+            1,
+        ),
+        Anchor(
+            "MPT 2.7B × 16, 10 × 2k",
+            mosaic,
+            _mpt(2560, layers=32, heads=20),
+            16,
+            whole_rows(2048, 10),
+            mpt,
+            10 * 2048 / 24_142,
+            3,
+        ),
+        Anchor(
+            "MPT 6.7B × 8, 6 × 2k",
+            mosaic,
+            _mpt(4096, layers=32, heads=32),
+            8,
+            whole_rows(2048, 6),
+            mpt,
+            6 * 2048 / 10_643,
+            1,
+        ),
+        Anchor(
+            "Llama 6.7B × 96, 2 × 4k",
+            "foundation-model-stack/fms-fsdp",
+            _LLAMA_7B,
+            96,
+            whole_rows(4096, 2),
+            compiled_7b,
+            2 * 4096 / 7500,
+            1,
+        ),
     ]
-    if not sharded:
-        return [*found, Variant("fused head, compiled, no FSDP", fused, False, True)]
-    selective = TrainerSection(compile=True, activation_checkpointing="selective")
-    return [*found, Variant("fused head, compiled, selective checkpointing", selective, True, True)]
 
 
 def main() -> None:
@@ -310,23 +534,69 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=16_384, help="prompt and completion tokens of a micro-batch"
     )
-    parser.add_argument("--models", nargs="*", default=["0.5B", "7B"], choices=["0.5B", "7B"])
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--anchors", action="store_true", help="published runs instead of ours")
     arguments = parser.parse_args()
-    names = ("layers", "attention", "head", "copies", "AdamW", "total")
+    with patch.object(attention, "_has_kernel", lambda _query: True):
+        table = _of_anchors() if arguments.anchors else _of_ours(arguments.models, arguments.tokens)
+    Console(width=150).print(table)
+
+
+_PARTS = ("layers", "attention", "head", "copies", "AdamW", "total")
+
+
+def _of_ours(models: list[str], tokens: int) -> Any:
     table = figures_table(
-        "predicted, not run: milliseconds of a micro-batch on an H100",
-        ["model", "variant", *names, "MFU"],
+        f"predicted, not run: milliseconds of the kernels of a micro-batch of {tokens:,} tokens "
+        f"on an H100, and the MFU when it takes {BEYOND} times their sum",
+        ["model", "variant", *_PARTS, "MFU"],
         text_columns=2,
     )
-    with patch.object(attention, "_has_kernel", lambda _query: True):
-        for model in arguments.models:
-            config, ranks = shapes()[model]
-            for variant in variants(sharded=ranks > 1):
-                found = predicted(config, ranks, arguments.tokens, variant)
-                cells = [f"{found[name]:.1f}" for name in names]
-                mfu = f"{100 * found['MFU']:.0f} %"
-                table.add_row(f"{model} × {ranks}", variant.name, *cells, mfu)
-    Console(width=140).print(table)
+    rows = groups(tokens)
+    for model in models:
+        config, ranks = MODELS[model]
+        for variant in variants(model, tokens):
+            found = predicted(config, ranks, rows, variant)
+            cells = [f"{1e3 * found[name]:.1f}" for name in _PARTS]
+            settings = variant.settings
+            name = variant.name
+            if name == "auto":
+                kind = str(settings.activation_checkpointing).lower()
+                gathered = "again" if settings.reshard_after_forward else "once"
+                name = f"auto: {kind}, gathered {gathered}"
+            table.add_row(f"{model} × {ranks}", name, *cells, f"{100 * mfu(found):.0f} %")
+        table.add_section()
+    return table
+
+
+def _of_anchors() -> Any:
+    table = figures_table(
+        "published runs: seconds of a micro-batch, beside the sum of its kernels",
+        ["run", *_PARTS, "published", "of the sum", "predicted", "error"],
+    )
+    found = []
+    for anchor in anchors():
+        cost = predicted(
+            anchor.config,
+            anchor.ranks,
+            anchor.rows,
+            anchor.variant,
+            micro_batches=anchor.micro_batches,
+        )
+        ratio = anchor.seconds / cost["total"]
+        found.append(ratio)
+        cells = [f"{cost[name]:.3f}" for name in _PARTS]
+        guess = BEYOND * cost["total"]
+        table.add_row(
+            anchor.name,
+            *cells,
+            f"{anchor.seconds:.3f}",
+            f"{ratio:.2f}",
+            f"{guess:.3f}",
+            f"{guess / anchor.seconds - 1:+.0%}",
+        )
+    table.caption = f"median {np.median(found):.2f}"
+    return table
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ _REPEATS = 3
 _TOP = 20
 _LEAST = 0.7
 """The peak must be at least this share of the estimate."""
-_GOALS = {("0.5b", 16_384): 0.40, ("7b-layers", 16_384): 0.40, ("32b-layers", 16_384): 0.45}
+_GOALS = {("0.5b", 16_384): 0.30, ("7b-layers", 16_384): 0.40, ("32b-layers", 16_384): 0.45}
 """Target MFU on an H100 by shape and tokens of a micro-batch; `benchmarks.roofline` and
 `benchmarks.rehearsal --profile` predict more."""
 
