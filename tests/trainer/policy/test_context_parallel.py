@@ -90,7 +90,8 @@ def test_families_on_four_ranks(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.integration
 def test_ranks_replay_the_experts_of_their_part_of_a_row(tmp_path: Path) -> None:
-    """Also with layers that are computed again, and with rows that each rank has alone."""
+    """Also with layers that are computed again, with rows that each rank has alone, and with experts
+    that the ranks have divided."""
     model = write("Qwen3-MoE", tmp_path / "model", vocab_size=VOCABULARY, num_experts=8)
     check_cases(
         2,
@@ -103,6 +104,7 @@ def test_ranks_replay_the_experts_of_their_part_of_a_row(tmp_path: Path) -> None
                 "trainer.activation_checkpointing": "true",
             },
             "apart": {},
+            "divided": {"trainer.expert_parallel_size": 2},
         },
         **{"trainer.routing_replay": "true", "rollout.engine": "embedded"},
     )
