@@ -207,6 +207,26 @@ def test_rows_are_scored_with_the_given_experts(
     assert float((chosen - expected).abs().max()) > 0.1
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo triggers it
+@pytest.mark.slow
+@pytest.mark.integration
+def test_compiled_layers_compute_with_the_given_experts() -> None:
+    """Twice, with other experts, since a compiled layer is used again."""
+    _, _, routes = rows()
+    model = make("Qwen3-MoE", **_MOE)
+    scorer = Scorer(model, "on", routing_replay=True)
+    settings = TrainerSection(compile=True, activation_checkpointing=True)
+    prepare(model, settings, trained=True, device=torch.device("cpu"))
+    for given in (shifted(routes), routes):
+        expected, gradients = expected_scores(given)
+        model.zero_grad()
+        logprobs, found = scored(scorer, Packed, given)
+        torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, atol=2e-4, rtol=1e-4, msg=name)
+
+
 def test_only_rows_that_share_the_experts_of_their_prompt_share_its_computation() -> None:
     prompts, completions, routes = rows()
     computed = sum(len(completion) - 1 for completion in completions)
