@@ -101,7 +101,7 @@ def test_other_kinds_are_published_as_save_pretrained_writes_them(
     kind: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     # DeepSeek's attention has as many heads of keys as of queries.
-    heads = {"num_key_value_heads": 4} if kind == "deepseek_v3" else {}
+    heads: dict[str, Any] = {"num_key_value_heads": 4} if kind == "deepseek_v3" else {}
     make(kind, **_OTHER_SIZES, **heads).save_pretrained(tmp_path / "hub")
     files = load_file(tmp_path / "hub" / "model.safetensors")
     published = dict(Policy(settings(tmp_path / "hub", tmp_path), ranks).weights())
