@@ -47,14 +47,19 @@ def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_log_level() -> Iterator[None]:
-    """Programs that a test calls set the level of all logs, and uvicorn enables every logger."""
+def _same_logs() -> Iterator[None]:
+    """Programs that a test calls set level and handlers of all logs, and uvicorn enables every
+    logger."""
     # torch writes hundreds of DEBUG lines per checkpoint, which would hide the failure.
     logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
     root = logging.getLogger()
     level = root.level
+    handlers = list(root.handlers)
     yield
     root.setLevel(level)
+    for handler in list(root.handlers):
+        if handler not in handlers:
+            root.removeHandler(handler)
 
 
 @contextmanager

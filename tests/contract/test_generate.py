@@ -153,8 +153,9 @@ def test_contract_openai_chat(target: httpx.Client) -> None:
 def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url: str) -> None:
     """In both calls; only the embedded engine is tested, as SGLang ignores the seed on a CPU."""
     native = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
+    models = httpx.get(f"{router_url}/v1/models", trust_env=False, timeout=60).json()
     chat = {
-        "model": "any",
+        "model": models["data"][0]["id"],  # the router knows no other
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 12,
         "seed": 11,
