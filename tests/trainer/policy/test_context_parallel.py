@@ -89,6 +89,7 @@ def test_families_on_four_ranks(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_ranks_replay_the_experts_of_their_part_of_a_row(tmp_path: Path) -> None:
     """Also with layers that are computed again, with rows that each rank has alone, and with experts
     that the ranks have divided."""
