@@ -143,6 +143,7 @@ def test_any_data_set_of_the_hub_loads_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_hub_that_takes_connections_and_is_silent_is_given_up_at_once(
     tmp_path: Path, answers: int
 ) -> None:

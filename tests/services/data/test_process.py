@@ -172,6 +172,7 @@ async def curriculum_steps(client: DataClient, first: int, last: int) -> list[li
     return batches
 
 
+@pytest.mark.slow
 async def test_a_curriculum_goes_on_through_kills_as_if_there_were_none(tmp_path: Path) -> None:
     settings = ("--data.curriculum", "difficulty", "--data.num_samples", "24")
     port = free_port()

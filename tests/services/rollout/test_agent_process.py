@@ -136,6 +136,7 @@ async def test_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> N
         assert "killed: no flag" in rig.downs[0]
 
 
+@pytest.mark.slow
 async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(
     tmp_path: Path,
 ) -> None:
@@ -239,7 +240,8 @@ class Loading(Rig):
         return [*await super().launch(), str(self.weights), self.part]
 
 
-@pytest.mark.parametrize("part", ["reads", pytest.param("says", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["reads", "says"])
 async def test_child_that_loads_slowly_is_waited_for(tmp_path: Path, part: str) -> None:
     rig = Loading(tmp_path, part)
     async with rig.running() as run:

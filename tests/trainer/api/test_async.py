@@ -154,6 +154,7 @@ def test_an_interrupted_run_trains_on_every_prompt_exactly_once(settings: Settin
     assert [line["step"] for line in metrics(config)] == list(range(1, 7))
 
 
+@pytest.mark.slow
 def test_publishing_goes_on_beside_the_next_update_in_order(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

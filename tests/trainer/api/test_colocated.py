@@ -167,7 +167,7 @@ def _result(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, Any
     [
         pytest.param((), marks=pytest.mark.slow),
         ("--algorithm.name", "ppo", "--algorithm.kl_coef", "0.01"),
-        ("--lora.rank", "4"),
+        pytest.param(("--lora.rank", "4"), marks=pytest.mark.slow),
         pytest.param(("--lora.rank", "4", "--lora.publish", "merged"), marks=pytest.mark.slow),
     ],
     ids=["plain", "critic-and-reference", "adapter", "merged"],

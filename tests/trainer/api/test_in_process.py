@@ -59,6 +59,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(
     assert [g.position for g in stored(resumed)] == list(range(16))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_a_curriculum_draws_the_prompts_of_an_unbroken_one(
     settings: Callable[..., Config], tmp_path: Path
 ) -> None:

@@ -14,7 +14,16 @@ from tests.support.ports import free_port
 from tests.support.trl_scripts import RECIPES, ROWS, SCRIPTS
 
 pytestmark = pytest.mark.integration
-LONG = {"benchmarked", "countdown", "few_shot", "saved", "summaries", "wrapped"}
+LONG = {
+    "benchmarked",
+    "countdown",
+    "few_shot",
+    "filtered",
+    "saved",
+    "streamed",
+    "summaries",
+    "wrapped",
+}
 """Scripts that only run with the slow tests."""
 
 

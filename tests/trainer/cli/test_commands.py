@@ -168,7 +168,8 @@ def test_training_and_evaluation_on_the_built_in_task(
     assert found["prompts"][gained] in said
 
 
-@pytest.mark.parametrize("kind", [pytest.param("rloo", marks=pytest.mark.slow), "ppo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rloo", "ppo"])
 def test_other_trainers_and_settings(base_model: Path, tmp_path: Path, kind: str) -> None:
     train_math.main(
         [

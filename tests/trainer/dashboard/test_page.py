@@ -162,6 +162,7 @@ def test_tabs_and_controls_are_used_by_keyboard_alone(page: Page, tmp_path: Path
         assert page.errors() == []
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_are_drawn_zoomed_into_and_followed(page: Page, tmp_path: Path) -> None:
     make_run(tmp_path, 10_000)
     with served(tmp_path) as url:

@@ -53,6 +53,7 @@ def recorded(made: Group, shift: float) -> RecordedGroup:
 
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(3125, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_hundred_thousand_groups_are_paged_filtered_and_sorted(
     page: Page, steps: int, tmp_path: Path
 ) -> None:

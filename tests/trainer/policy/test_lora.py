@@ -307,13 +307,8 @@ def run(config: Config) -> tuple[Path, list[dict[str, Any]]]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--lora.publish", "adapter"),
-        pytest.param(("--lora.publish", "merged"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--lora.publish", "adapter"), ("--lora.publish", "merged")])
 def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
     settings: Callable[..., Config], base_model: Path, words: tuple[str, ...]
 ) -> None:

@@ -58,7 +58,7 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
 @pytest.mark.parametrize(
     ("size", "ranks", "words"),
     [
-        ("0.5B", 1, []),
+        pytest.param("0.5B", 1, [], marks=pytest.mark.slow),
         pytest.param("1.5B", 1, [], marks=pytest.mark.slow),
         pytest.param("7B", 8, _CHECKPOINTING, marks=pytest.mark.slow),
         pytest.param("7B", 8, ["--lora.rank", "16"], marks=pytest.mark.slow),

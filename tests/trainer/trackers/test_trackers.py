@@ -116,6 +116,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_trackers_that_hang_raise_or_exit_cost_only_records(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
