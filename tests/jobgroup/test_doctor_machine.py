@@ -180,6 +180,7 @@ def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_gloo_on_an_interface_that_does_not_exist_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

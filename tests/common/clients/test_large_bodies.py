@@ -62,6 +62,7 @@ async def _answer(part: str, reader: asyncio.StreamReader, writer: asyncio.Strea
     await asyncio.Event().wait()
 
 
+@pytest.mark.slow
 async def test_a_body_that_arrives_slowly_is_received() -> None:
     async with answering("sends") as client:
         response = await client.request("GET", "/values")
@@ -82,6 +83,7 @@ async def test_a_body_that_stops_ends_the_call(part: str) -> None:
             await client.request("GET", "/values")
 
 
+@pytest.mark.slow
 async def test_an_answer_that_breaks_at_the_same_byte_is_no_progress() -> None:
     async with answering("breaks") as client:
         with pytest.raises(Unreachable, match="did not answer GET /values in time"):

@@ -315,6 +315,7 @@ def test_the_token_is_asked_for_once_and_kept_in_the_tab(
     page.run("sessionStorage.clear()")
 
 
+@pytest.mark.slow
 def test_every_view_is_a_link_and_back_returns(page: Page, tmp_path: Path) -> None:
     first, second = make_run(tmp_path / "a b,c", 30), make_run(tmp_path / "<b>&'", 40, reward=0.75)
     with served(first, second) as url:
@@ -355,6 +356,7 @@ def test_every_view_is_a_link_and_back_returns(page: Page, tmp_path: Path) -> No
         assert page.errors() == []
 
 
+@pytest.mark.slow
 def test_runs_below_a_directory_are_listed_overlaid_and_noted(page: Page, tmp_path: Path) -> None:
     hostile = "<img src=x onerror=window.hacked=1>"
     for number in range(6):
