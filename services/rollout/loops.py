@@ -1,14 +1,17 @@
-"""The loops of an agent, and the port that its engine needs."""
+"""What all agents do: run loops, and supervise the node's process of an engine."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from common.errors import ServiceError
 from common.process.topology import ROLLOUT, Topology
+from common.settings.config import Config
 from services.http.app import listen
+from services.rollout.engine_client import engine_env
+from services.rollout.process import Supervised, Timing
 
 log = logging.getLogger(__name__)
 
@@ -55,3 +58,27 @@ def refuse_taken_port(topology: Topology, port: int) -> None:
     """
     host, port = topology.bind(ROLLOUT, port)
     listen(host, port).close()
+
+
+def supervised_engine(
+    config: Config,
+    topology: Topology,
+    *,
+    launch: Callable[[], Awaitable[list[str]]],
+    probe: Callable[[], Awaitable[str | None]],
+    on_up: Callable[[], Awaitable[None]],
+    on_down: Callable[[str], None],
+) -> Supervised:
+    """Returns the supervision of this node's process of an engine."""
+    rollout = config.rollout
+    return Supervised(
+        "engine",
+        launch,
+        probe,
+        env=engine_env(config) | topology.loopback_env(),
+        log_file=config.state_dir / "logs" / f"{topology.own_name(ROLLOUT)}.engine.log",
+        timing=Timing(stuck_s=rollout.stuck_after_s, hang_s=rollout.hang_timeout_s),
+        on_up=on_up,
+        on_down=on_down,
+        stuck_field="rollout.stuck_after_s",
+    )

@@ -28,9 +28,8 @@ from common.wire.schemas import (
     EngineStart,
     EngineWeights,
 )
-from services.rollout.engine_client import engine_command, engine_env, first_node
-from services.rollout.loops import Loops, refuse_taken_port, stop, wait_event
-from services.rollout.process import Supervised, Timing
+from services.rollout.engine_client import engine_command, first_node
+from services.rollout.loops import Loops, refuse_taken_port, stop, supervised_engine, wait_event
 from services.rollout.weights.follow import RateLimitedWarnings
 from services.rollout.weights.store import TrainerClient, WeightStore, differs
 
@@ -117,16 +116,13 @@ class MemberSupervisor:
 
         self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
         self._storing = asyncio.Lock()
-        self.engine = Supervised(
-            "engine",
-            self._launch,
-            self._engine_api.unhealthy_reason,
-            env=engine_env(config) | topology.loopback_env(),
-            log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
-            timing=Timing(stuck_s=rollout.stuck_after_s, hang_s=rollout.hang_timeout_s),
+        self.engine = supervised_engine(
+            config,
+            topology,
+            launch=self._launch,
+            probe=self._engine_api.unhealthy_reason,
             on_up=self._up,
             on_down=self._down,
-            stuck_field="rollout.stuck_after_s",
         )
         self._starts = metrics.counter(
             "rollout_engine_starts_total", "How often the engine was started"

@@ -31,8 +31,8 @@ from common.wire.schemas import (
     WeightManifest,
     WorkerReport,
 )
-from services.rollout.engine_client import EngineClient, engine_command, engine_env
-from services.rollout.loops import Loops, refuse_taken_port, stop, wait_event
+from services.rollout.engine_client import EngineClient, engine_command
+from services.rollout.loops import Loops, refuse_taken_port, stop, supervised_engine, wait_event
 from services.rollout.nodes import EngineNodes, NodeCannotStart
 from services.rollout.process import Supervised, Timing
 from services.rollout.router import RouterClient, router_command, router_env
@@ -100,16 +100,13 @@ class NodeSupervisor:
         )
         """The other nodes of the engine; none if it is one node's."""
 
-        self.engine = Supervised(
-            "engine",
-            self._launch_engine,
-            self._engine_api.unhealthy_reason,
-            env=engine_env(config) | topology.loopback_env(),
-            log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
-            timing=Timing(stuck_s=rollout.stuck_after_s, hang_s=rollout.hang_timeout_s),
+        self.engine = supervised_engine(
+            config,
+            topology,
+            launch=self._launch_engine,
+            probe=self._engine_api.unhealthy_reason,
             on_up=self._engine_up,
             on_down=self._engine_down,
-            stuck_field="rollout.stuck_after_s",
         )
         self.router = self._supervised_router() if topology.node_rank == 0 else None
 

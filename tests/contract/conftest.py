@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from common.process.topology import Topology
 from tests.support.engines import (
     engine_process,
     router_process,
@@ -86,6 +87,13 @@ def router_url(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def sglang_router_url(sglang_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with router_process(sglang_url, tmp_path_factory.mktemp("logs") / "sglang_router.log") as url:
         yield url
+
+
+@pytest.fixture
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the groups of weights meet on the loopback interface."""
+    for name, value in Topology().loopback_env().items():
+        monkeypatch.setenv(name, value)
 
 
 def _url(request: pytest.FixtureRequest) -> str:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.process.topology import Topology
 from common.wire.schemas import WorkerReport
 from learning.weight_group import digest
 from tests.support.engine_calls import paused_request, version
@@ -20,15 +19,9 @@ from trainer.weights.comparison import Checksums
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import EngineGroup, Rendezvous
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("on_loopback")]
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-@pytest.fixture(autouse=True)
-def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in Topology().loopback_env().items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from common.process.metrics import Metrics
-from common.process.topology import Topology
 from common.settings.sections import RolloutSection
 from common.wire.schemas import WorkerReport
 from services.rollout.engine_client import EngineClient
@@ -33,6 +32,7 @@ from trainer.weights.transfer import Rendezvous
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
+    pytest.mark.usefixtures("on_loopback"),
     pytest.mark.skipif(
         not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it"
     ),
@@ -43,12 +43,6 @@ FORMS = [
     (2, ["--ep-size", "2"]),
     (2, ["--enable-dp-attention", "--dp-size", "2"]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in Topology().loopback_env().items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
