@@ -54,7 +54,7 @@ _FIRST = {
     ),
     "precision": Section("bfloat16 compared with float32", "precision", "correctness", 90),
     BASE: _update("0.5b", 16_384),
-    "resume": Section("a checkpoint and its resume", "resume", "correctness", 60),
+    "resume": Section("a checkpoint and its resume", "resume", "correctness", 90),
     "engine": Section("the embedded engine beside `generate`", "generation", "speed", 90),
     "kernels": Section("the most costly kernels", "updates", "kernels", 90),
     "head-kernels": Section("the kernels of the head by themselves", "head_kernels", "measure", 90),
