@@ -29,9 +29,7 @@ from trainer.trackers.base import flatten
 TOPOLOGY = "topology.json"
 API_TOKEN_FILE = "api_token"  # noqa: S105
 _STEPS = 24
-"""Lines of `metrics.jsonl` that are read, the newest."""
-_GROUP_LINES = 8
-"""Lines of `groups.jsonl` that are read, the newest."""
+"""Lines of `metrics.jsonl` and `groups.jsonl` that are read, the newest."""
 _TAIL_BYTES = 4 << 20
 """Read of the end of a file of lines."""
 _BEFORE_S = 120.0
@@ -101,7 +99,7 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         started=started,
         config=flatten(config),
         steps=list(_last_lines(run_dir / "metrics.jsonl", _STEPS)),
-        groups=list(map(_places, _last_lines(run_dir / LINES, _GROUP_LINES))),
+        groups=list(map(_places, _last_lines(run_dir / LINES, _STEPS))),
         lines=lines,
         exit_reason=reason.text.partition("\ndiagnosis: ")[0] if reason else "",
         exited=reason.time if reason else None,

@@ -131,6 +131,34 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
 
 
 @pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("error: the cursor of the prompts cannot be used: database disk image is malformed · field: state_dir · value: state/data/stream.db · remedy: remove the file: the stream then starts over", "remove the file: the stream then starts over"),
+        ("error: the replay store cannot be read: database disk image is malformed · field: state_dir · value: state/replay/replay.db · remedy: restore the file from a copy", "restore the file from a copy"),
+        ("error: the replay store cannot be read: file is not a database · field: state_dir · value: state/replay/replay.db · remedy: restore the file from a copy", "restore the file from a copy"),
+        ("error: the checkpoint cannot be used: ValueError trainer_state.json has changed since it was written · field: trainer.run_dir · value: checkpoints/step_000002 · remedy: remove it to continue from the beginning", "remove it to continue from the beginning"),
+        ("error: 4 rounds of dynamic sampling left groups of equal rewards in the batch · remedy: raise algorithm.dynamic_sampling_rounds", "raise algorithm.dynamic_sampling_rounds"),
+        ("error: rank 0 is out of GPU memory in step 3: CUDA · field: trainer.micro_batch_tokens · value: 8192 · remedy: lower it", "lower it"),
+        ("error: metrics.jsonl cannot be written: [Errno 28] No space left on device · field: trainer.run_dir", names.REMEDIES[names.DISK_OF_RUN]),
+        ("error: reward-server did not answer POST /grade in time: Cannot connect · remedy: look at the log of reward-server", names.REMEDIES[names.REWARD_DIES]),
+    ],
+)  # fmt: skip
+def test_the_remedy_is_that_of_the_error_which_names_its_file(
+    tmp_path: Path, words: str, remedy: str
+) -> None:
+    run = make_run(tmp_path / "run", 3)
+    now = time.time()
+    log(run, "ppo-trainer-rank0", started(run, now - 100), (now - 2, "CRITICAL", "end", words))
+    assert find(read_facts(run))[0].remedy == remedy
+    if "state_dir" not in words:
+        return
+    # The same words of the service itself, which failed for good: the group ended its trainer.
+    log(run, "data-server-0", (now - 1, "CRITICAL", "end", words))
+    log(run, "ppo-trainer-rank0", (now, "CRITICAL", "end", "interrupted"))
+    assert find(read_facts(run))[0].remedy == remedy
+
+
+@pytest.mark.parametrize(
     ("words", "name"),
     [
         ("error: data-server: the token is wrong · remedy: set the same API_TOKEN in every task", names.WRONG_TOKEN),
