@@ -35,4 +35,4 @@ def replayed(run_dir: Path, step: int, *more: str) -> tuple[int, str]:
         timeout=600,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, done.stderr + done.stdout

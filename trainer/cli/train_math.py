@@ -165,7 +165,7 @@ def _train(arguments: dict[str, Any]) -> None:
     )
     config.check_steps(len(train))
     held_out = arguments["eval_samples"]
-    test = problems(data, data.eval_split, None, at_most=held_out) if held_out > 0 else None
+    test = problems(data, data.eval_split, None)[:held_out] if held_out > 0 else None
 
     if config.verbose:
         print(
@@ -182,15 +182,26 @@ def _train(arguments: dict[str, Any]) -> None:
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
-        print(f"evaluate:   {evaluation(config, saved, arguments['dataset'], data_settings)}")
+        command = evaluation(
+            config, saved, arguments["dataset"], data_settings, num_samples=len(test or ())
+        )
+        print(f"evaluate:   {command}")
 
 
 def evaluation(
-    config: TrainerConfig, saved: Path, dataset: str, data_settings: Mapping[str, Any]
+    config: TrainerConfig,
+    saved: Path,
+    dataset: str,
+    data_settings: Mapping[str, Any],
+    num_samples: int = 0,
 ) -> str:
-    """Returns the command that evaluates the trained model on the held-out problems."""
+    """Returns the command that evaluates the trained model on the first `num_samples` held-out
+    problems, which training answered; 0: on as many as the command chooses.
+    """
     words = ["--model", str(saved), "--compare", config.model_name_or_path, "--dataset", dataset]
     words += ["--max-new-tokens", str(config.max_new_tokens)]
+    if num_samples:
+        words += ["--num-samples", str(num_samples)]
     if config.system_prompt:
         words += ["--system-prompt", config.system_prompt]
     for name, value in data_settings.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.process.cli import CommandParser, run
 from common.process.logs import setup_logging
-from common.process.security import tls
+from common.process.security import TOKEN, tls, token
 from services.http.app import serve
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> None:
         )
     app = create_dashboard_app(RunList(arguments.run_dir))
     setup_logging("dashboard")
-    print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)
+    access = f"#token=${TOKEN}" if token() else ""
+    url = f"{tls().scheme}://{arguments.host}:{arguments.port}/dashboard/{access}"
+    print(f"dashboard {url}", flush=True)
     serve(app, arguments.host, arguments.port)
 
 

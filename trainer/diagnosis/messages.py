@@ -24,7 +24,8 @@ _PATTERNS = (
     (names.CHECKPOINT_DAMAGED, r"has changed since it was written"),
     (
         names.SQLITE_DAMAGED,
-        r"acknowledged changes are gone|disk image is malformed|file is not a database",
+        r"acknowledged changes are gone|disk image is malformed|file is not a database"
+        r"|btreeInitPage",
     ),
     (names.ENGINE_CANNOT, r"the embedded engine cannot run this model"),
     (names.ENGINE_OF_PROCESS, r"the engine has died"),

@@ -172,8 +172,8 @@ class SftRun:
         log = SftLog(self._stack.enter_context(recorder), total_steps, gpus)
         if policy.step >= total_steps:
             recorder.say(
-                f"already finished: all {total_steps} steps were trained before, and their result "
-                "is below"
+                f"already finished: {policy.step} steps were trained before, this run has "
+                f"{total_steps}, and their result is below"
             )
         trained = TrainedPrompts.of(saved or config.model.name)
         trained.style = style_of(PromptStyle.of(config))

@@ -404,9 +404,10 @@ def test_a_missing_key_variable_is_named(base_model: Path) -> None:
 def test_the_command_that_evaluates_reads_the_same_columns() -> None:
     settings = {"data.prompt_field": "the text", "data.levels": ["4", "5"]}
     config = TrainerConfig(model_name_or_path="base", max_new_tokens=24, system_prompt="Be brief.")
-    told = train_math.evaluation(config, Path("out/final"), "my data.csv", settings)
+    told = train_math.evaluation(config, Path("out/final"), "my data.csv", settings, num_samples=56)
     words = shlex.split(told)[3:]  # after python -m MODULE
     arguments = vars(evaluate_model.parser().parse_args(words))
     assert (arguments["dataset"], arguments["compare"]) == ("my data.csv", "base")
     assert arguments["system_prompt"] == "Be brief."
+    assert arguments["num_samples"] == 56, "the problems that training answered"
     assert dict(arguments["set"]) == settings

@@ -14,14 +14,14 @@ import pytest
 
 from common.errors import ServiceError
 from common.process.logs import JsonFormatter, TextFormatter
-from common.process.run_lock import RunLock
+from common.process.run_lock import LOCK, RunLock
 from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.run_files import make_run, write
 from trainer.diagnosis import names, run_files
 from trainer.diagnosis.find import find
-from trainer.diagnosis.report import first_line
+from trainer.diagnosis.report import first_line, text
 from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
 from trainer.diagnosis.self_diagnosis import diagnose, diagnosed
 
@@ -68,6 +68,26 @@ def started(directory: Path, at: float) -> tuple[float, str, str, str]:
 def test_a_run_that_ended_well_is_finished(tmp_path: Path) -> None:
     assert says(make_run(tmp_path / "run", 60)) == "finished: step 60 of 60; nothing is wrong"
     assert says(tmp_path) == "empty: no run has started here"
+
+
+def test_a_finished_run_does_not_list_what_its_services_said_when_they_were_ended(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "run", 60)
+    now = time.time()
+    log(run, "ppo-trainer-rank0", started(run, now - 100))
+    log(
+        run,
+        "rollout-server-0",
+        (now - 50, "WARNING", "services.rollout", "an engine was restarted"),
+        (now - 5, "WARNING", "services.rollout", "could not report to the trainer"),
+    )
+    lock = run / LOCK
+    lock.touch()
+    os.utime(lock, (now - 10, now - 10))
+    facts = read_facts(run)
+    assert [line.text for line in facts.lines] == ["an engine was restarted"]
+    assert "could not report" not in text(facts, find(facts))
 
 
 @pytest.mark.integration
