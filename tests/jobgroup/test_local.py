@@ -68,8 +68,11 @@ def test_a_run_that_takes_a_token_gets_one(
         _, out, _ = local.run(group, option, "API_TOKEN=given-0123456789")
         assert local.log("a-0").strip() == "token=given-0123456789"
         assert "API_TOKEN of this run" not in out
-    local.run(group)
+    trainer = 'run: "echo as python -m trainer"\n'
+    header = HEADER.replace("main", "ppo-trainer")
+    _, out, _ = local.run(f"{header}---\nname: ppo-trainer\nsecrets: {{API_TOKEN: ''}}\n{trainer}")
     assert file.read_text() != made
+    assert f":8004/dashboard/#token={file.read_text()}\n" in out
 
 
 def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "LocalRun") -> None:
