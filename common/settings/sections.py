@@ -348,9 +348,10 @@ class RolloutSection(Section):
     model with LongRoPE (docs/reference/models.md). For SGLang on a CPU, this times
     `max_running_requests` is the size of the KV cache in tokens (at most 30 % of the free
     memory)."""
-    router: Literal["smg", "sglang-router"] = "smg"
-    """Program in front of the engines: `smg`, or `sglang-router`, its predecessor, which images of
-    SGLang contain."""
+    router: Literal["auto", "sglang-router", "smg"] = "auto"
+    """Program in front of the engines: `sglang-router`, or `smg`, its successor, which passes on
+    every field of a request. `auto` takes smg where a run needs a field that sglang-router drops
+    (docs/adr/0072-router-auto.md)."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
     """How the router chooses an engine: in turn, at random, or by what each has cached
     (docs/explanation/engines.md)."""
