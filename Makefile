@@ -26,7 +26,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all test-oldest lint style types docs fuzz check-jobgroup bench bench-gate bench-trl gpu-check gpu-bundle chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all test-oldest lint style types docs fuzz check-jobgroup jobgroups bench bench-gate bench-trl gpu-check gpu-bundle chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -41,7 +41,8 @@ help:
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
-	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
+	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself [YAML=mine.yaml ARGS="--env MAX_STEPS=10"]'
+	@echo 'make jobgroups       write the variants of the job group from jobgroup/overlays/'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make bench-gate      does training learn and cost what it did before? About a minute [GATE=--record]'
 	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one; three parts of eight minutes [PART=1]'
@@ -161,7 +162,10 @@ $(SKY)/.made: jobgroup/skypilot-requirements.txt
 	@touch $@
 
 check-jobgroup: $(SKY)/.made
-	$(SKY)/bin/python -m jobgroup.check
+	$(SKY)/bin/python -m tests.support.jobgroups.check $(YAML) $(ARGS)
+
+jobgroups: $(VENV)/.made
+	$(VENV)/bin/python -m tests.support.jobgroups.render
 
 bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards sandbox replay groups update publish overlap collector router learning agents; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done

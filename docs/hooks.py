@@ -35,7 +35,6 @@ COMMANDS = (
     "jobgroup.local",
     "jobgroup.sweep",
     "jobgroup.doctor",
-    "jobgroup.check",
     "jobgroup.scrape",
 )
 SERVICES = {
