@@ -1,4 +1,4 @@
-"""`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a
+"""`rlhf local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a
 cluster.
 
 Every node of every task is a process group with the `SKYPILOT_*` variables of its pod. Its name
@@ -47,11 +47,11 @@ lacks it."""
 _EPILOG = """\
 examples:
   # the built-in task on two CPU cores, with another learning rate; the trainer's output is shown
-  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --follow ppo-trainer \\
+  rlhf local jobgroup/rlhf-math-jobgroup.yaml --follow ppo-trainer \\
     --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml --env RLHF_TRAINER__LEARNING_RATE=1e-4
 
   # three rollout nodes instead of two
-  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --num-nodes rollout-server=3 \\
+  rlhf local jobgroup/rlhf-math-jobgroup.yaml --num-nodes rollout-server=3 \\
     --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml
 
 python -m trainer --help lists the settings: section.name is the variable RLHF_SECTION__NAME.
@@ -251,7 +251,7 @@ def _environments(
 
 def _parser() -> CommandParser:
     about = "Runs a SkyPilot job-group YAML on this machine."
-    parser = CommandParser("jobgroup.local", about, epilog=_EPILOG)
+    parser = CommandParser("rlhf local", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
     add(

@@ -22,9 +22,9 @@ from trainer.observe.jsonl import JsonlReader, parsed
 
 _EPILOG = """\
 examples:
-  python -m trainer.compare runs/first runs/second
-  python -m trainer.compare runs/sweep             # every run below a directory
-  python -m trainer.compare runs/first runs/second --step 40
+  rlhf compare runs/first runs/second
+  rlhf compare runs/sweep             # every run below a directory
+  rlhf compare runs/first runs/second --step 40
 
 Every run is compared with the first, on the problems that both evaluations hold. A comparison is
 paired, problem by problem. When the interval of a difference does not contain 0, the difference is
@@ -54,7 +54,7 @@ class Evaluated:
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR [RUN_DIR ...] [--step STEP]"
-    made = CommandParser("trainer.compare", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf compare", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "run_dirs",
         type=Path,

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  python -m trainer.evaluate_model --model outputs/my_model --num-samples 50
-  python -m trainer.evaluate_model --model outputs/my_model --compare Qwen/Qwen2.5-0.5B-Instruct \
+  rlhf eval --model outputs/my_model --num-samples 50
+  rlhf eval --model outputs/my_model --compare Qwen/Qwen2.5-0.5B-Instruct \
 --k 8 --output-file r.json
-  python -m trainer.evaluate_model --model http://localhost:8000/v1 --dataset math
-  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base \
+  rlhf eval --model http://localhost:8000/v1 --dataset math
+  rlhf eval --model outputs/tiny/final --compare .cache/tiny-base \
 --dataset tiny   # offline
 
 A comparison is paired: both models answer the same problems, and only those on which they differ \
@@ -69,7 +69,7 @@ def parser() -> CommandParser:
         "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] "
         "[--output-file FILE] …"
     )
-    made = CommandParser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf eval", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--model",
         required=True,

@@ -14,9 +14,9 @@ from trainer.dashboard.run_list import RunList
 
 _EPILOG = """\
 examples:
-  python -m trainer.dashboard runs/my-run
-  python -m trainer.dashboard runs                                # all runs below, to choose from
-  python -m trainer.dashboard runs/first runs/second --port 9000  # overlaid
+  rlhf dashboard runs/my-run
+  rlhf dashboard runs                                # all runs below, to choose from
+  rlhf dashboard runs/first runs/second --port 9000  # overlaid
 
 A running trainer serves the same page itself, with the health of all services: \
 http://ITS-NODE:8004/dashboard/.
@@ -27,7 +27,7 @@ With API_TOKEN in the environment the page asks for it.
 def parser() -> CommandParser:
     """Returns the command line."""
     made = CommandParser(
-        "trainer.dashboard",
+        "rlhf dashboard",
         __doc__ or "",
         "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]",
         _EPILOG,

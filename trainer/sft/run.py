@@ -15,7 +15,6 @@ from rich.console import Console
 
 from common.models.rotary import switch_length
 from common.process import watchdog
-from common.process.cli import program
 from common.process.logs import set_run
 from common.process.run_lock import RunLock
 from common.process.topology import Topology
@@ -303,8 +302,5 @@ class SftRun:
         model = saved
         if config.lora.rank:
             model = recorder.directory / "merged"
-            recorder.say(f"merge:      {program('trainer.export')} {saved} {model}")
-        recorder.say(
-            f"evaluate:   {program('trainer.evaluate_model')} --model {model} "
-            f"--dataset {config.data.source}"
-        )
+            recorder.say(f"merge:      rlhf export {saved} {model}")
+        recorder.say(f"evaluate:   rlhf eval --model {model} --dataset {config.data.source}")

@@ -18,9 +18,9 @@ from common.errors import ConfigError
 from common.process import watchdog
 from tests.support.audits import audited, replayed
 from tests.support.in_process import quiet
+from trainer.audit import __main__ as replay
 from trainer.audit.comparison import STAGES, Stage, StageOutcome
 from trainer.audit.replay import StepReplay
-from trainer.cli import replay
 from trainer.in_process import train_in_process
 
 pytestmark = pytest.mark.integration

@@ -1,4 +1,4 @@
-"""`rlhf-compare` counts from the files of runs; its numbers are those of a hand-made example."""
+"""`rlhf compare` counts from the files of runs; its numbers are those of a hand-made example."""
 
 import json
 import re

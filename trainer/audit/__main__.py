@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  python -m trainer.replay runs/demo-seed0 --step 12
-  python -m trainer.replay runs/demo-seed0 --step 12 --stages completions rewards
+  rlhf audit runs/demo-seed0 --step 12
+  rlhf audit runs/demo-seed0 --step 12 --stages completions rewards
 
 The run must have been made with trainer.audit true. Each stage is re-executed from what the run
 recorded, and compared bit for bit; where bits cannot be compared, the line says why and states the
@@ -42,7 +42,7 @@ _STAGES_BY_WORD = {stage.replace(" ", "-"): stage for stage in STAGES}
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR --step STEP [--stages STAGE …]"
-    made = CommandParser("trainer.replay", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf audit", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the step to re-execute"
@@ -177,7 +177,7 @@ def _run_ranks(count: int, threads: int, words: Sequence[str]) -> int:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-m", "trainer.replay", *words]
+    command = [sys.executable, "-m", "trainer.audit", *words]
     ranks = [
         subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(count)
