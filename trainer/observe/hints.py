@@ -483,13 +483,14 @@ def _policy_moves(steps: _Steps) -> str:
 
 def _policy_breaks(steps: _Steps) -> str:
     rate = steps.config.trainer.learning_rate
-    if rate > MOST_RATE:
+    newest = steps.last[-BROKEN_STEPS:]
+    improves = steps.mean("reward", newest) > steps.mean("reward", steps.first[:1])
+    if rate > MOST_RATE and not improves:
         return (
             f"trainer.learning_rate ({rate:g}) is so large that one update changes every weight by "
             "more than half of its usual size: the policy moves too far and breaks. Lower it: "
             f"{USUAL_RATES}"
         )
-    newest = steps.last[-BROKEN_STEPS:]
     if steps.first[0] in newest:
         return ""
     began = _without_answer(steps.first[0])

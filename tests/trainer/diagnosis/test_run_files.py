@@ -70,6 +70,20 @@ def test_a_run_that_ended_well_is_finished(tmp_path: Path) -> None:
     assert says(tmp_path) == "empty: no run has started here"
 
 
+def test_a_position_that_comes_again_after_many_steps_is_found(tmp_path: Path) -> None:
+    """The store was set back while the run went on; its trainer noticed it some steps later."""
+    run = make_run(tmp_path / "run", 20)
+    positions = [*range(1, 20), 3]
+    lines = [
+        {"step": step, "groups": [{"position": position, "prompt_id": f"p{position}"}]}
+        for step, position in enumerate(positions, 1)
+    ]
+    write(run / "groups.jsonl", lines)
+    finding = find(read_facts(run))[0]
+    assert finding.name == names.DRAWN_TWICE
+    assert finding.what == "position 3 in the steps 3 and 20"
+
+
 def test_a_finished_run_does_not_list_what_its_services_said_when_they_were_ended(
     tmp_path: Path,
 ) -> None:

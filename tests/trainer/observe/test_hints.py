@@ -84,6 +84,9 @@ def test_a_policy_that_breaks_in_one_update_is_named_at_once() -> None:
     assert "trainer.learning_rate (0.001" in only("policy_breaks", lines, **rate)
     assert "(5) is so large" in only("policy_breaks", lines[:1], trainer__learning_rate=5.0)
 
+    learns = [whole, whole | {"reward": 0.2}]
+    assert hints(learns, config(trainer__learning_rate=0.03)) == {}, "a tiny model"
+
     gone = broken | {"truncated": 0.1, "unparsable": 0.7}
     found = hints([*lines, *[gone] * WINDOW], config(**rate))
     assert "policy_breaks" in found
