@@ -200,6 +200,8 @@ class Runner:
             await self._until_primaries_end(running)
             if all(run.state == "SUCCEEDED" for run in self._primary):
                 running_on = [run for run in self.runs if run.state == "RUNNING"]
+                # Services that no longer reach the trainer warn of it.
+                self.screen.hushed |= {node.name for run in running_on for node in run.nodes}
                 await asyncio.gather(*map(self._stop_later, running_on))
         finally:
             for run in self.runs:

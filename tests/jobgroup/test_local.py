@@ -89,6 +89,7 @@ def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "Lo
     assert status == 0
     assert "told" in local.log("slow-0")
     assert "told" in local.log("quick-0")
+    assert "told" not in out, "what a service says when it is ended is in its log"
     assert (local.folder / "slow-lives-on").exists()  # according to the nodes themselves
     assert not (local.folder / "quick-lives-on").exists()
     assert [line.split()[2] for line in out.splitlines()[-3:]] == [
