@@ -188,6 +188,9 @@ class _Steps:
         self.config = config
         self.first = rows[:FIRST]
         self.last = rows[-WINDOW:]
+        self.measured = [row for row in self.last if row.get("update.trained_tokens") != 0]
+        """Those whose update trained on a token: if all groups have equal rewards, it measures no
+        entropy."""
         self._before = rows[-WINDOW - 1] if len(rows) > WINDOW else {}
         self.groups = len(self.last) * config.trainer.batch_size
 
@@ -337,10 +340,12 @@ def _same_answers(steps: _Steps) -> str:
             f"{seen}. sampling.temperature ({temperature:g}) is nearly greedy: set it to 1, at "
             "which the policy itself samples"
         )
+    entropy = ""
+    if steps.measured:
+        entropy = f" (entropy {steps.mean('update.entropy', steps.measured):.2g} nats per token)"
     return (
-        f"{seen}. The policy is certain (entropy {steps.mean('update.entropy'):.2g} nats per "
-        "token): start from a model that is less so (model.name), or raise sampling.temperature "
-        f"({temperature:g}) or algorithm.entropy_coef"
+        f"{seen}. The policy is certain{entropy}: start from a model that is less so (model.name), "
+        f"or raise sampling.temperature ({temperature:g}) or algorithm.entropy_coef"
     )
 
 
@@ -535,10 +540,8 @@ def _not_finite(steps: _Steps) -> str:
 
 
 def _entropy(steps: _Steps) -> str:
-    # An update on no token, whose groups all have equal rewards, measures no entropy.
-    measured = [row for row in steps.last if row.get("update.trained_tokens") != 0]
     began = steps.mean("update.entropy", steps.first)
-    now = steps.mean("update.entropy", measured)
+    now = steps.mean("update.entropy", steps.measured)
     accuracy = steps.accuracy()
     if accuracy is None:
         learns = steps.rose("reward")
@@ -546,7 +549,7 @@ def _entropy(steps: _Steps) -> str:
     else:
         learns = accuracy >= SOLVED or steps.rose("accuracy")
         seen = f"accuracy stays at {accuracy:.2f}"
-    if not measured or now >= ENTROPY_LEFT * began or learns:
+    if not steps.measured or now >= ENTROPY_LEFT * began or learns:
         return ""
     return (
         f"entropy fell from {began:.3g} to {now:.3g} nats per token, and {seen}: the policy became "
