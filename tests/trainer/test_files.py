@@ -19,6 +19,7 @@ from common.process.metrics import Metrics
 from common.settings.config import Config
 from common.weights.checksums import Hasher
 from common.wire.schemas import WeightManifest, WorkerReport
+from learning.loading import _fingerprint
 from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
@@ -489,6 +490,7 @@ def test_a_damaged_state_of_a_checkpoint_is_named_with_its_file(
     state = path / "trainer_state.json"
     state.write_bytes(change(state.read_bytes()))
 
+    assert _fingerprint(path).endswith(state.read_bytes()), "ranks compare what they see"
     assert checkpoint.changed_file(path) == "trainer_state.json"
     with pytest.raises(ConfigError, match=r"used: trainer_state\.json has changed since"):
         checkpoint.load_state(state.read_bytes(), path)
