@@ -396,7 +396,8 @@ FORMATS = (
             r"<\|(?:call|end|return)\|>",
             thought=rf"{_CHANNEL}<\|channel\|>analysis<\|message\|>"
             r"(?P<thought>.*?)(?:<\|end\|>|(?=<\|start\|>|<\|channel\|>)|\Z)",
-            markup=rf"{_CHANNEL}<\|channel\|>(?:final|commentary)<\|message\|>|<\|end\|>",
+            markup=rf"{_CHANNEL}<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>)?"
+            r"\s*[a-z]*<\|message\|>|<\|end\|>",
         ),
         # The models write `json` or `code`, with its mark or without, and often in `analysis`.
         _named_json(
@@ -416,7 +417,7 @@ FORMATS = (
         _pieces(
             r"<\|tool_call_begin\|>",
             r"<\|tool_call_end\|>",
-            markup=r"<\|tool_calls_section_(?:begin|end)\|>",
+            markup=r"<\|tool_calls?_section_(?:begin|end)\|>",
         ),
         _named_json(r"(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"),
     ),

@@ -165,6 +165,48 @@ def test_a_mark_inside_a_marked_value_belongs_to_the_value(
     assert (calls, problem) == ([_write(content)], "")
 
 
+OTHERS = [
+    ("GLM", "<tool_call>now</tool_call>", [("now", {})]),
+    ("GLM", "<tool_call>now\n</tool_call>\n<tool_call>now</tool_call>", [("now", {})] * 2),
+    ("Qwen3-Coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", [("now", {})]),
+    ("Qwen3-Coder", "<tool_call><function=now></function><function=now></function></tool_call>",
+     [("now", {})] * 2),
+    ("invoke", '<invoke name="now"></invoke>\n<invoke name="now">\n</invoke>', [("now", {})] * 2),
+    ("Kimi", "<|tool_call_section_begin|><|tool_call_begin|>now:0<|tool_call_argument_begin|>{}"
+     "<|tool_call_end|><|tool_call_section_end|>", [("now", {})]),
+    ("Kimi", "<|tool_call_begin|>\nfunctions.files.list-all:12\n<|tool_call_argument_begin|>\n{}\n"
+     "<|tool_call_end|>", [("files.list-all", {})]),
+    ("DeepSeek", f"<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>now{_SEP}{{}}<｜tool▁call▁end｜>\n"
+     f"<｜tool▁calls▁end｜>\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now{_SEP}{{}}"
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [("now", {})] * 2),
+    ("Hermes", "Perhaps <tool_call>, I think.</think><tool_call>"
+     '{"name": "now", "arguments": {}}</tool_call>', [("now", {})]),
+    ("Hermes", '<think>As {"a": "b</think><tool_call>'
+     '{"name": "now", "arguments": {}}</tool_call>', [("now", {})]),
+    ("Hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> no.</think>'
+     '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
+    ("Hermes", '<tool_call>{"name": "add", "arguments": {"a": </think>'
+     '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
+    ("Hermes", '<think><tool_call>{"name": "add", "arguments": {}}</tool_call></think>No.', []),
+    ("Mistral", '[THINK][TOOL_CALLS]add[ARGS]{"a": 1}[/THINK][TOOL_CALLS]now[ARGS]{}',
+     [("now", {})]),
+    ("Llama 3", '<think>{"name": "add"}</think>\n\n{"name": "now", "parameters": {}}',
+     [("now", {})]),
+    ("Command", '<|START_THINKING|><|START_ACTION|>[]<|END_THINKING|><|START_ACTION|>'
+     '[{"tool_name": "now", "parameters": {}}, {"tool_name": "now", "parameters": {}}]'
+     "<|END_ACTION|>", [("now", {})] * 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), OTHERS, ids=range(len(OTHERS)))
+def test_calls_without_arguments_and_calls_beside_thoughts(
+    name: str, text: str, calls: Any
+) -> None:
+    found, content, problem = _read(name, text)
+    assert (found, problem) == (calls, "")
+    assert content == ("" if calls else "No.")
+
+
 ADD = '{"a": 1, "b": 2}'
 ADDED = [("add", {"a": 1, "b": 2})]
 _NEXT = "<|end|><|start|>assistant"
@@ -208,6 +250,8 @@ NO_HARMONY = [
      f"to=functions.add code {ADD}", False),
     (f"<|channel|>commentary<|message|>to=functions.add {ADD}", f"to=functions.add {ADD}", False),
     ("<|channel|>analysis<|message|>{}", "", False),
+    (f"{_THOUGHT}<|channel|>final json<|message|>{ADD}", ADD, False),
+    (f"{_THOUGHT}<|channel|>final <|constrain|>json<|message|>{ADD}", ADD, False),
     ("<|channel|>analysis to=functions.add code<|message|>print(1)", None, True),
     ('<|channel|>analysis to=functions.add code<|message|>{"a": 1, "b"', None, True),
     ('<|channel|>commentary to=functions.add code<|message|>{"a": 1}}', None, True),
