@@ -165,7 +165,7 @@ def test_a_mark_inside_a_marked_value_belongs_to_the_value(
     assert (calls, problem) == ([_write(content)], "")
 
 
-OTHERS = [
+OTHERS: list[tuple[str, str, list[Any]]] = [
     ("GLM", "<tool_call>now</tool_call>", [("now", {})]),
     ("GLM", "<tool_call>now\n</tool_call>\n<tool_call>now</tool_call>", [("now", {})] * 2),
     ("Qwen3-Coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", [("now", {})]),
