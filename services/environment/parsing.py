@@ -42,6 +42,12 @@ def parse_answer(
     except RecursionError:
         problem = "the tool call is nested too deeply"
 
+    if problem and not thoughts and "</think>" in text:
+        # Its end may stand in what looks like a string: of a call that a thought only begins.
+        after_thought = parse_answer(f"<think>{text}", tools, call_format, id_prefix)
+        if after_thought.message.tool_calls:
+            return after_thought
+
     fields: dict[str, Any] = {"role": "assistant"}
     content = "".join(part for part, _ in parts)
     if thoughts:

@@ -54,6 +54,7 @@ _SCORE_SENTENCE = re.compile(
     r"(?=\s*(?:$|[^\w\s%/→-](?![0-9])|(?:because|since|as|for|due)\b))",
     re.IGNORECASE | re.MULTILINE,
 )
+_MARK_IN_LINE = re.compile(r"(?<=\S)([ \t])(?=<[^/])")
 _DECODER = json.JSONDecoder(object_pairs_hook=list)
 _TAG = re.compile(r"<(?=\s*/?\s*(?:problem|reference|answer))", re.IGNORECASE)
 _MAX_REPLY_CHARS = 100_000
@@ -219,7 +220,9 @@ def parse_score(reply: str, scale: float) -> float | None:
     Scores are `score` in JSON objects and lines `Score: N`; without either, sentences that begin
     with `Score: N`. Thoughts, also unfinished ones, give none: they may quote the answer.
     """
-    text = without_thoughts(reply)[-_MAX_REPLY_CHARS:]
+    # A judge that writes about a <think> in the answer quotes it; its own thoughts begin a line.
+    quoted = _MARK_IN_LINE.sub(r"\1`", reply)
+    text = without_thoughts(quoted)[-_MAX_REPLY_CHARS:]
     in_json, rest = _json_scores(text)
     written = _SCORE_LINE.findall(rest)
     if not in_json and not written:

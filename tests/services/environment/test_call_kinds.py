@@ -187,6 +187,10 @@ OTHERS: list[tuple[str, str, list[Any]]] = [
      '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
     ("Hermes", '<tool_call>{"name": "add", "arguments": {"a": </think>'
      '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
+    ("Hermes", 'I begin with <tool_call>{"name": "add</think><tool_call>'
+     '{"name": "now"}</tool_call>', [("now", {})]),
+    ("Qwen3-Coder", "So <tool_call><function=add><parameter=a>1, or so.</think><tool_call>"
+     "<function=now></function></tool_call>", [("now", {})]),
     ("Hermes", '<think><tool_call>{"name": "add", "arguments": {}}</tool_call></think>No.', []),
     ("Mistral", '[THINK][TOOL_CALLS]add[ARGS]{"a": 1}[/THINK][TOOL_CALLS]now[ARGS]{}',
      [("now", {})]),

@@ -275,6 +275,12 @@ VERDICTS: list[tuple[str, float | None]] = [
     ),
     ("<|channel|>analysis<|message|>\nScore: 10", None),
     ("Score: 7\nThe word <think> occurs in the answer.", 0.7),
+    ("The answer opens <think> and never closes it.\nScore: 2", 0.2),
+    ("It has a <think> block, which is fine.\nScore: 8", 0.8),
+    ("It ends its thoughts with </think> as it should.\nScore: 8", 0.8),
+    ('{"reason": "its <think> block is fine", "score": 8}', 0.8),
+    ("<think>It has a <think> block.\nScore: 10", None),
+    ("<think>It has a <think> block.\nScore: 10\n</think>\nScore: 2", 0.2),
     # Verdicts that disagree, and ones that agree.
     ("Score: 2\nScore: 10", None),
     ("Score: 10\nScore: 2", None),
