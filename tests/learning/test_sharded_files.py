@@ -5,6 +5,7 @@ loads, tensor by tensor.
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from common.errors import ConfigError
 from common.settings.config import load
 from learning.ranks import Ranks
 from tests.support.groups import VOCABULARY, save
@@ -21,6 +23,7 @@ from tests.support.sharding import arguments, run_cases
 from tests.support.tiny_models import make
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy
+from trainer.process import check_head
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -185,3 +188,15 @@ def test_tensors_that_the_model_does_not_have_are_named(
     Policy(load(arguments(directories["more_tensors"]), {}), Ranks())
     assert "2 tensors that Qwen2ForCausalLM does not have" in caplog.text
     assert "model.layers.0.mlp.up_proj.bias, score.weight" in caplog.text
+
+
+def test_sglang_which_would_leave_out_the_head_is_refused(directories: dict[str, Path]) -> None:
+    """It skips the head of a model whose config.json ties it to the embedding."""
+    for name, kind in (("own_head", "sglang"), ("own_head", "embedded"), ("same_head", "sglang")):
+        settings = [*arguments(directories[name]), "--rollout.engine", kind]
+        config = load(settings, {})
+        model = Policy(config, Ranks()).model
+        is_refused = (name, kind) == ("own_head", "sglang")
+        remedy = r"SGLang would answer.*model\.name.*set tie_word_embeddings to false"
+        with pytest.raises(ConfigError, match=remedy) if is_refused else nullcontext():
+            check_head(config, model)
