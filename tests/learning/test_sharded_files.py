@@ -90,7 +90,8 @@ def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
     """Returns the tensors by name; of tied ones only the embedding."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.save_pretrained(directory / "again")
-    return load_file(directory / "again" / "model.safetensors")
+    found: dict[str, Tensor] = load_file(directory / "again" / "model.safetensors")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,9 @@ def test_a_run_that_continues_on_another_number_of_ranks_keeps_the_head(
     case = {"settings": settings, "resume": "one", "updates": 0}
     run_cases(2, tmp_path, {"two": case, "hidden": case | {"hidden": True}})
     run_cases(2, tmp_path, {"saves": {"settings": settings, "save": "saved", "updates": 2}})
-    saved = load_file(newest(tmp_path / "saved" / "checkpoints") / "model.safetensors")
+    checkpoint = newest(tmp_path / "saved" / "checkpoints")
+    assert checkpoint is not None
+    saved = load_file(checkpoint / "model.safetensors")
     for name in ("two", "hidden"):
         for rank in range(2):
             found = load_file(tmp_path / f"{name}-{rank}.safetensors")

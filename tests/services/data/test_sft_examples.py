@@ -159,6 +159,13 @@ DEFINED = [
 """A null in a list is nobody's absence."""
 
 
+def called(row: Prompt) -> dict[str, Any]:
+    """Returns the function that the first answer calls."""
+    answer: dict[str, Any] = row.chat[1]
+    function: dict[str, Any] = answer["tool_calls"][0]["function"]
+    return function
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_the_nulls_that_arrow_adds_are_left_out(tmp_path: Path, ending: str) -> None:
     """Arrow gives every row of a column the fields of all; `datasets` also writes them to JSON."""
@@ -172,8 +179,7 @@ def test_the_nulls_that_arrow_adds_are_left_out(tmp_path: Path, ending: str) -> 
     else:
         table.to_parquet(source)
     found = examples(str(source), messages_field="messages")
-    calls = [row.chat[1]["tool_calls"][0]["function"] for row in found]
-    assert calls == [ADD, WEATHER]
+    assert [called(row) for row in found] == [ADD, WEATHER]
     assert [row.tools for row in found if isinstance(row, Example)] == [[each] for each in DEFINED]
 
 
@@ -182,7 +188,7 @@ def test_a_null_argument_of_a_json_text_is_kept(tmp_path: Path) -> None:
     (found,) = examples(
         written(tmp_path / "a.jsonl", [{"messages": calling([call])}]), messages_field="messages"
     )
-    assert found.chat[1]["tool_calls"][0]["function"]["arguments"] == {"seat": None}
+    assert called(found)["arguments"] == {"seat": None}
 
 
 @pytest.mark.parametrize(
