@@ -14,14 +14,19 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
+from common.settings.config import from_mapping
 from common.settings.sections import ModelSection
+from learning.ranks import Ranks
+from services.critic.model import load_value_model
+from services.engine.model import Model
 from trainer import ModelEvaluator
 from trainer.cli import export
 from trainer.policy.scorer import load_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"  # of PEFT's call
-)
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT's call
+]
 Tensors = dict[str, Tensor]
 
 
@@ -117,3 +122,8 @@ def test_a_directory_with_a_model_and_an_adapter_is_refused(
         load_model(ModelSection(name=str(directory)))
     with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*remove the one"):
         export.main([str(directory), str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*--model-path"):
+        Model(directory, 64)
+    section = {"algorithm.name": "ppo", "critic.model": str(directory)}
+    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*critic\.model"):
+        load_value_model(from_mapping(section), Ranks())
