@@ -71,8 +71,13 @@ def more_tensors(directory: Path) -> None:
 
 
 def own_head_of_a_mixture(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
     make("Qwen3-MoE", vocab_size=VOCABULARY, tie_word_embeddings=True).save_pretrained(directory)
+    own_head(directory)
+
+
+def own_head_of_gemma(directory: Path) -> None:
+    """Its class ties the two: its config.json need not say so."""
+    make("Gemma 3 text", vocab_size=VOCABULARY).save_pretrained(directory)
     own_head(directory)
 
 
@@ -83,6 +88,7 @@ CHANGES: list[Change] = [
     shards_of_an_older_save,
     more_tensors,
     own_head_of_a_mixture,
+    own_head_of_gemma,
 ]
 
 
@@ -114,6 +120,9 @@ def on_two_ranks(
     cases: dict[str, dict[str, Any]] = {
         name: {"settings": arguments(path), "updates": 0} for name, path in directories.items()
     }
+    lora = ["--model.name", str(directories["own_head"]), "--lora.rank", "2"]
+    lora += ["--lora.publish", "merged"]
+    cases["own_head_under_an_adapter"] = {"settings": lora, "updates": 0}
     run_cases(2, directory, cases)
     return {
         name: [load_file(directory / f"{name}-{rank}.safetensors") for rank in range(2)]
@@ -122,12 +131,15 @@ def on_two_ranks(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", [change.__name__ for change in CHANGES])
+@pytest.mark.parametrize(
+    "name", [*(change.__name__ for change in CHANGES), "own_head_under_an_adapter"]
+)
 def test_every_rank_holds_what_transformers_loads(
     name: str, directories: dict[str, Path], on_two_ranks: dict[str, list[dict[str, Tensor]]]
 ) -> None:
-    expected = loaded_by_transformers(directories[name])
-    alone = dict(Policy(load(arguments(directories[name]), {}), Ranks()).weights())
+    directory = directories[name.removesuffix("_under_an_adapter")]
+    expected = loaded_by_transformers(directory)
+    alone = dict(Policy(load(arguments(directory), {}), Ranks()).weights())
     for found in (alone, *on_two_ranks[name]):
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
