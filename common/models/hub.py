@@ -57,6 +57,7 @@ def check_model(name: str, field: str = "model.name", *, needs_weights: bool = F
                 name=name,
                 remedy="name another,",
             )
+        _refuse_two_models(path, field)
         file = path / "config.json"
         try:
             json.loads(file.read_bytes() if file.is_file() else b"{}")
@@ -80,6 +81,22 @@ def check_model(name: str, field: str = "model.name", *, needs_weights: bool = F
         raise _not_found(problem, field=field, name=name, remedy=remedy)
 
     _check_hub(name, field)
+
+
+def _refuse_two_models(directory: Path, field: str) -> None:
+    """Raises ConfigError for a directory with a whole model and an adapter: transformers would load
+    the adapter's base model, and an engine the whole one.
+    """
+    kinds = ("model*.safetensors", "pytorch_model*.bin")
+    has_weights = any(next(directory.glob(kind), None) for kind in kinds)
+    if has_weights and (directory / "adapter_config.json").is_file():
+        raise ConfigError(
+            "the directory has both a whole model and an adapter",
+            field=field,
+            value=str(directory),
+            remedy="remove the one that is old: adapter_config.json and adapter_model.safetensors, "
+            "or config.json and the model's weights",
+        )
 
 
 def _check_weights(directory: Path, field: str) -> None:

@@ -329,13 +329,14 @@ class NodeSupervisor:
                 self.engine.restart(problem)
 
     async def _stored_weights(self) -> tuple[WeightManifest, Path] | None:
-        """Returns the newest weights if they are intact on this node's disk, and protects them.
+        """Returns the newest weights if they are intact on this node's disk and no engine has
+        refused them, and protects them.
 
         An engine does not start from the trainer's own directory, which the trainer may remove at
         any time.
         """
         newest = self._follower.newest
-        if newest is None:
+        if newest is None or WeightId.of(newest[0]) == self._follower.refused:
             return None
         manifest, path = newest
         if self._store.hold(path) and await self._store.verify(manifest, path):

@@ -41,18 +41,11 @@ from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines, read_settings
 from trainer.policy import checkpoint
-from trainer.policy.export import export
+from trainer.policy.export import MODEL_FILES, export
 from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""
-_OLD_WEIGHTS = (
-    "model*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*",
-    "*.bin.index.json",
-)
-"""Files of a model that `save_model` replaces."""
 
 
 @dataclass(frozen=True)
@@ -328,12 +321,12 @@ class OnlineRLTrainer:
 
     def save_model(self, path: str | Path | None = None) -> Path:
         """Writes the trained model as a plain Hugging Face directory and returns its path; an older
-        model there is replaced.
+        model or adapter there is replaced, with its tokenizer.
 
         A LoRA adapter is merged into its model. In `output_dir`, the default, `config.json`
         has both the model's configuration and the settings of the run.
 
-        Raises ConfigError before `train`, and for a path that is a file.
+        Raises ConfigError before `train`, and for a path that is a file or a checkpoint.
         """
         if self._checkpoint is None:
             raise ConfigError(
@@ -347,8 +340,15 @@ class OnlineRLTrainer:
             raise ConfigError(
                 "this is a file", field="path", value=str(target), remedy="name a directory"
             )
+        if (target / "trainer_state.json").exists():
+            raise ConfigError(
+                "this is a checkpoint, which no run could continue from any more",
+                field="path",
+                value=str(target),
+                remedy="name another directory",
+            )
         target.mkdir(parents=True, exist_ok=True)
-        for pattern in _OLD_WEIGHTS:
+        for pattern in MODEL_FILES:
             for old in target.glob(pattern):
                 old.unlink()
         settings = self._settings_of_run()

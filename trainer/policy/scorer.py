@@ -59,6 +59,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     from its body.
     """
     source = str(path or config.name)
+    check_model(source)
     checkpoint.check_model(Path(source))
     whole = config.model_copy(update={"name": _base_of(source)})
     model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
@@ -68,11 +69,29 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
         try:
             if not (Path(source) / "adapter_model.safetensors").is_file():
                 raise ValueError("it has no adapter_model.safetensors, the only supported format")
-            model = PeftModel.from_pretrained(model, source).merge_and_unload()
+            adapted = PeftModel.from_pretrained(model, source)
+            # Once more, as only this returns what did not fit.
+            misfits = adapted.load_adapter(source, "default")
+            unfit = [*misfits.unexpected_keys, *misfits.missing_keys]
+            if unfit:
+                raise _unfit_adapter(source, whole.name, unfit)
+            model = adapted.merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
+
+
+def _unfit_adapter(source: str, base: str, unfit: Sequence[str]) -> ConfigError:
+    """Returns the error for an adapter with other tensors than its model has room for."""
+    return ConfigError(
+        f"the adapter does not fit its model {base}: {len(unfit)} tensors are only in one of the "
+        f"two, such as {min(unfit)}",
+        field="model.name",
+        value=source,
+        remedy="name the model on which it was trained as base_model_name_or_path in its "
+        f"{ADAPTER_CONFIG}",
+    )
 
 
 def computes_in_bfloat16(config: ModelSection, ranks: Ranks) -> bool:
@@ -252,9 +271,10 @@ def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
 
 
 def quiet() -> None:
-    """Turns off transformers' progress bars and warnings, and a warning about a deprecated name
-    that PEFT uses.
+    """Turns off transformers' progress bars and warnings, and those of PEFT about a deprecated name
+    that it uses and about an adapter that does not fit, which `load_model` refuses.
     """
+    warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

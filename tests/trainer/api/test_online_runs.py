@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError, ServiceError
@@ -174,6 +175,7 @@ def test_without_an_output_directory_a_new_one_is_made(
     assert (result.output_dir / "curves.png").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's call
 def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: Path) -> None:
     trainer = OnlineRLTrainer(fields(base_model, tmp_path, trainer_type="ppo"), Short(), ROWS)
     with pytest.raises(
@@ -186,6 +188,14 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
     (target / "model-00001-of-00002.safetensors").write_bytes(b"of a larger model that was here")
     (target / "model.safetensors.index.json").write_text("{}")
     (target / "notes.txt").write_text("mine")
+    old = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base_model),
+        LoraConfig(target_modules=["q_proj"], init_lora_weights=False),
+    )
+    old.save_pretrained(target)  # transformers would apply it to the new weights
+    (target / "added_tokens.json").write_text('{"<old>": 3}')
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "rag.jinja").write_text("old")
     assert trainer.save_model(target) == target
     names = {path.name for path in target.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "notes.txt"}
@@ -195,7 +205,11 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
         "critic",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "added_tokens.json",
     }
+    assert not list((target / "additional_chat_templates").iterdir())
     saved, trained = (
         AutoModelForCausalLM.from_pretrained(path) for path in (target, result.checkpoint)
     )
@@ -203,6 +217,9 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
     assert AutoTokenizer.from_pretrained(target).chat_template
     with pytest.raises(ConfigError, match=r"this is a file.*field: path"):
         trainer.save_model(target / "notes.txt")
+    with pytest.raises(ConfigError, match=r"this is a checkpoint.*name another directory"):
+        trainer.save_model(result.checkpoint)
+    AutoModelForCausalLM.from_pretrained(result.checkpoint)
 
 
 def test_evaluate_uses_the_current_weights(base_model: Path, tmp_path: Path) -> None:
