@@ -563,20 +563,16 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _fingerprint(directory: Path) -> bytes:
-    """Identifies the files that a rank sees by names, sizes, and a piece of every tensor: the same
-    path may hold an older version of the model on another node.
+    """Identifies the files that a rank sees by names, sizes, the small state file of a checkpoint
+    and a piece of every tensor: the same path may hold an older version on another node.
     """
     if not directory.is_dir():
         return b""
     files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))
-<<<<<<< HEAD
-    seen = "\n".join(files).encode()
+    hasher = Hasher("\n".join(files).encode())
     for state in (directory / "trainer_state.json", directory.parent / "trainer_state.json"):
         if state.exists():
-            seen += state.read_bytes()  # it may be damaged, which is told by whoever resumes
-    return seen
-=======
-    hasher = Hasher("\n".join(files).encode())
+            hasher.update(state.read_bytes())  # whoever resumes says if it is damaged
     for path in weight_files(directory):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -590,4 +586,3 @@ def _fingerprint(directory: Path) -> bytes:
                 file.seek(8 + size + middle)
                 hasher.update(file.read(min(_SAMPLE_BYTES, end - middle)))
     return hasher.hexdigest().encode()
->>>>>>> load48

@@ -8,12 +8,8 @@ from typing import Any
 from common.errors import ConfigError
 from common.settings.config import Config
 from trainer.evaluation.uncertainty import wilson_interval
-<<<<<<< HEAD
 from trainer.observe.run_dir import read_lines, read_settings
-=======
-from trainer.observe.run_dir import read_lines
 from trainer.policy.export import MODEL_FILES
->>>>>>> load48
 
 _SECTIONS = ("model", "lora", "sampling", "algorithm", "trainer")
 """Sections whose settings a card shows."""
