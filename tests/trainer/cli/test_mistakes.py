@@ -130,6 +130,20 @@ MISTAKES = [
         "FOLDER/broken.yaml",
         "YAML|line 2: expected the node content|name the YAML of a job group",
     ),
+    ("trainer", "--config FOLDER/twice.yaml", "--config|line 2: the key trainer stands twice"),
+    ("local", "FOLDER/twice.yaml", "YAML|line 2: the key trainer stands twice in one mapping"),
+    ("sweep", "FOLDER/twice.yaml", "FILE|line 2: the key trainer stands twice in one mapping"),
+    ("trainer", '--reward.functions [{"name":"math","name":"code"}]', "the key name stands twice"),
+    (
+        "train_math",
+        "--dataset FOLDER/twice.jsonl --model BASE",
+        "twice.jsonl, line 1: the key 'answer' stands twice in one object|repair the file",
+    ),
+    (
+        "train_math",
+        "--dataset FOLDER/semicolons.csv --model BASE",
+        "--dataset|separates its columns by ';': 'question;answer' is one column|save it with",
+    ),
     ("local", "FOLDER/text.yaml", "YAML|text.yaml|every document of a job group must be a mapping"),
     (
         "local",
@@ -296,6 +310,9 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
         ("cut.jsonl", '{"foo": 1 "bar": 2}\n'),
         ("broken.yaml", "{\n"),
         ("text.yaml", "root:x:0:0"),
+        ("twice.yaml", "trainer: {learning_rate: 5.0e-4}\ntrainer: {max_steps: 3}\n"),
+        ("twice.jsonl", '{"question": "1?", "answer": "1", "answer": "2"}'),
+        ("semicolons.csv", "question;answer\n1?;1\n"),
         ("config.json", "{"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
