@@ -155,7 +155,7 @@ def read_yaml(text: str) -> Any:
 
 def read_yaml_documents(text: str) -> list[Any]:
     """Returns the content of every document of a YAML text. Raises like `read_yaml`."""
-    return list(yaml.load_all(text, _UniqueKeys))  # noqa: S506 - a SafeLoader
+    return list(yaml.load_all(text, _UniqueKeys))
 
 
 def yaml_problem(error: Exception) -> str:

@@ -153,7 +153,7 @@ def _prompt(item: Any, default_id: str, where: str) -> Prompt:
         ground_truth=ground_truth,
         task=str(item.get("task") or ""),
         columns=columns,
-        chat=chat if len(chat) > 1 else [],
+        chat=chat,
     )
 
 
