@@ -128,7 +128,7 @@ def holds_several(field: FieldInfo) -> bool:
 class _UniqueKeys(yaml.SafeLoader):
     """A loader that refuses a key that stands twice in a mapping: YAML drops the first silently."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set[tuple[str, str]]()
         for key, _ in node.value:

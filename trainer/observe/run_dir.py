@@ -345,9 +345,14 @@ def check_run(directory: Path) -> None:
     """Raises ConfigError unless this is the directory of a run that has recorded a step."""
     if not is_run(directory):
         raise no_run(directory)
-    metrics = directory / "metrics.jsonl"
-    if not metrics.exists() or not metrics.stat().st_size:
+    if not has_step(directory):
         raise no_step(str(directory))
+
+
+def has_step(directory: Path) -> bool:
+    """Whether a run has recorded a step."""
+    metrics = directory / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def no_step(directories: str) -> ConfigError:
