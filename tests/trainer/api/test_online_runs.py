@@ -149,8 +149,8 @@ def test_a_run_without_a_step_is_no_run(base_model: Path, tmp_path: Path) -> Non
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text('{"model_type": "qwen2"}')
+    other = fields(base_model, tmp_path, output_dir=tmp_path / "other")
     with pytest.raises(ConfigError, match="the output directory already has a run"):
-        other = fields(base_model, tmp_path, output_dir=tmp_path / "other")
         OnlineRLTrainer(other, Short(), ROWS).train()
 
 
