@@ -485,6 +485,8 @@ class OnlineRLTrainer:
             yield
         except ServiceError as error:
             names = own_names()
+            if self._caller_model.model is not None:
+                names["model.name"] = "model"
             reference = self.config.ref_model_name_or_path
             if error.value == reference != self.config.model_name_or_path:
                 names["model.name"] = "ref_model_name_or_path"
