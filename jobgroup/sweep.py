@@ -38,7 +38,7 @@ from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, positive, run
 from common.process.storage import make_directory, storing
 from common.settings.config import load, names
-from common.settings.sources import packaged, unknown, variable, yaml_problem
+from common.settings.sources import packaged, read_yaml, unknown, variable, yaml_problem
 from trainer.cli.compare import compare
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
@@ -135,7 +135,7 @@ def read(path: Path) -> Sweep:
     of a point that are wrong.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"the file of the sweep cannot be read: {yaml_problem(error)}",
@@ -265,7 +265,7 @@ def _keep_copy(file: Path, runs: Path) -> None:
     make_directory(runs, "--runs")
     copy = runs / _COPY
     text = file.read_text(encoding="utf-8")
-    if copy.exists() and yaml.safe_load(copy.read_text(encoding="utf-8")) != yaml.safe_load(text):
+    if copy.exists() and read_yaml(copy.read_text(encoding="utf-8")) != read_yaml(text):
         raise ConfigError(
             "this directory has the runs of a sweep with other settings",
             field="--runs",

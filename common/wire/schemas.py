@@ -137,7 +137,7 @@ class Prompt(Wire):
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out
     of JSON when empty."""
     chat: Listed[Annotated[dict[str, str], AtMost(MAX_NAMES)]] = Field([], exclude_if=_is_empty)
-    """The conversation to continue, if it is more than one user message. It ends with `prompt`; its
+    """The conversation to continue, if the problem is one and no text. It ends with `prompt`; its
     own system message replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
 

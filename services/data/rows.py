@@ -20,6 +20,14 @@ Row = tuple[str, dict[str, Any]]
 MAX_TEXT_CHARS = 1_000_000
 MAX_ID_CHARS = 512
 _REPAIR = "repair the row, or remove it"
+_ROLES_ELSEWHERE = {
+    "human": "user",
+    "gpt": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+"""Roles of chats in other formats, and what they are called here."""
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["'].*\}\s*\]\s*""", re.DOTALL)
 _GROUPED = re.compile(r"[-+]?\$?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
@@ -194,8 +202,15 @@ def read_message(message: object, column: str, where: str) -> tuple[str, str]:
             where,
             f"a message in column {column!r} is {message!r:.80}, not an object with role and "
             "content",
+            "rename its fields to role and content, or repair the row",
         )
     role = message["role"]
+    if role in _ROLES_ELSEWHERE:
+        stop_at(
+            where,
+            f"a message in column {column!r} has the role {role!r}",
+            f"rename it to {_ROLES_ELSEWHERE[role]!r}",
+        )
     content = message.get("content")
     if isinstance(content, list):
         texts = list(map(_text_of_part, content))

@@ -43,6 +43,8 @@ class Example(Prompt):
     "function", "function": {"name", "arguments"}}`, with arguments by name)."""
     tools: Listed[Columns] = Field([])
     """What the model may call, as JSON schemas."""
+    is_chat: bool = False
+    """Whether the row has messages, which need a chat template, and no texts."""
 
 
 def example(
@@ -50,6 +52,8 @@ def example(
     chat: list[Message],
     columns: Mapping[str, Any] | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    *,
+    is_chat: bool = False,
 ) -> Example:
     """Returns the example for a chat."""
     text = "\n\n".join(message["content"] for message in chat[:-1])
@@ -60,6 +64,7 @@ def example(
         chat=chat,
         columns=dict(columns or {}),
         tools=list(tools),
+        is_chat=is_chat,
     )
 
 
@@ -99,7 +104,10 @@ class WorkedLoader(RowLoader):
         _check(chat, named, where)
         used = {data.messages_field or data.prompt_field, "id"}
         columns = further_columns(changed, used, where) if data.prompt_template else {}
-        return example(id_of(changed, where, default_id), chat, columns, tools)
+        is_chat = bool(data.messages_field) or isinstance(changed[data.prompt_field], list | tuple)
+        return example(
+            id_of(changed, where, default_id), chat, columns, tools=tools, is_chat=is_chat
+        )
 
 
 def _messages(

@@ -8,6 +8,7 @@ node, this is its first node, and a further loop watches the others (`nodes`).
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
@@ -147,7 +148,7 @@ class NodeSupervisor:
             "router",
             launch,
             self._router_api.unhealthy_reason,
-            env=router_env(),
+            env=router_env() | self._topology.proxy_env(os.environ),
             log_file=self._config.state_dir / "logs" / f"{self.name}.router.log",
             timing=Timing(max_backoff_s=5, hang_s=self._config.rollout.hang_timeout_s),
             on_up=up,

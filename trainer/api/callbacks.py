@@ -129,7 +129,7 @@ class Callbacks(Listener):
 
     def words(self, text: str) -> str:
         """See `Listener`."""
-        return in_own_words(text)
+        return in_own_words(text, self._args)
 
     def measured(self, step: int) -> dict[str, float]:
         """See `Listener`."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.schemas import Prompt
 from learning.device import choose_device
@@ -35,7 +35,7 @@ from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
 from trainer.api.refusals import Refusals, renamed
-from trainer.api.settings import FIELDS, TrainerConfig
+from trainer.api.settings import TrainerConfig, own_names
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
@@ -483,8 +483,10 @@ class OnlineRLTrainer:
         """Gives settings in an error their names in the Python API."""
         try:
             yield
-        except ConfigError as error:
-            names = FIELDS | {"reward.functions": "reward_fn"}
+        except ServiceError as error:
+            names = own_names()
+            if self._caller_model.model is not None:
+                names["model.name"] = "model"
             reference = self.config.ref_model_name_or_path
             if error.value == reference != self.config.model_name_or_path:
                 names["model.name"] = "ref_model_name_or_path"

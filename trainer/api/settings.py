@@ -3,7 +3,6 @@ to `Config`.
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -26,7 +25,7 @@ from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping, names
 from common.settings.explain import explained
 from common.settings.lr_schedules import LrSchedule
-from trainer.api.refusals import Refusals, renamed
+from trainer.api.refusals import Refusals, in_words, renamed
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
 _SETTINGS = {
@@ -78,6 +77,13 @@ _FURTHER = {
     ),
 }
 """The fields, one or several, that make a setting and stand in no other table."""
+_ARGUMENTS = {
+    "data.source": "train_dataset",
+    "reward.functions": "reward_fn",
+    "reward.functions.reward_model.model": "reward_fn",
+    "state_dir": "output_dir",
+}
+"""The same for arguments of the trainer, and for what is in its directory."""
 _OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
 OWN_SGLANG = (
     "engine_python",
@@ -93,18 +99,17 @@ OWN_NAMES = "own names"
 _DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 
 
-def in_own_words(text: str) -> str:
-    """Returns a text with the Python API's names for settings: fields of `TrainerConfig`, arguments
-    of the trainer, or items of `TrainerConfig.settings`.
+def own_names() -> dict[str, str]:
+    """Returns the Python API's name of every setting: a field of `TrainerConfig`, an argument of
+    the trainer, or an item of `TrainerConfig.settings`.
     """
-    known = names()
-    own = FIELDS | {"reward.functions": "reward_fn", "data.source": "train_dataset"}
+    items = {name: f'settings["{name}"]' for name in names() if "." in name}
+    return items | FIELDS | _ARGUMENTS
 
-    def name(found: re.Match[str]) -> str:
-        setting = found[0]
-        return own.get(setting) or (f'settings["{setting}"]' if setting in known else setting)
 
-    return re.sub(r"(?<![\w.-])[a-z]+\.[a-z_]+(?!\w|\.\w)", name, text)
+def in_own_words(text: str, config: "TrainerConfig | None" = None) -> str:
+    """Returns a text with the Python API's names for settings, as `config` was given them."""
+    return in_words(in_words(text, own_names()), config.given_names({}) if config else {})
 
 
 class TrainerConfig(BaseModel):
@@ -122,6 +127,8 @@ class TrainerConfig(BaseModel):
     """AdamW's betas, unless set otherwise."""
     assumed: ClassVar[dict[str, Any]] = {}
     """TRL's arguments that are not fields, with their defaults."""
+    trl_names: ClassVar[Mapping[str, str]] = {}
+    """TRL's names of fields, in texts for a user who has given neither name."""
     of_script: ClassVar[frozenset[str]] = frozenset()
     """Fields that a script's own subclass adds; the trainer does not read them."""
 
@@ -305,7 +312,17 @@ class TrainerConfig(BaseModel):
         `arguments` that were not given here.
         """
         others = {ours: name for ours, name in arguments.items() if ours not in self._given}
-        return others | _given_names(self._given)
+        return others | self._trl_names(self._given)
+
+    @classmethod
+    def _trl_names(cls, given: Mapping[str, Any]) -> dict[str, str]:
+        """Returns TRL's names of fields, of those that were not given by our name."""
+        found = {field: name for field, name in cls.trl_names.items() if field not in given}
+        for name in given:
+            field = ARGUMENTS[name].ours if name in ARGUMENTS else None
+            if field in TrainerConfig.model_fields and field not in given:
+                found[field] = name
+        return found
 
     def _every(self, interval: float | str, problems: int) -> int:
         """Returns a number of steps for `save_steps` or `eval_steps`."""
@@ -446,11 +463,11 @@ class TrainerConfig(BaseModel):
         except ValidationError as error:
             for problem in error.errors():
                 refusals.add(_named(problem, cls.__name__))
-            refusals.raise_all(_given_names(given))
+            refusals.raise_all(cls._trl_names(given))
             raise
         config._given = given
         config._check(refusals)
-        refusals.raise_all(_given_names(given))
+        refusals.raise_all(cls._trl_names(given))
         return config
 
     def _check(self, refusals: Refusals) -> None:
@@ -554,16 +571,6 @@ def _decided_elsewhere(name: str) -> bool:
         "rollout": rest not in ("max_running_requests", *OWN_SGLANG),
         "critic": rest == "location",
     }.get(section, False)
-
-
-def _given_names(given: Mapping[str, Any]) -> dict[str, str]:
-    """Returns TRL's names of fields, of those that were given by another name than ours."""
-    ours = {name: ARGUMENTS[name].ours for name in given if name in ARGUMENTS}
-    return {
-        field: name
-        for name, field in ours.items()
-        if field in TrainerConfig.model_fields and field not in given
-    }
 
 
 def _named(problem: Mapping[str, Any], config: str) -> ConfigError:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
-from common.models.hub import check_model
+from common.models.hub import check_causal, check_model, check_tokenizer, no_tokenizer
 from common.settings.chat_templates import OWN
 from common.settings.sections import ModelSection, TrainerSection
 from learning.alone import check_alone, fix_rotary_factors
@@ -135,6 +135,7 @@ def load_scorer(
         )
     if directory is None:
         check_model(config.name)
+        check_causal(config.name)
     in_bfloat16 = computes_in_bfloat16(config, ranks)
     try:
         scorer = load(
@@ -231,15 +232,19 @@ def load_tokenizer(config: ModelSection) -> Any:
     """
     quiet()
     check_model(config.name)
+    if Path(config.name).is_dir():
+        check_tokenizer(Path(config.name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             config.name, trust_remote_code=config.trust_remote_code
         )
-        if config.chat_template not in ("", OWN):
-            tokenizer.chat_template = config.chat_template
-        return tokenizer
     except (OSError, ValueError) as error:
         raise cannot_load("tokenizer", config.name, error) from None
+    if not tokenizer("1", add_special_tokens=False).input_ids:
+        raise no_tokenizer(config.name)
+    if config.chat_template not in ("", OWN):
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
 
 
 def context_length(config: ModelSection) -> int | None:

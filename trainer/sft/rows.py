@@ -69,11 +69,12 @@ class Encoder:
     def _turns(self, example: Prompt) -> Iterator[tuple[list[int], list[int]]]:
         """Yields the tokens before each answer of a chat, and the tokens of the answer."""
         style = self._style(example)
+        is_chat = isinstance(example, Example) and example.is_chat
         for i, message in enumerate(example.chat):
             if message["role"] == "assistant":
                 asked = {
                     "prompt": example.chat[i - 1]["content"],
-                    "chat": example.chat[:i] if i > 1 else [],
+                    "chat": example.chat[:i] if i > 1 or is_chat else [],
                 }
                 yield self._split(example.model_copy(update=asked), message, style)
 

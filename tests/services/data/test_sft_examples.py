@@ -76,6 +76,16 @@ def test_a_chat_may_have_many_turns(tmp_path: Path) -> None:
             {"messages_field": "messages"},
             "has the roles tool",
         ),
+        (
+            {"messages": [{"role": "human", "content": "a"}]},
+            {"messages_field": "messages"},
+            "line 1: .*has the role 'human'.*rename it to 'user'",
+        ),
+        (
+            {"messages": [{"from": "human", "value": "a"}]},
+            {"messages_field": "messages"},
+            "not an object with role and content.*rename its fields",
+        ),
         ({"messages": []}, {"messages_field": "messages"}, "is not a list of messages"),
         ({"question": "a"}, {}, "there is no column 'answer'"),
         ({"question": "a", "answer": " "}, {}, "column 'answer' is empty"),

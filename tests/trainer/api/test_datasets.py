@@ -54,6 +54,7 @@ def test_rows_become_prompts() -> None:
             prompt="3+3?",
             ground_truth="",
             columns={"prompts": [{"role": "user", "content": "3+3?"}]},
+            chat=[{"role": "user", "content": "3+3?"}],
         ),
     ]
 

@@ -133,6 +133,28 @@ def test_a_resumed_run_does_not_go_beyond_a_lower_max_steps(
     assert lower.train(resume_from_checkpoint=True).global_step == 3
 
 
+def test_a_run_without_a_step_is_no_run(base_model: Path, tmp_path: Path) -> None:
+    """It ended before the first step: the script that is corrected then starts as if new."""
+    calls: list[int] = []
+
+    def fails_after_the_trial(completions: list[str], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) > 1:
+            raise ValueError("boom")
+        return [1.0] * len(completions)
+
+    with pytest.raises(ServiceError, match=r'field: settings\["trainer.max_failed_groups"\]'):
+        OnlineRLTrainer(fields(base_model, tmp_path), fails_after_the_trial, ROWS).train()
+    fixed = OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).train()
+    assert [line["step"] for line in fixed.history] == [1, 2]
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text('{"model_type": "qwen2"}')
+    other = fields(base_model, tmp_path, output_dir=tmp_path / "other")
+    with pytest.raises(ConfigError, match="the output directory already has a run"):
+        OnlineRLTrainer(other, Short(), ROWS).train()
+
+
 def test_an_output_directory_with_a_run_is_not_reused_silently(
     base_model: Path, tmp_path: Path
 ) -> None:
@@ -285,6 +307,7 @@ def test_train_after_an_error_goes_on_from_the_newest_checkpoint(
             7,
             r"not a reward function.*a function of completions, or an instance of a subclass of RewardFunction",
         ),
+        ("accuracy_reward", r"no org/name and no directory.*field: reward_fn.*a function itself"),
         (torch.nn.Linear(1, 1), r"not a reward function.*a reward model by its name"),
         ([], r"there is no reward function"),
     ],

@@ -40,6 +40,23 @@ def test_arguments_that_nothing_reads_are_refused(words: list[str], message: str
         TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config(words)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2\n", "line 2: the key seed stands twice.*field: --config"),
+        ("- seed", "not a mapping of arguments.*field: --config"),
+        (None, "No such file.*field: --config"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        TrlParser(GRPOConfig).parse_args_and_config(["--config", str(tmp_path / "recipe.yaml")])
+
+
 def test_words_become_what_the_classes_declare() -> None:
     """A single word of a list, a `no` that YAML reads as False, and words for other programs."""
 

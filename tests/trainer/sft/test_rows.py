@@ -98,8 +98,10 @@ def test_a_base_model_gets_the_text_as_it_is(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     (row,) = encoder(tokenizer).rows(answered("row", "Question: 1\nAnswer:", " #### 1"))
     assert texts(tokenizer, row) == (f"Question: 1\nAnswer: #### 1{END}", [f" #### 1{END}"])
-    with pytest.raises(ConfigError, match="but the model has no chat template"):
-        encoder(tokenizer).rows(chat("a", "b", "c", "d"))
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    for refused in (chat("a", "b", "c", "d"), example("row", messages, is_chat=True)):
+        with pytest.raises(ConfigError, match="but the model has no chat template"):
+            encoder(tokenizer).rows(refused)
 
 
 def test_a_template_and_a_prefilled_start_are_those_of_generation(tokenizer: Any) -> None:
