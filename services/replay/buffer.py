@@ -23,7 +23,7 @@ from msgspec import Raw
 from pydantic import Field
 
 from common.errors import InvalidInput, TooLarge
-from common.process.storage import StorageFailed
+from common.process.storage import StorageFailed, sum_of
 from common.settings.sections import ReplaySection
 from common.wire import codec
 from common.wire.schemas import (
@@ -37,7 +37,8 @@ from common.wire.schemas import (
     Wire,
 )
 from services.replay import sampling
-from services.replay.store import AddResult, GroupRow, Lease, Store
+from services.replay.reading import GroupRecord
+from services.replay.store import AddResult, Lease, Store
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,8 @@ class ReplayBuffer:
         """Leases the first `count` fresh groups, ordered by (weight version, position, id), for
         `lease_s` seconds.
 
-        Returns None when there are fewer. A retry with the same request id gets the same groups.
+        Returns None when there are fewer. A retry with the same request id gets the same groups as
+        long as they are leased to it, and none after that.
         Fresh groups older than `min_version` are evicted.
         """
         if request.count > self.capacity:
@@ -148,8 +150,10 @@ class ReplayBuffer:
         return self.store.take(request, self.clock(), self.lease_s)
 
     def end_take(self, request_id: str) -> Lease:
-        """Returns the empty lease for a request whose wait ended without groups."""
-        return Lease([], self.store.evicted_for(request_id))
+        """Returns the empty lease for a request whose wait ended without groups, and remembers
+        that it has ended.
+        """
+        return self.store.end_take(request_id)
 
     def next_expiry_s(self) -> float | None:
         """Returns the seconds until the first lease ends; None without leases."""
@@ -200,6 +204,8 @@ class ReplayBuffer:
         rows = self.store.reusable(request.min_version, request.max_times_sampled)
         keys = np.array([key for key, _ in rows], np.int64)
         priorities = np.array([priority for _, priority in rows], np.float64)
+        if not np.isfinite(priorities).all():
+            raise self.store.damaged("the priority of a group is not a number")
         chances = sampling.probabilities(priorities, request.priority_exponent)
         included = sampling.inclusion(chances, request.count)
         sample = sampling.draw(included, np.random.default_rng(request.seed))
@@ -288,8 +294,10 @@ class ReplayBuffer:
             )
 
 
-def _row(group: Group, where: str) -> GroupRow:
-    """Returns the row of a group. Raises InvalidInput when the group cannot be returned as JSON."""
+def _row(group: Group, where: str) -> tuple[GroupRecord, bytes]:
+    """Returns the record of a group, and the group as msgpack. Raises InvalidInput when the group
+    cannot be returned as JSON.
+    """
     try:
         json.dumps(group.metadata, allow_nan=False)  # GET /groups/{id} must be able to return it
     except (TypeError, ValueError, RecursionError) as error:
@@ -303,7 +311,8 @@ def _row(group: Group, where: str) -> GroupRow:
     correct = -1  # unknown
     if all(completion.verified for completion in group.completions):
         correct = sum(completion.correct for completion in group.completions)
-    return GroupRow(
+    data = codec.encode(group)
+    record = GroupRecord(
         id=group.id,
         prompt_id=group.prompt_id,
         version=group.weight_version,
@@ -314,5 +323,6 @@ def _row(group: Group, where: str) -> GroupRow:
         positive=int((rewards > 0).sum()),
         correct=correct,
         created=group.created_at,
-        data=codec.encode(group),
+        data_sum=sum_of(data),
     )
+    return record, data
