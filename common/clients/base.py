@@ -23,6 +23,7 @@ from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
 from common.process.progress import Progress
 from common.process.security import authorization
+from common.wire.store_mark import STORE_HEADER, StoreMark
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -134,6 +135,8 @@ class Client:
         self._last_warning = 0.0
         self._made = time.monotonic()
         self._answered = False
+        self._store: StoreMark | None = None
+        """The latest mark of the service's store that was seen."""
         own = authorization() if headers is None else headers
         self._default_headers = {"accept-encoding": "identity", **own}
         self._transport = transport or Network()
@@ -247,6 +250,8 @@ class Client:
         if self.http.is_closed:
             raise RuntimeError(f"the client of {self.service} is closed")
         headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
+        if self._store is not None:
+            headers[STORE_HEADER] = str(self._store)
         url = self.base_url.rstrip("/") + path
         limits = timeout.as_dict()
         if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
@@ -270,7 +275,23 @@ class Client:
             await response.aread()
         finally:
             await response.aclose()
+        self._see_store(StoreMark.parse(response.headers.get(STORE_HEADER, "")))
         return response
+
+    def _see_store(self, mark: StoreMark | None) -> None:
+        """Remembers how far the service's store is, and logs a warning when it is another one."""
+        if mark is None:
+            return
+        known = self._store
+        if known is not None and known.identity != mark.identity:
+            log.warning(
+                "warning: %s has a new store, without what the one before held: that one was "
+                "removed or replaced",
+                self.service,
+            )
+        elif known is not None and known.changes > mark.changes:  # answers overtake one another
+            return
+        self._store = mark
 
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for an untrusted certificate, which no retry can fix."""

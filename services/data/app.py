@@ -99,6 +99,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
+        store=stream,
     )
 
     _drawing_routes(app, stream, answered)

@@ -11,6 +11,7 @@ compared when the row is read.
 """
 
 import hashlib
+import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from common.errors import ConfigError, InvalidInput, NotReady
 from common.process.storage import (
     Damaged,
+    OpenedFile,
     StorageFailed,
     has_declarations,
     is_damage,
@@ -31,6 +33,7 @@ from common.process.storage import (
     sum_of,
 )
 from common.wire.schemas import Prompt, PromptBatch, Wire
+from common.wire.store_mark import StoreMark
 from services.data.curriculum import SCHEMA, Curriculum, CurriculumStats, Difficulty
 
 REMEMBERED_REQUESTS = 10_000
@@ -58,6 +61,8 @@ CREATE TABLE answers (
     count INTEGER NOT NULL,
     seal INTEGER NOT NULL
 ) STRICT;
+CREATE TABLE life (identity INTEGER NOT NULL, changes INTEGER NOT NULL, seal INTEGER NOT NULL)
+    STRICT;
 PRAGMA user_version = 2;
 """
 
@@ -105,6 +110,8 @@ class PromptStream:
         self.prompts = prompts
         self.seed = seed
         self.path = state_dir / "data" / "stream.db"
+        self.mark: StoreMark
+        """After the last transaction of this process."""
         self._lock = threading.Lock()
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
@@ -194,6 +201,25 @@ class PromptStream:
         with self._transaction() as db:
             position, _ = self._cursor(db, _SHUFFLED)
             self._curriculum.report(db, request_id, by_place, position)
+
+    def read_mark(self) -> StoreMark:
+        """Returns the mark now, with the changes of other processes."""
+        with self._transaction():
+            pass
+        return self.mark
+
+    @staticmethod
+    def _stored_mark(db: sqlite3.Connection) -> StoreMark:
+        query = "SELECT identity, changes, seal FROM life"
+        *found, seal = db.execute(query).fetchone() or (None,)
+        if seal != sum_of(tuple(found)):
+            raise Damaged("the count of changes differs from its checksum")
+        return StoreMark(*found)
+
+    @staticmethod
+    def _set_mark(db: sqlite3.Connection, mark: StoreMark) -> None:
+        db.execute("DELETE FROM life")
+        db.execute("INSERT INTO life VALUES (?, ?, ?)", (*mark, sum_of(tuple(mark))))
 
     def seek(self, position: int) -> None:
         """Continues the shuffled stream at `position`, counted in prompts from its beginning.
@@ -300,7 +326,9 @@ class PromptStream:
             db.execute("PRAGMA synchronous = FULL")
             db.execute("BEGIN IMMEDIATE")
             self._check_or_create(db)
+            self.mark = self._stored_mark(db)
             db.execute("COMMIT")
+            self._opened = OpenedFile(self.path)
         except (sqlite3.Error, UnicodeError, ConfigError) as error:
             db.close()
             if isinstance(error, ConfigError):
@@ -318,6 +346,7 @@ class PromptStream:
             db.execute("INSERT INTO identity VALUES (?, ?, ?)", (*identity, sum_of(identity)))
             for stream in (_SHUFFLED, _ORDERED):
                 self._set_cursor(db, stream, position=0, served=0)
+            self._set_mark(db, StoreMark(secrets.randbits(52), 0))
             if self._curriculum:
                 self._curriculum.create(db)
             return
@@ -365,16 +394,37 @@ class PromptStream:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._named_errors():
+            self._check_place()
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                before = self._db.total_changes
                 yield self._db
+                mark = self._stored_mark(self._db)
+                if self._db.total_changes != before:
+                    mark = mark._replace(changes=mark.changes + 1)
+                    self._set_mark(self._db, mark)
                 self._db.execute("COMMIT")
+                self.mark = mark
             except BaseException:
                 if self._curriculum:
                     self._curriculum.forget()
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+    def _check_place(self) -> None:
+        """Raises StorageFailed when another program has replaced the file under this process, whose
+        changes would be lost when it ends.
+        """
+        if self._opened.is_replaced():
+            raise StorageFailed(
+                "the cursor of the prompts was removed or replaced while this service had it open",
+                field="state_dir",
+                value=str(self.path),
+                remedy="stop the run, put the directory into the state that is wanted, and start "
+                "the run again: it resumes from its checkpoint",
+                code="replaced",
+            )
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

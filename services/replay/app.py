@@ -106,6 +106,7 @@ def create_replay_app(
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
+        store=buffer.store,
     )
     app.state.worker = worker
     app.state.run = ""

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from common.process.storage import (
     sqlite_remedy,
     sum_of,
 )
+from common.wire.store_mark import StoreMark
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
@@ -36,6 +38,8 @@ COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
 dropped by reset_fresh."""
 _CHANGES = "changes"
 """Name of the counter of transactions that changed something."""
+_IDENTITY = "identity"
+"""Name of the random number that tells this store from others."""
 MAX_PRIORITY = "max_priority"
 _DAMAGED = "the replay store is damaged: "
 _REMEDY = "restore the file from a copy, or move it away to start empty"
@@ -128,6 +132,8 @@ class Database:
 
     committed: dict[str, tuple[int, int]]
     """`totals()` after the last transaction; any thread may read it."""
+    mark: StoreMark
+    """After the last transaction; any thread may read it."""
     _count_file: int | None = None
     """Descriptor of the count file."""
     _kept_counts = b""
@@ -146,6 +152,7 @@ class Database:
             try:
                 self._check()
                 self.committed = self.totals()
+                self.mark = self._read_mark()
                 self._compare_counts()
             except BaseException:
                 self.db.close()
@@ -168,6 +175,7 @@ class Database:
         try:
             db.executescript(_SCHEMA)
             counters = [*((name, 0) for name in (*COUNTERS, _CHANGES)), (MAX_PRIORITY, 1.0)]
+            counters.append((_IDENTITY, secrets.randbits(52)))
             sealed = [(*counter, sum_of(counter)) for counter in counters]
             db.executemany("INSERT INTO counters VALUES (?, ?, ?)", sealed)
             db.execute(f"PRAGMA user_version = {_LAYOUT}")
@@ -231,7 +239,7 @@ class Database:
             raise self._unusable(
                 f"{self._count_path.name} is damaged; without that file nothing is compared"
             ) from None
-        lost = changes - int(self.counter(_CHANGES))
+        lost = changes - self.mark.changes
         if lost > 0:
             groups = added - int(self.counter("added"))
             with contextlib.suppress(OSError):  # keep the log, which closing the store removes
@@ -252,9 +260,7 @@ class Database:
         """
         if self._count_file is None:
             return
-        text = json.dumps(
-            {_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))}
-        )
+        text = json.dumps({_CHANGES: self.mark.changes, "added": int(self.counter("added"))})
         assert len(text) <= _COUNT_BYTES
         content = text.encode().ljust(_COUNT_BYTES)
         try:
@@ -284,6 +290,13 @@ class Database:
                 "the run again: it resumes from its checkpoint",
                 code="replaced",
             )
+
+    def _read_mark(self) -> StoreMark:
+        return StoreMark(int(self.counter(_IDENTITY)), int(self.counter(_CHANGES)))
+
+    def read_mark(self) -> StoreMark:
+        """Returns the mark, which only this process changes."""
+        return self.mark
 
     def close(self) -> None:
         if self._count_file is not None:
@@ -349,6 +362,7 @@ class Database:
                 self.db.execute("COMMIT")
                 self.committed = self.totals()
                 if changed:
+                    self.mark = self._read_mark()
                     self._keep_counts()
             except BaseException:
                 if self.db.in_transaction:

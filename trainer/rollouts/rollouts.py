@@ -162,8 +162,9 @@ class LeaderRollouts(Rollouts):
         """
         self._batches += 1
         settings = self._config.trainer
-        drops_stale = settings.when_stale == "drop" or settings.max_staleness == 0
-        min_version = max(0, step - settings.max_staleness) if drops_stale else 0
+        # With `wait`, slots bound the age; a group that is older nevertheless was lost on its way.
+        trains_stale = settings.when_stale == "train" and settings.max_staleness > 0
+        min_version = 0 if trains_stale else max(0, step - settings.max_staleness)
 
         groups = [TrainingGroup(group) for group in self._fresh(min_version)]
         if len(groups) < settings.batch_size:
