@@ -149,7 +149,7 @@ class Client:
         self._last_warning = 0.0
         self._made = time.monotonic()
         self._answered = False
-        self._store: StoreMark | None = None
+        self._store_mark: StoreMark | None = None
         """The latest mark of the service's store that was seen."""
         own = authorization() if headers is None else headers
         self._default_headers = {"accept-encoding": "identity", **own}
@@ -247,12 +247,12 @@ class Client:
     async def _watched(
         self, attempt: str, call: str, patience: _Patience, *, start: float
     ) -> AsyncIterator[None]:
-        """Watches an attempt that has been silent for long (`_watch`)."""
+        """Watches an attempt that has been silent for long (`_watch_attempt`)."""
         tasks: list[asyncio.Task[None]] = []
 
         # Most calls are over before, and would pay for a task of their own.
         def begin() -> None:
-            tasks.append(asyncio.create_task(self._watch(attempt, call, patience, start)))
+            tasks.append(asyncio.create_task(self._watch_attempt(attempt, call, patience, start)))
 
         timer = asyncio.get_running_loop().call_later(_SILENT_S, begin)
         try:
@@ -262,7 +262,9 @@ class Client:
             for task in tasks:
                 task.cancel()
 
-    async def _watch(self, attempt: str, call: str, patience: _Patience, start: float) -> None:
+    async def _watch_attempt(
+        self, attempt: str, call: str, patience: _Patience, start: float
+    ) -> None:
         """Says that a call waits, and ends its attempt when the service does not work on it: the
         request or its answer was lost, or the connection leads nowhere.
         """
@@ -322,8 +324,8 @@ class Client:
         if self.http.is_closed:
             raise RuntimeError(f"the client of {self.service} is closed")
         headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
-        if self._store is not None:
-            headers[STORE_HEADER] = str(self._store)
+        if self._store_mark is not None:
+            headers[STORE_HEADER] = str(self._store_mark)
         url = self.base_url.rstrip("/") + path
         limits = timeout.as_dict()
         if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
@@ -354,7 +356,7 @@ class Client:
         """Remembers how far the service's store is, and logs a warning when it is another one."""
         if mark is None:
             return
-        known = self._store
+        known = self._store_mark
         if known is not None and known.identity != mark.identity:
             log.warning(
                 "warning: %s has a new store, without what the one before held: that one was "
@@ -363,7 +365,7 @@ class Client:
             )
         elif known is not None and known.changes > mark.changes:  # answers overtake one another
             return
-        self._store = mark
+        self._store_mark = mark
 
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for an untrusted certificate, which no retry can fix."""

@@ -371,7 +371,7 @@ class Database:
 
     def counter(self, name: str) -> float:
         query = "SELECT value, seal FROM counters WHERE name = ?"
-        value, seal = self.db.execute(query, (name,)).fetchone() or (None, None)
+        value, seal = self.db.execute(query, (name,)).fetchone() or (0, None)
         if seal != sum_of((name, value)):
             raise self.damaged(f"the checksum of the counter {name} does not match")
         return float(value)
