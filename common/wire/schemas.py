@@ -790,6 +790,8 @@ class PriorityUpdate(Wire):
 
     ids: Ids
     priorities: Listed[NonNegativeFloat]
+    request_id: RequestId | None = None
+    """A copy with the same id changes nothing."""
 
 
 _RunId = Annotated[str, Meta(min_length=1, max_length=128)]

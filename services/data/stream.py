@@ -40,6 +40,8 @@ REMEMBERED_REQUESTS = 10_000
 _VERSION = 2  # of the schema below
 _SHUFFLED = "shuffled"
 _ORDERED = "ordered"
+_SEEK = "seek"
+"""In the place of a stream: an answer to `POST /seek`."""
 _REMEDY = "remove the file: the stream then starts over"
 _SCHEMA = """
 CREATE TABLE identity (
@@ -221,13 +223,18 @@ class PromptStream:
         db.execute("DELETE FROM life")
         db.execute("INSERT INTO life VALUES (?, ?, ?)", (*mark, sum_of(tuple(mark))))
 
-    def seek(self, position: int) -> None:
-        """Continues the shuffled stream at `position`, counted in prompts from its beginning.
+    def seek(self, position: int, request_id: str | None = None) -> None:
+        """Continues the shuffled stream at `position`, counted in prompts from its beginning. A
+        repeated `request_id` moves nothing.
 
         Forgets remembered batches that reach beyond it, since their prompts are drawn again. A
         curriculum returns to its state at that position.
         """
         with self._transaction() as db:
+            if request_id is not None:
+                if self._repeated(db, request_id, _SEEK, count=0) is not None:
+                    return
+                self._remember(db, request_id, _SEEK, position=position, count=0)
             _, served = self._cursor(db, _SHUFFLED)
             self._set_cursor(db, _SHUFFLED, position, served)
             db.execute(

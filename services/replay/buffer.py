@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Raw
 from pydantic import Field
 
-from common.errors import InvalidInput, TooLarge
+from common.errors import Conflict, InvalidInput, TooLarge
 from common.process.storage import StorageFailed, sum_of
 from common.settings.sections import ReplaySection
 from common.wire import codec
@@ -95,6 +95,8 @@ class ReplayBuffer:
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
+        *ended, self._run = ["", *self.store.runs()]
+        self._ended = set(ended)
 
     def close(self) -> None:
         """Moves everything into one file and closes it; on a full disk the rest stays in the log
@@ -168,13 +170,34 @@ class ReplayBuffer:
         """
         return self.store.ack(ids)
 
-    def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
+    def check_run(self, run_id: str) -> None:
+        """Raises Conflict for a run after which another one has begun: its calls arrive late, or
+        two runs train. Any thread may call it.
+        """
+        if run_id and run_id in self._ended:
+            raise Conflict(
+                f"run {run_id} has ended here: run {self._run} has begun after it",
+                code="superseded",
+                field="run_id",
+                value=run_id,
+                remedy="end one of the two runs, or give it its own replay-buffer",
+            )
+
+    def reset_fresh(
+        self, from_position: int | None = None, step: int | None = None, run_id: str = ""
+    ) -> int:
         """Drops all unconsumed groups, and all groups from `from_position` in the prompt stream on;
         returns how many.
 
-        Reuse draws from `step` on no longer count.
+        Reuse draws from `step` on no longer count. With `run_id` that run begins, which it does
+        only once, and the ones before it have ended.
         """
-        return self.store.reset_fresh(from_position, step)
+        self.check_run(run_id)
+        dropped = self.store.reset_fresh(from_position, step, run_id)
+        if run_id and run_id != self._run:
+            self._ended.add(self._run)
+            self._run = run_id
+        return dropped
 
     # ------------------------------------------------------------ reuse
 
@@ -225,7 +248,8 @@ class ReplayBuffer:
                 value=len(update.priorities),
                 remedy="send one priority for each id",
             )
-        return self.store.set_priorities(list(zip(update.ids, update.priorities, strict=True)))
+        priorities = list(zip(update.ids, update.priorities, strict=True))
+        return self.store.set_priorities(priorities, update.request_id)
 
     # ------------------------------------------------------------ inspection and experiences
 

@@ -47,6 +47,7 @@ class Lease:
 
 _TAKE = "take"
 _SAMPLE = "sample"
+_PRIORITIES = "priorities"
 _ORDER = "ORDER BY version, position, id"
 _VALUES = ", ".join("?" * len(GroupRecord._fields))
 _INSERT = f"INSERT INTO groups ({COLUMNS}, seal) VALUES ({_VALUES}, ?)"  # noqa: S608
@@ -279,14 +280,24 @@ class Store(Reading):
                     consumed += 1
         return consumed
 
-    def reset_fresh(self, from_position: int | None, step: int | None) -> int:
+    def runs(self) -> list[str]:
+        """Returns the runs that have begun, the current one last."""
+        with self.errors():
+            return [run for (run,) in self.db.execute("SELECT id FROM runs ORDER BY key")]
+
+    def reset_fresh(self, from_position: int | None, step: int | None, run_id: str) -> int:
         """Drops all unconsumed groups and, with `from_position`, all groups from that prompt-stream
         position on.
 
         Their ids may be added again. With `step`, undoes what `reuse` counted in that step and
-        later. Returns how many groups were dropped.
+        later. With `run_id` that run begins, which it does only once. Returns how many groups were
+        dropped.
         """
         with self.transaction():
+            if run_id:
+                if run_id in self.runs():
+                    return 0
+                self.db.execute("INSERT INTO runs (id) VALUES (?)", (run_id,))
             # Nothing is >= NULL.
             leaving = self.records("WHERE state != 'consumed' OR position >= ?", from_position)
             keys = [(key,) for key, _ in leaving]
@@ -327,18 +338,25 @@ class Store(Reading):
         drawn = {} if request_id is None else self._answer(_SAMPLE, request_id)
         return (drawn["keys"], drawn["weights"]) if drawn else None
 
-    def set_priorities(self, priorities: list[tuple[str, float]]) -> int:
+    def set_priorities(
+        self, priorities: list[tuple[str, float]], request_id: str | None = None
+    ) -> int:
         """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups are
-        among them.
+        among them. A request that is repeated changes nothing.
         """
         changed = 0
         with self.transaction():
+            answer = {} if request_id is None else self._answer(_PRIORITIES, request_id)
+            if answer:
+                return int(answer["changed"])
             for group_id, priority in priorities:
                 for key, record in self.records("WHERE id = ?", group_id):
                     self._change(key, record._replace(priority=priority))
                     changed += record.state == "consumed"
             largest = max(priority for _, priority in priorities)
             self.set_counter(MAX_PRIORITY, max(self.counter(MAX_PRIORITY), largest))
+            if request_id is not None:
+                self._remember(_PRIORITIES, request_id, {"changed": changed})
         return changed
 
     def clear(self) -> None:

@@ -167,7 +167,7 @@ class Collector:
                 log.warning(
                     "setting the data-server back from position %d to %d", batch.position, position
                 )
-                await data.seek(position)
+                await data.seek(position, f"{self._run_id}-back-{secrets.token_hex(4)}")
                 batch = await data.prompts(missing, f"{request_id}-again")
             if batch.position != position:
                 raise CollectFailed(

@@ -299,7 +299,7 @@ class LeaderRollouts(Rollouts):
             item.group.id: self._priority(item.group, advantages)
             for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
         }
-        request_id = f"{self._run_id}-pass-rates-{self._batches}"
+        request_id = f"{self._run_id}-batch-{self._batches}"
         return self._loop.begin(self._finish(batch.fresh, priorities, request_id))
 
     async def _finish(
@@ -307,7 +307,7 @@ class LeaderRollouts(Rollouts):
     ) -> None:
         with self._clock.stage("replay"):
             await self._collector.acknowledge(fresh)
-            await self._services.replay.set_priorities(priorities)
+            await self._services.replay.set_priorities(priorities, request_id)
         if self._config.data.curriculum == "none":
             return
         prompt_ids = [group.prompt_id for group in fresh]

@@ -3,6 +3,7 @@ acknowledged and evicted."""
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -427,6 +428,49 @@ def test_a_copy_of_a_take_that_arrives_after_its_end_leases_nothing(
     assert (late.blobs, late.evicted) == ([], 1), "the answer without its groups"
     assert buffer.stats()["leased"] == 0
     buffer.close()
+
+
+async def test_late_calls_of_a_run_that_has_ended_change_nothing(
+    app: FastAPI, client: ReplayClient, make_group: MakeGroup
+) -> None:
+    """As from the buffers of a service that was stopped while the trainer was killed."""
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: client.add([make_group("late")]),
+        lambda: client.take(take(1, "run-1-take-1", run_id="run-1")),
+        lambda: client.ack(["a"]),
+        lambda: client.sample(SampleRequest(count=1)),
+        lambda: client.set_priorities({"a": 1.0}),
+        lambda: client.reset_fresh(run_id="run-1"),
+    ]
+    for run in ("run-1", "run-2"):
+        with logs.request("start", run):
+            await client.reset_fresh(run_id=run)
+    with logs.request("work", "run-2"):
+        await client.add([make_group("a"), make_group("b")])
+        await client.take(take(1, "run-2-take-1", run_id="run-2"))
+    before = await client.stats()
+    for call in calls:
+        with (
+            logs.request("late", "run-1"),
+            pytest.raises(ServiceError, match="run run-1 has ended here: run run-2") as error,
+        ):
+            await call()
+        assert (error.value.status, error.value.code) == (409, "superseded")
+    assert await client.stats() | {"load": None} == before | {"load": None}
+
+
+async def test_copies_of_other_calls_that_arrive_late_change_nothing(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
+    await client.reset_fresh(0, 0, run_id="run-1")
+    await client.add([make_group("a"), make_group("b")])
+    await client.ack(["a"])
+    await client.set_priorities({"a": 1.0}, "first")
+    await client.set_priorities({"a": 5.0}, "second")
+    await client.set_priorities({"a": 1.0}, "first")
+    assert await client.reset_fresh(0, 0, run_id="run-1") == 0
+    listed = (await client.request("GET", "/groups")).json()["groups"]
+    assert [(item["id"], item["priority"]) for item in listed] == [("a", 5.0), ("b", None)]
 
 
 async def test_of_two_copies_that_wait_together_only_one_answer_leases(
