@@ -85,10 +85,13 @@ CREATE TABLE experiences (
 );
 CREATE TABLE answers (
     key INTEGER PRIMARY KEY,
-    request TEXT NOT NULL UNIQUE,
+    call TEXT NOT NULL,
+    request TEXT NOT NULL,
     answer TEXT NOT NULL,
-    seal INTEGER NOT NULL
+    seal INTEGER NOT NULL,
+    UNIQUE (call, request)
 );
+CREATE INDEX by_call ON answers (call, key);
 CREATE TABLE runs (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
 CREATE TABLE gone (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
 CREATE TABLE counters (name TEXT PRIMARY KEY, value NOT NULL, seal INTEGER NOT NULL);

@@ -23,7 +23,8 @@ from services.replay.reading import COLUMNS, EXPERIENCE, GroupRecord, Reading, u
 
 log = logging.getLogger(__name__)
 _REMEMBERED_REQUESTS = 10_000
-"""Answers kept for retries and for copies of a request that arrive late."""
+"""Answers to each call that are kept, for retries and for copies that arrive late."""
+_FORGET_EVERY = 100
 _REMEMBERED_IDS = 100_000
 """Ids of removed groups that are kept, so that a late retry of an add does not bring them back."""
 
@@ -308,13 +309,12 @@ class Store(Reading):
         return len(keys)
 
     def _take_back(self, step: int) -> None:
-        query = "SELECT request FROM answers WHERE request LIKE ?"
-        for (request,) in self.db.execute(query, (f"{_SAMPLE} %",)).fetchall():
-            request_id = request.removeprefix(f"{_SAMPLE} ")
+        query = "SELECT key, request FROM answers WHERE call = ?"
+        for key, request_id in self.db.execute(query, (_SAMPLE,)).fetchall():
             drawn = self._answer(_SAMPLE, request_id)
             if drawn["step"] is not None and drawn["step"] >= step:
                 self._count_draws(drawn["keys"], -1)
-                self.db.execute("DELETE FROM answers WHERE request = ?", (request,))
+                self.db.execute("DELETE FROM answers WHERE key = ?", (key,))
 
     # ------------------------------------------------------------ reuse
 
@@ -370,24 +370,27 @@ class Store(Reading):
 
     def _answer(self, call: str, request_id: str) -> dict[str, Any]:
         """Returns what is remembered of a request; empty when it is new."""
-        query = "SELECT answer, seal FROM answers WHERE request = ?"
-        request = f"{call} {request_id}"
+        query = "SELECT answer, seal FROM answers WHERE call = ? AND request = ?"
         with self.errors():
-            row = self.db.execute(query, (request,)).fetchone()
+            row = self.db.execute(query, (call, request_id)).fetchone()
         if row is None:
             return {}
-        if row[1] != sum_of((request, row[0])):
-            raise self.damaged(f"the answer to {request} differs from its checksum")
+        if row[1] != sum_of((call, request_id, row[0])):
+            raise self.damaged(f"the answer to {call} {request_id} differs from its checksum")
         answer: dict[str, Any] = json.loads(row[0])
         return answer
 
     def _remember(self, call: str, request_id: str, answer: dict[str, Any]) -> None:
-        request = f"{call} {request_id}"
-        text = json.dumps(answer)
+        content = (call, request_id, json.dumps(answer))
         self.db.execute(
-            "INSERT INTO answers (request, answer, seal) VALUES (?, ?, ?) ON CONFLICT DO UPDATE "
-            "SET answer = excluded.answer, seal = excluded.seal",
-            (request, text, sum_of((request, text))),
+            "INSERT INTO answers (call, request, answer, seal) VALUES (?, ?, ?, ?) ON CONFLICT DO "
+            "UPDATE SET answer = excluded.answer, seal = excluded.seal",
+            (*content, sum_of(content)),
         )
-        query = "DELETE FROM answers WHERE key <= (SELECT MAX(key) FROM answers) - ?"
-        self.db.execute(query, (_REMEMBERED_REQUESTS,))
+        (newest,) = self.db.execute("SELECT MAX(key) FROM answers").fetchone()
+        if newest % _FORGET_EVERY == 0:
+            self.db.execute(
+                "DELETE FROM answers WHERE call = :call AND key <= (SELECT key FROM answers WHERE "
+                "call = :call ORDER BY key DESC LIMIT 1 OFFSET :kept)",
+                {"call": call, "kept": _REMEMBERED_REQUESTS},
+            )

@@ -123,7 +123,7 @@ CHANGES = [
     "UPDATE blobs SET data = 17 WHERE key = 1",
     "DELETE FROM blobs WHERE key = 1",
     "UPDATE experiences SET reward = -1",
-    "UPDATE answers SET answer = replace(answer, '1.', '9.') WHERE request LIKE 'sample%'",
+    "UPDATE answers SET answer = replace(answer, '1.', '9.') WHERE call = 'sample'",
     "UPDATE counters SET value = 100 WHERE name = 'max_priority'",
     "UPDATE counters SET value = 100 WHERE name = 'changes'",
     "UPDATE totals SET groups = 3 WHERE state = 'fresh'",

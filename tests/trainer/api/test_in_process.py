@@ -157,7 +157,7 @@ def test_reused_groups_carry_importance_weights(
         answers = [
             json.loads(answer)["weights"]
             for (answer,) in db.execute(
-                "SELECT answer FROM answers WHERE request LIKE 'sample %' ORDER BY key"
+                "SELECT answer FROM answers WHERE call = 'sample' ORDER BY key"
             )
         ]
     weights = [weight for answer in answers for weight in answer]
