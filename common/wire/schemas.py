@@ -753,7 +753,8 @@ class TakeRequest(Wire):
     wait_s: float = Field(0.0, ge=0, le=60)
     """Seconds to wait for `count` groups; with fewer, none are handed out."""
     request_id: RequestId
-    """A retry with the same id gets the same answer, so a new request makes a new id."""
+    """A retry with the same id gets the same answer, so a new request makes a new id. Once the
+    groups were acknowledged, or the answer was empty, it gets no groups."""
     run_id: Annotated[str, StringConstraints(max_length=128)] = ""
     """The run that takes the groups; its request ids begin with this id. Leases of all other
     requests end, because only one run trains."""
@@ -789,6 +790,8 @@ class PriorityUpdate(Wire):
 
     ids: Ids
     priorities: Listed[NonNegativeFloat]
+    request_id: RequestId | None = None
+    """A copy with the same id changes nothing."""
 
 
 _RunId = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -162,8 +162,9 @@ class LeaderRollouts(Rollouts):
         """
         self._batches += 1
         settings = self._config.trainer
-        drops_stale = settings.when_stale == "drop" or settings.max_staleness == 0
-        min_version = max(0, step - settings.max_staleness) if drops_stale else 0
+        # With `wait`, slots bound the age; a group that is older nevertheless was lost on its way.
+        trains_stale = settings.when_stale == "train" and settings.max_staleness > 0
+        min_version = 0 if trains_stale else max(0, step - settings.max_staleness)
 
         groups = [TrainingGroup(group) for group in self._fresh(min_version)]
         if len(groups) < settings.batch_size:
@@ -298,7 +299,7 @@ class LeaderRollouts(Rollouts):
             item.group.id: self._priority(item.group, advantages)
             for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
         }
-        request_id = f"{self._run_id}-pass-rates-{self._batches}"
+        request_id = f"{self._run_id}-batch-{self._batches}"
         return self._loop.begin(self._finish(batch.fresh, priorities, request_id))
 
     async def _finish(
@@ -306,7 +307,7 @@ class LeaderRollouts(Rollouts):
     ) -> None:
         with self._clock.stage("replay"):
             await self._collector.acknowledge(fresh)
-            await self._services.replay.set_priorities(priorities)
+            await self._services.replay.set_priorities(priorities, request_id)
         if self._config.data.curriculum == "none":
             return
         prompt_ids = [group.prompt_id for group in fresh]
