@@ -48,7 +48,6 @@ from services.reward.functions.text import (
 )
 from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
-from services.sandbox.case_formats import parse_cases
 
 _CHECK_S = 300.0
 _MODEL_START_S = 600.0  # without progress: a large model is downloaded first
@@ -363,12 +362,15 @@ def _code_host(entry: CodeReward) -> Host:
         entry.partial_credit,
         slots=entry.slots,
         memory_mb=entry.memory_mb,
+        output_kb=entry.output_kb,
         python=entry.python,
         sandbox=entry.sandbox,
     )
-    return ThreadHost(
-        function, timeout_s=None, calls=function.slots, check=_check_cases, call_items=1
-    )
+
+    def check(item: RewardItem, where: str) -> None:
+        function.cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
+
+    return ThreadHost(function, timeout_s=None, calls=function.slots, check=check, call_items=1)
 
 
 def _judge_host(entry: JudgeReward) -> Host:
@@ -430,10 +432,6 @@ def _readable_by_nobody(ground_truth: str) -> str:
 def _boxed(ground_truth: str) -> str:
     """Returns the response that states a ground truth and nothing else."""
     return rf"\boxed{{{gold_answer(ground_truth)}}}"
-
-
-def _check_cases(item: RewardItem, where: str) -> None:
-    parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
 
 
 def _custom(path: str) -> dict[str, Any]:

@@ -23,9 +23,13 @@ ALLOWED = {
     ("services/sandbox/remote.py", "eval"): "the name of the tested function, in the sandbox",
     ("services/sandbox/remote.py", "pickle"): "only writes: values of the test, in the sandbox",
     (
-        "services/sandbox/remote.py",
+        "services/sandbox/program_names.py",
         "import_module",
-    ): "modules of the sandbox's Python, in the sandbox",
+    ): "what the data set's test imports, in the sandbox",
+    (
+        "services/sandbox/library_values.py",
+        "import_module",
+    ): "modules of a closed list, in the sandbox",
     ("common/process/imports.py", "import_module"): "what a setting of the operator's names",
     (
         "services/reward/worker.py",
