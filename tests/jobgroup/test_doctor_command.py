@@ -363,4 +363,4 @@ def test_ground_truths_that_cannot_be_graded_are_listed(
     output = capsys.readouterr().out
     assert status == 0
     assert "warn  row train-eval-20: 'xxx" in output
-    assert "20 of 21 can be graded" in output
+    assert "20 of 21 can be graded, 0 of them after a repair" in output

@@ -12,16 +12,19 @@ from common.prompts.final_answers import (
     MAX_ANSWER_CHARS,
     NOTE,
     SENTENCE_END,
+    before_next_question,
     clean,
     masked,
     stated_answer,
     unmasked,
 )
+from common.prompts.numerals import in_digits
 from common.prompts.phrases import phrases
 from common.prompts.shown import answering_part
 from services.reward.answers.exact import same_answer
+from services.reward.answers.golds import repaired
 
-_DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+_DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\ )[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _RATIO = r"(?:/[0-9]+(?![0-9]|\.[0-9]))"
 _VALUE = (
     r"(?:(?:(?<==)|(?<=:)|(?<=\bis)|(?<=equals)|(?<=\*\*))\s*[-−–]\s+"
@@ -38,8 +41,20 @@ _ANEW = re.compile(rf"[=:;,]|\b{phrases('starts anew')}\b", re.IGNORECASE)
 _HEDGE_BEFORE = re.compile(
     rf"n['’]t\b|[<>≠≤≥]|\b{phrases('doubt', 'could', 'limits')}\b", re.IGNORECASE
 )
+_VERB = rf"\b{phrases('starts anew')}\b"
+_DENIED_VERB = re.compile(  # We cannot have exactly
+    rf"(?:\b|(?=n['’]t)){phrases('denies')}(?:\s+(?!but\b|and\b|{_VERB})\w+){{0,2}}"
+    rf"\s+{_VERB}(?:(?!{_VERB})[^=:;,])*\Z",
+    re.IGNORECASE,
+)
+_SIGN_IN_WORDS = re.compile(
+    rf"(\A\s*|\b(?:{phrases('states', 'filler')}|to|of|at|by|from|now|still)\s+)"
+    r"(?:minus|negative)\s+(?=[$€£]?\.?[0-9])",
+    re.IGNORECASE,
+)
 _HEDGE_AFTER = re.compile(
     rf"""\W*(?:{phrases("limits after")}\b|\?)
+    | [^=.,;:]{{0,30}}\b(?:is|was|are|were)\s(?:wrong|incorrect|false|impossible)\b
     | [^=.]{{0,12}}\b(?:maybe|perhaps|possibly|guess|not\ sure|unsure)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -74,20 +89,21 @@ def extract_answer(response: str) -> str | None:
     """Returns the final answer of a response, cleaned, or None without one (or with one over
     `MAX_ANSWER_CHARS`, or one that is hedged or denied).
     """
-    text = answering_part(response)
+    text = before_next_question(in_digits(answering_part(response)))
     answer = stated_answer(text)
     if answer is None:
-        answer = _last_value(text)
+        answer = last_value(text)
     return _one_of(answer or "")
 
 
 def gold_answer(ground_truth: str) -> str | None:
-    """Returns the answer in a ground truth: the one that it states, else all of it. None when it is
-    empty or too long.
+    """Returns the answer in a ground truth, repaired: the one that it states, else all of it. None
+    when it is empty, too long, or a list of several texts.
     """
-    answer = stated_answer(answering_part(ground_truth))
-    if answer is None and len(ground_truth) <= MAX_ANSWER_CHARS:
-        answer = clean(ground_truth)
+    text = in_digits(repaired(ground_truth))
+    answer = stated_answer(answering_part(text))
+    if answer is None and len(text) <= MAX_ANSWER_CHARS:
+        answer = clean(text)
     return _one_of(answer or "")
 
 
@@ -102,7 +118,7 @@ def _one_of(answer: str) -> str | None:
     return answer if is_read else None
 
 
-def _last_value(text: str) -> str | None:
+def last_value(text: str) -> str | None:
     """Returns the value in the last sentence with one, bold type first; None when there is none, or
     the sentence hedges or denies it.
     """
@@ -113,6 +129,7 @@ def _last_value(text: str) -> str | None:
     window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
+        sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
         end = len(sentence)
         bold = list(_BOLD.finditer(sentence))
         if bold and not _VALUES.search(sentence):
@@ -143,6 +160,7 @@ def _read(value: re.Match[str], spans: list[str]) -> str | None:
     right = sentence[value.end() :]
     if (
         _HEDGE_BEFORE.search(_ANEW.split(left)[-1])
+        or _DENIED_VERB.search(left)
         or _HEDGE_AFTER.match(right)
         or DOUBT.search(_CLAUSE.split(left)[-1])
     ):

@@ -55,7 +55,8 @@ async def test_ground_truths_that_are_no_value_are_refused(
 ) -> None:
     items = [RewardItem.model_construct(response="", ground_truth=row["gold"]) for row in rows]
     async with RewardScorer(RewardSection(workers=1)) as scorer:
-        problems = await scorer.check_ground_truths(items)
-    refused = {rows[problem.index]["gold"] for problem in problems}
+        found = await scorer.check_ground_truths(items)
+    refused = {rows[problem.index]["gold"] for problem in found.problems}
     expected = {row["gold"] for row in rows} if kind == "refused" else set()
     assert refused == expected, refused ^ expected
+    assert found.repaired == (len(rows) if kind == "repaired" else 0)
