@@ -33,6 +33,11 @@ _BETWEEN_BOXES = re.compile(
 )
 _TYPESETTING = re.compile(r"[\s$*]|\\[()\[\],;:!]|\\q?quad(?![A-Za-z])")
 
+_BLANK = re.compile(
+    r"(?:[\s~{}_.…?-]|\\[,;:! ]|\\(?:q?quad|[lc]?dots|square|underline)(?![A-Za-z])"
+    r"|\\(?:text|mbox)\{\s*\}|\\[hv]?(?:phantom|space)\*?\{[^{}]*\})*"
+)
+
 # The surroundings of a box: where its side of the formula ends, and what is joined to it.
 _STYLE = r"""(?:[\s{}()\[\]*"'.~$]|\\(?:displaystyle|left|right|[bB]igg?[lr]?|[lL]arge|LARGE|[hH]uge
     |bf|mathbf|boldsymbol|underline|mathrm|(?:text)?color\{\w+\}|colorbox\{\w+\}|[,;:!\ ]))*"""
@@ -97,12 +102,17 @@ _JSON = re.compile(
     r"""["'](?:(?:final|correct)[_\ ]?)?(?:answer|result)["']\s{0,8}:\s{0,8}
     (?: (?P<list>\[\s{0,8})?(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\\n]|\\.){0,1024})(?P=quote)
         (?(list)\s{0,8}\])
-    | (?P<bare>[^\s"',}]{1,1024}) )""",
+    | (?P<bare>[^\s"',}]{1,1024}) | ["'] )""",
     re.IGNORECASE | re.VERBOSE,
 )
 """A member of a JSON object that is the answer."""
+_SIGNS_OF_QUESTION = ("uestion", "Q:", "roblem", "ruction", "uman", "ser:", "user", "问题", "题目")
 _NEXT_QUESTION = re.compile(
-    r"\n[\s#*]{0,8}(?i:question|q|problem|instruction|human|user)[\s*]{0,4}:"
+    r"""(?:\n[\s#*\[]{0,8}(?i:next\s)?|\s(?=[QP])|<\|)
+    (?: (?i:question|problem|instruction|human|user|问题|题目|(?-i:Q))[\s*\]]{0,4}[:：]
+    | (?:(?<=[#\[])|(?<=[#\[]\s))(?i:question|problem)[*\]]{0,3}\s
+    | (?<=\n)user\s | (?<=<\|)user\|> )""",
+    re.VERBOSE,
 )
 _SIGNS_OF_LABEL = ("nswer", "NSWER", "inal", "esult", "hoice", "ption", "答案", "结果")
 _LABEL = re.compile(
@@ -151,6 +161,7 @@ _WORDS_FIRST = re.compile(
     [A-Za-z]{2}""",
     re.VERBOSE,
 )
+_FINAL_SIGN = re.compile(r"(?<!\.)[.,:。；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
 _TEX_QUOTES = re.compile(r"\A`{1,2}([^`']*)'{1,2}\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
@@ -221,6 +232,8 @@ def before_next_question(text: str) -> str:
     """Returns the text without what follows its first complete answer from "Question:" (or
     "Problem:", "Q:", "User:") on: the model asks itself.
     """
+    if not any(sign in text for sign in _SIGNS_OF_QUESTION):
+        return text
     for asked in islice(_NEXT_QUESTION.finditer(text), _MAX_QUESTIONS):
         head = text[: asked.start()]
         if stated_answer(head):
@@ -278,7 +291,8 @@ def _cut(opening: re.Match[str]) -> Mark:
 def _json_marks(text: str) -> Iterator[Mark]:
     if '":' in text or "':" in text or '" :' in text:
         for match in _JSON.finditer(text):
-            inner = match.span("text" if match["quote"] else "bare")
+            name = "text" if match["quote"] else "bare"
+            inner = (match.end(), match.end()) if match[name] is None else match.span(name)
             yield Mark("json", match.span(), inner)
 
 
@@ -297,7 +311,7 @@ def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
         joint = " or " if "or" in between and "=" not in between else ", "
         begin = mark.span[0]
         contents.append(text[slice(*mark.inner)].strip())
-    if not contents[0]:
+    if _BLANK.fullmatch(contents[0]):
         return begin, ""
     return begin, joint.join(dict.fromkeys(filter(None, reversed(contents))))
 
@@ -422,11 +436,14 @@ def clean(answer: str) -> str:
     """
     text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
+        before = text
         text = _TEX_QUOTES.sub(r"\1", text)
         text = text.rstrip(_SYMBOLS).strip().strip("*_`").strip()
         is_money = len(_DOLLAR.findall(text)) == 1 and re.search(r"\$[-\s]*[0-9.]", text)
         text = text if is_money else _DOLLAR.sub("", text)
-        text = re.sub(r"(?<!\.)[.,;:。；：]\Z|(?<=\.)[,。]\Z", "", text)
+        text = _FINAL_SIGN.sub("", text)
         if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):
             text = text[2:-2]
+        if text == before:
+            break
     return text.replace("\\$", "$").rstrip("\\ ").strip()

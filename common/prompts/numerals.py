@@ -9,12 +9,11 @@ from fractions import Fraction
 # Each takes all digits on its left: 3 ten-thousands and 6000.
 _SIZES = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4, "千": 1000, "百": 100, "十": 10}
 _DIGITS = {digit: value for value, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-_FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
+_FOREIGN_DIGIT = re.compile(r"\d(?<![0-9])")
 _SEPARATORS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "－": "-"})
-_GROUPED = re.compile(
-    # 1 250 with a space that does not break a line
-    "(?<![0-9.,])[0-9]{1,3}(?:[\u00a0\u2007\u2009\u202f][0-9]{3})+(?![0-9])"
-)
+_SPACE = re.compile("[\u00a0\u2007\u2009\u202f]")  # those that do not break a line
+_GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_SPACE.pattern}[0-9]{{3}})+(?![0-9])")
+_SIGN = re.compile("[零〇一二两三四五六七八九十百千万萬亿億]")
 _ONE = "[零〇一二两三四五六七八九]"
 _NUMERAL = rf"(?:[0-9]+(?:\.[0-9]+)?\ ?(?=[百千万萬亿億]))?(?:{_ONE}|[0-9十百千万萬亿億]){{1,20}}"
 _CHINESE = re.compile(
@@ -36,8 +35,9 @@ def in_digits(text: str) -> str:
         return text
     text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit.group())), text)
     text = text.translate(_SEPARATORS)
-    text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
-    return _CHINESE.sub(_converted, text)
+    if _SPACE.search(text):
+        text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
+    return _CHINESE.sub(_converted, text) if _SIGN.search(text) else text
 
 
 def _converted(match: re.Match[str]) -> str:

@@ -37,9 +37,12 @@ _VALUES = re.compile(_VALUE)
 _BOLD = re.compile(r"(?<![\w*])\*\*(?![\s*])([^*\n]{1,200}?)(?<![\s:])\*\*(?![\w*:])")
 _LAST = re.compile(r".*(?:[0-9$]|\\[\])]|\*\*|\})", re.DOTALL)
 _WINDOW_CHARS = 4096
+_FEW_DIGITS = 20
 _ANEW = re.compile(rf"[=:;,]|\b{phrases('starts anew')}\b", re.IGNORECASE)
 _HEDGE_BEFORE = re.compile(
-    rf"n['’]t\b|[<>≠≤≥]|\b{phrases('doubt', 'could', 'limits')}\b", re.IGNORECASE
+    rf"n['’]t\b|[<>≠≤≥]|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
+    r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+to\s*\Z",
+    re.IGNORECASE,
 )
 _VERB = rf"\b{phrases('starts anew')}\b"
 _DENIED_VERB = re.compile(  # We cannot have exactly
@@ -48,13 +51,14 @@ _DENIED_VERB = re.compile(  # We cannot have exactly
     re.IGNORECASE,
 )
 _SIGN_IN_WORDS = re.compile(
-    rf"(\A\s*|\b(?:{phrases('states', 'filler')}|to|of|at|by|from|now|still)\s+)"
+    rf"(\A\s*|\b(?:{phrases('states', 'restates', 'starts anew', 'filler')}"
+    r"|to|of|at|by|from|now|still)\s+)"
     r"(?:minus|negative)\s+(?=[$€£]?\.?[0-9])",
     re.IGNORECASE,
 )
 _HEDGE_AFTER = re.compile(
     rf"""\W*(?:{phrases("limits after")}\b|\?)
-    | [^=.,;:]{{0,30}}\b(?:is|was|are|were)\s(?:wrong|incorrect|false|impossible)\b
+    | [^=.,;:]{{0,30}}\b(?:is|was|are|were|would\ be)\s(?:wrong|incorrect|false|impossible)\b
     | [^=.]{{0,12}}\b(?:maybe|perhaps|possibly|guess|not\ sure|unsure)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -100,6 +104,8 @@ def gold_answer(ground_truth: str) -> str | None:
     """Returns the answer in a ground truth, repaired: the one that it states, else all of it. None
     when it is empty, too long, or a list of several texts.
     """
+    if ground_truth.isdecimal() and len(ground_truth) < _FEW_DIGITS and ground_truth.isascii():
+        return ground_truth  # nearly every one of GSM8K
     text = in_digits(repaired(ground_truth))
     answer = stated_answer(answering_part(text))
     if answer is None and len(text) <= MAX_ANSWER_CHARS:
@@ -129,7 +135,8 @@ def last_value(text: str) -> str | None:
     window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
-        sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
+        if "inus" in sentence or "egative" in sentence:
+            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
         end = len(sentence)
         bold = list(_BOLD.finditer(sentence))
         if bold and not _VALUES.search(sentence):
@@ -184,7 +191,7 @@ def _run(number: re.Match[str]) -> str:
     text = number.string
     start = number.start()
     end = number.end()
-    before = re.search(r"\S*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
+    before = re.search(r"[^\s一-鿿]*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
     after = re.match(r"\S*", text[end : end + MAX_ANSWER_CHARS])
     assert before is not None
     assert after is not None

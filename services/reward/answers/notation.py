@@ -144,6 +144,7 @@ def _marked_text(match: re.Match[str]) -> str:
 
 _WHOLE = r"(?<![0-9.^])(?<![0-9],(?=[0-9]{3}))([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})"
 """The whole number of a mixed one: 4 of (1,4 1/2), and 1,400 of 1,400 1/2."""
+_GAP = r"(?: |~|\\[,;:! ]|\\q?quad(?![A-Za-z])|\\text *\{ *\}){0,9}"
 _DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
 _TEXTS = (
     "text(?:bf|it|rm|sf|tt|sc|normal|up)?|math(?:rm|sf|tt|normal)|[mh]box|operatorname\\*?|emph"
@@ -161,6 +162,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
     ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
     ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
     ("$", r"US\\?\$", "$"),
+    ('\\"', r'\\"', '"'),
     ("``", r"``([^`']*)''", r'"\1"'),
     (".", r"\\(?:left|right)\.", ""),
     (".", r"(?<=[0-9 {])([AaPp])\.\s?[Mm]\b\.?", r"\1m"),
@@ -202,18 +204,19 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         rf"|(?P<again>[0-9]{{1,12}}?)(?P=again)+(?=\s*{_DOTS}))(?:\s*{_DOTS})?)",
         _repeating,
     ),
+    ("{\\frac", r"(?<=[0-9])\s*\{\s*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})\s*\}", r"\1"),
     # not over a line break: that joins two numbers
     ("/", rf"{_WHOLE} +([0-9]{{1,30}})/([0-9]{{1,30}})(?![0-9.])", _mixed),
     (
         "\\frac",
-        rf"{_WHOLE}(?: |~|\\[,;:! ]){{0,9}}\\frac *(?:\{{ *([0-9]{{1,30}}) *\}}|([0-9]))"
+        rf"{_WHOLE}{_GAP}\\frac *(?:\{{ *([0-9]{{1,30}}) *\}}|([0-9]))"
         r" *(?:\{ *([0-9]{1,30}) *\}|([0-9]))",
         _mixed,
     ),
     ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
     ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
     ("\\", rf"\\(?:{_TYPESETTING})(?![A-Za-z])", " "),
-    ("(", r"^\s*\{\s*(\([A-H]\))[\s~]*\}", r" \1 "),
+    ("(", r"^\s*\{\s*(\([A-H]\))(?:[\s~]|\\ )*\}", r" \1 "),
     ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
     (
         "'",
