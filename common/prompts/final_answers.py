@@ -90,7 +90,7 @@ _FORMULA = re.compile(
 )
 SENTENCE_END = re.compile(
     r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')]|$)
-    | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。]""",
+    | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。।]""",
     re.VERBOSE,
 )
 DOUBT = re.compile(rf"\b{phrases('doubt')}\b", re.IGNORECASE)
@@ -106,7 +106,10 @@ _JSON = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """A member of a JSON object that is the answer."""
-_SIGNS_OF_QUESTION = ("uestion", "Q:", "roblem", "ruction", "uman", "ser:", "user", "问题", "题目")
+_SIGNS_OF_QUESTION = (
+    "uestion", "UESTION", "Q:", "roblem", "ROBLEM", "ruction", "uman:", "UMAN:", "ser:", "SER:",
+    "user", "问题", "题目",
+)  # fmt: skip
 _NEXT_QUESTION = re.compile(
     r"""(?:\n[\s#*\[]{0,8}(?i:next\s)?|\s(?=[QP])|<\|)
     (?: (?i:question|problem|instruction|human|user|问题|题目|(?-i:Q))[\s*\]]{0,4}[:：]
@@ -161,7 +164,7 @@ _WORDS_FIRST = re.compile(
     [A-Za-z]{2}""",
     re.VERBOSE,
 )
-_FINAL_SIGN = re.compile(r"(?<!\.)[.,:。；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
+_FINAL_SIGN = re.compile(r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
 _TEX_QUOTES = re.compile(r"\A`{1,2}([^`']*)'{1,2}\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))

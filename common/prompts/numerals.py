@@ -22,7 +22,7 @@ _CHINESE = re.compile(
     (?!一[一-鿿](?<![十百千万萬亿億点分]))  # 一个整数 is an integer
     (?:百分之(?P<percent>{_NUMERAL}) | (?P<below>{_NUMERAL})分之(?P<above>{_NUMERAL})
     | (?P<whole>{_NUMERAL})(?:点(?P<decimals>{_ONE}+))?)
-    (?=[^一-鿿]|\Z|[个個只名位件本张支条辆块颗枚人棵页元美米厘毫公天岁年分小度吨升平])""",
+    (?!(?<=千)[克米瓦])(?=[^一-鿿]|\Z|千[克米瓦]|[个個只名位件本张支条辆块颗枚人棵页元美米克厘毫公天岁年分小度吨升平])""",
     re.VERBOSE,
 )
 

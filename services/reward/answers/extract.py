@@ -50,6 +50,9 @@ _DENIED_VERB = re.compile(  # We cannot have exactly
     rf"\s+{_VERB}(?:(?!{_VERB})[^=:;,])*\Z",
     re.IGNORECASE,
 )
+_SUPPOSED = re.compile(
+    r"\b(?:if|unless|whether|suppose|assum(?:e|ing))\b(?:(?!\bthen\b)[^,;:=])*\Z", re.IGNORECASE
+)
 _SIGN_IN_WORDS = re.compile(
     rf"(\A\s*|\b(?:{phrases('states', 'restates', 'starts anew', 'filler')}"
     r"|to|of|at|by|from|now|still)\s+)"
@@ -74,6 +77,7 @@ _LISTED = re.compile(
     ((?:{_ITEM}(?:\s*[,;]\s+(?:(?:or|and)\s+)?|\s+(?:or|and)\s+)){{1,20}}{_ITEM})\Z""",
     re.VERBOSE,
 )
+_ROW = re.compile(rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]")
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
 # A row ends at `\\` outside a matrix.
 _ROW_END = re.compile(
@@ -130,8 +134,10 @@ def last_value(text: str) -> str | None:
     """
     last = _LAST.match(text)
     if last is None:
-        words = _NUMBER_WORD.findall(text)
-        return words[0] if len(words) == 1 and not _HEDGE_BEFORE.search(text) else None
+        words = list(_NUMBER_WORD.finditer(text))
+        if len(words) != 1 or _HEDGE_BEFORE.search(text):
+            return None
+        return None if _HEDGE_AFTER.match(text, words[0].end()) else words[0].group()
     window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
@@ -168,10 +174,14 @@ def _read(value: re.Match[str], spans: list[str]) -> str | None:
     if (
         _HEDGE_BEFORE.search(_ANEW.split(left)[-1])
         or _DENIED_VERB.search(left)
+        or _SUPPOSED.search(left)
         or _HEDGE_AFTER.match(right)
         or DOUBT.search(_CLAUSE.split(left)[-1])
     ):
         return None
+    for row in _ROW.finditer(sentence):
+        if row.start() < value.start() < row.end():
+            return clean(unmasked(row.group(), spans))
     listed = _LISTED.search(sentence[: value.end()])
     if listed:
         return clean(unmasked(listed[1], spans))
