@@ -171,9 +171,9 @@ class MathRewardFunction(DetailedRewardFunction):
         items: list[RewardItem] = []
         for completion, gold in zip(completions, golds, strict=True):
             text = text_of(completion)
-            if isinstance(gold, list | tuple) and len(gold) > 1:
+            if isinstance(gold, list | tuple) and len(gold) != 1:
                 raise InvalidInput(
-                    "the ground truth is a list of several answers",
+                    "the ground truth is a list, but not of one answer",
                     field="ground_truth",
                     value=gold,
                     remedy="give one text, such as '1, 2' for two values",
