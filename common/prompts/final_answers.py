@@ -132,7 +132,7 @@ _NO_LABEL = re.compile(rf"\b{phrases('no label')}\b[^,]*$", re.IGNORECASE)
 _DENIED_LABEL = re.compile(
     rf"\b(?:{phrases('doubt', 'could')}|false|untrue|never)\b[^,;:]{{0,40}}$", re.IGNORECASE
 )
-_OPENING = re.compile(r"(?:```[a-z]*\n|[\s*_`)\]}:>#]|[\"'](?=[\s*:]))*")
+_OPENING = re.compile(r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:>#]|[\"'](?=[\s*:]))*")
 _FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
 _PROSE = re.compile(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])")
 _RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
@@ -202,12 +202,11 @@ def stated_answer(text: str) -> str | None:
     while marks:
         mark = marks[-1]
         content = text[slice(*mark.inner)]
+        answer: str | None = ""  # if it was cut
         if mark.kind == "box":
             answer = _boxed(text, marks)
-        elif mark.kind == "cut":
-            answer = ""
         elif mark.kind == "json":
-            answer = "" if content == "null" else _inside(content.replace("\\\\", "\\"))
+            answer = _inside(content.replace("\\\\", "\\"))
         elif mark.kind == "tag":
             answer = _inside(content)
         elif mark.kind == "line":
@@ -217,7 +216,7 @@ def stated_answer(text: str) -> str | None:
             is_second = any(other.kind == "line" for other in marks[:-1])
             if answer is None and is_second and not text[mark.span[1] :].strip():
                 answer = ""  # it was cut
-        else:
+        elif mark.kind == "label":
             answer = _labelled(text, mark, words=not closed)
         if answer is not None:
             return answer if len(answer) <= MAX_ANSWER_CHARS else ""

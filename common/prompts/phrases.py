@@ -7,7 +7,8 @@ doubt: maybe, perhaps, possibly, probably, presumably, either, guess, guessing, 
     uncertain, unlikely, doubt, doubtful, impossible, not sure, not certain, not true, no way,
     no idea, nobody, no one, who knows, not think, not believe, not know, \w*n['’]t think,
     \w*n['’]t believe, \w*n['’]t know, wrong answer, incorrect answer, false that, untrue that,
-    not follow, not conclude, cannot conclude, not mean, not imply, not the case;
+    not follow, not conclude, cannot conclude, not mean, not imply, not the case, not possible,
+    not clear, likely, nothing;
 could: might, may be, could, possible, neither, nor, unclear, unknown;
 states: is, are, was, were, equals, becomes, remains, would be, should be, must be, will be, has
     to be, comes to, comes out to, is going to be, comes out to be, works out to, works out to be,
@@ -44,7 +45,7 @@ limits: not, never, fail to, fails to, failed to, unable to, none, hardly, barel
     within, twice, thrice, double, triple, half of, root of, square of, cube of, power of,
     multiple of, factor of, divisor of, reciprocal of, inverse of, negative of, opposite of,
     logarithm of, log of, factorial of, plus, minus, negative, divided by, multiplied by,
-    modulo, times, roughly, around, ruled out, all but;
+    modulo, times, roughly, around, ruled out, all but, about;
 limits after: is not, are not, was not, would not, isn['’]t, aren['’]t, is wrong, is incorrect,
     is false, is impossible, cannot, or more, or less, or so, or fewer, or greater, or higher,
     or lower, or maybe, or perhaps, factorial, squared, cubed, at least, at most, maybe,

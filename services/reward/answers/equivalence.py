@@ -75,9 +75,10 @@ _SENTENCE = re.compile(
 
 
 _NO_VALUE = re.compile(
-    r"(?:the )?proof.*|prove[dn]?|notfound|no answer.*|see .*|unknown|none|null|nan|n / a|tbd|todo"
-    r"|(?:.* )?not (?:found|provided|available|given|applicable|specified|needed|required).*"
-    r"|error|answer|solution|explanation|.*(?:证明|解析|略).*",
+    r"(?:the )?proof.*|prove[dn]?.*|notfound|no answer.*|(?:see|as shown) .*|unknown|undetermined"
+    r"|(?:.* )?(?:not|none) (?:found|provided|available|given|applicable|specified|required).*"
+    r"|none|null|nan|n / a|na|tbd|todo|idk|error|qed|omitted"
+    r"|(?:the )?(?:answer|solution|explanation)(?: above| below)?|.*(?:证明|解析|略|解答).*|无",
     re.IGNORECASE,
 )
 """What data sets write where there is no answer."""

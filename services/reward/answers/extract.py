@@ -4,6 +4,7 @@ sentence with one.
 Every step is linear in the length of any text: responses are untrusted.
 """
 
+import calendar
 import re
 
 from common.prompts.final_answers import (
@@ -41,7 +42,8 @@ _FEW_DIGITS = 20
 _ANEW = re.compile(rf"[=:;,]|\b{phrases('starts anew')}\b", re.IGNORECASE)
 _HEDGE_BEFORE = re.compile(
     rf"n['’]t\b|[<>≠≤≥]|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
-    r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+to\s*\Z",
+    r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+to\s*\Z"
+    r"|(?:不|没|可能|也许|或许|大概|大约|至少|至多|超过)[^,;:=]{0,8}\Z",
     re.IGNORECASE,
 )
 _VERB = rf"\b{phrases('starts anew')}\b"
@@ -60,7 +62,8 @@ _SIGN_IN_WORDS = re.compile(
     re.IGNORECASE,
 )
 _HEDGE_AFTER = re.compile(
-    rf"""\W*(?:{phrases("limits after")}\b|\?)
+    rf"""\W*(?:{phrases("limits after")}\b|\?) | .*\?\s*\Z | \s+\w+\s+or\s+(?:so|more|less|fewer)\b
+    | ,?\s+(?:which|but\s(?:that|this|it))\s(?:is|was)\s(?:wrong|incorrect|false|not|impossible)\b
     | [^=.,;:]{{0,30}}\b(?:is|was|are|were|would\ be)\s(?:wrong|incorrect|false|impossible)\b
     | [^=.]{{0,12}}\b(?:maybe|perhaps|possibly|guess|not\ sure|unsure)\b""",
     re.IGNORECASE | re.VERBOSE,
@@ -77,7 +80,14 @@ _LISTED = re.compile(
     ((?:{_ITEM}(?:\s*[,;]\s+(?:(?:or|and)\s+)?|\s+(?:or|and)\s+)){{1,20}}{_ITEM})\Z""",
     re.VERBOSE,
 )
-_ROW = re.compile(rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]")
+_MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
+_DAY = r"[0-9]{1,2}(?:st|nd|rd|th)?"
+_YEAR = r"(?:,?\s+[0-9]{4})?"
+_WHOLE = re.compile(
+    rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
+    rf"|(?:\b{_DAY}\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+{_DAY}\b){_YEAR}"
+)
+"""A tuple or a date: its numbers are no answers by themselves."""
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
 # A row ends at `\\` outside a matrix.
 _ROW_END = re.compile(
@@ -179,9 +189,9 @@ def _read(value: re.Match[str], spans: list[str]) -> str | None:
         or DOUBT.search(_CLAUSE.split(left)[-1])
     ):
         return None
-    for row in _ROW.finditer(sentence):
-        if row.start() < value.start() < row.end():
-            return clean(unmasked(row.group(), spans))
+    for whole in _WHOLE.finditer(sentence):
+        if whole.start() <= value.start() < whole.end():
+            return clean(unmasked(whole.group(), spans))
     listed = _LISTED.search(sentence[: value.end()])
     if listed:
         return clean(unmasked(listed[1], spans))

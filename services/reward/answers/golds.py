@@ -6,7 +6,9 @@ _LIST = re.compile(r"[\[(]\s*(?P<item>.*?)\s*,?\s*[\])]", re.DOTALL)
 _QUOTED = re.compile(r"""(?P<quote>["'])(?P<text>.*)(?P=quote)""", re.DOTALL)
 _BACKSLASHES = re.compile(r"\\+")
 _DOUBLED = re.compile(r"\\\\(?:[A-Za-z]{2,}|[{}%$])")
-_EATEN = re.compile(r"[\a\x08\v\f]|\t(?:imes|ext|heta|an|au|o(?![a-z]))|\r(?!\n)")
+_EATEN = re.compile(
+    r"[\a\x08\v\f]|\t(?:imes|ext|heta|an|au|o(?![a-z]))|\r(?!\n)|\n(?:abla|eq)(?![a-z])"
+)
 
 
 def repaired(ground_truth: str) -> str:

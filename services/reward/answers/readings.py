@@ -60,6 +60,7 @@ _CHOICE = re.compile(
     r"(?:\( (?P<letter>[A-H]) \)|(?P<bare>[A-H]) [).:])"
     r"(?: is (?:the )?(?:correct|right|answer)(?: answer)?)?(?: (?P<rest>.+))?"
 )
+_NONE = re.compile(r"none(?: of (?:the|these|those|them)\b.*)?", re.IGNORECASE)
 _RESIDUE = re.compile(
     r"(?:(?P<name>.+) (?:\\equiv|=) )?(?P<value>(?:(?!\\equiv|=).)+?)(?: \()? (?:\\mod|modulo|mod)"
     r"(?: \{)? (?P<modulus>[^(){}]+?)(?: \})?(?: \))?"
@@ -158,7 +159,7 @@ def _choice(part: Tokens, depth: int) -> Reading | None:
     if not found or (rest and (not rest[0].spaced or rest[0].text in "+/^_=" + "\\times")):
         return None
     [letter] = found["letter"] or found["bare"]
-    if has_doubts(rest):
+    if has_doubts(rest) and not _NONE.fullmatch(written(rest)):
         raise NotUnderstood
     value: Reading | None = None
     with suppress(NotUnderstood):

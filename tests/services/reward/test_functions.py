@@ -73,7 +73,6 @@ def test_math_names_what_is_missing() -> None:
             {"ground_truth": ["5", "6"]},
             {"ground_truth": [" "]},
             {"ground_truth": [["5", "6"]]},
-            {"ground_truth": [[]]},
             {"ground_truth": ["['5', '6']"]},
         ):
             with pytest.raises(InvalidInput, match="ground_truth"):
