@@ -199,6 +199,10 @@ def stated_answer(text: str) -> str | None:
         marks.append(Mark("label", match.span(), (match.end(), match.end())))
     marks.sort(key=lambda mark: mark.span[1])
 
+    lines = [mark for mark in marks if mark.kind == "line"]
+    if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].span[1] :].strip():
+        return ""  # the last line was cut
+
     while marks:
         mark = marks[-1]
         content = text[slice(*mark.inner)]
@@ -213,9 +217,6 @@ def stated_answer(text: str) -> str | None:
             answer = _line(
                 text[mark.span[1] : mark.span[1] + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1
             )
-            is_second = any(other.kind == "line" for other in marks[:-1])
-            if answer is None and is_second and not text[mark.span[1] :].strip():
-                answer = ""  # it was cut
         elif mark.kind == "label":
             answer = _labelled(text, mark, words=not closed)
         if answer is not None:

@@ -2,6 +2,8 @@
 
 import re
 
+from common.prompts.final_answers import MAX_ANSWER_CHARS
+
 _LIST = re.compile(r"[\[(]\s*(?P<item>.*?)\s*,?\s*[\])]", re.DOTALL)
 _QUOTED = re.compile(r"""(?P<quote>["'])(?P<text>.*)(?P=quote)""", re.DOTALL)
 _BACKSLASHES = re.compile(r"\\+")
@@ -17,6 +19,8 @@ def repaired(ground_truth: str) -> str:
     one, becomes "".
     """
     text = ground_truth.strip()
+    if len(text) > MAX_ANSWER_CHARS:
+        return text  # a worked solution
     item = text
     while found := _LIST.fullmatch(item):
         item = found["item"]
