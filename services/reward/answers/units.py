@@ -156,8 +156,7 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 _TABLE = _table()
 CURRENCIES = words("$ € £ ¥ ₹ ₩ usd eur gbp inr cny rmb jpy krw rs")
 _SIGNS = CURRENCIES | {"%", DEGREE}
-_LITRES = words("l L \\ell")
-_BARE = _LITRES | words("m g s h")
+_BARE = words("m g s h L")
 """Letters that are units after a space or a decimal; outside \\text, other letters are
 variables."""
 
@@ -209,8 +208,7 @@ def starts_unit(token: Token, before: Token) -> bool:
     if token.kind == "word":
         return text in ("per", *_ADJECTIVES) or is_plain(text) or _named(text) is not None
     if token.kind == "name":
-        is_litre = text in _LITRES and before.kind == "num"
-        return is_litre or (text in _BARE and (token.spaced or "." in before.text))
+        return text in _BARE and (token.spaced or "." in before.text)
     return text in _SIGNS or text == "\\frac"
 
 
