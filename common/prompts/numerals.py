@@ -13,15 +13,16 @@ _FOREIGN_DIGIT = re.compile(r"\d(?<![0-9])")
 _SEPARATORS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "－": "-"})
 _SPACE = re.compile("[\u00a0\u2007\u2009\u202f]")  # those that do not break a line
 _GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_SPACE.pattern}[0-9]{{3}})+(?![0-9])")
-_SIGN = re.compile("[零〇一二两三四五六七八九十百千万萬亿億]")
-_ONE = "[零〇一二两三四五六七八九]"
-_NUMERAL = rf"(?:[0-9]+(?:\.[0-9]+)?\ ?(?=[百千万萬亿億]))?(?:{_ONE}|[0-9十百千万萬亿億]){{1,20}}"
+_ONES = "零〇一二两三四五六七八九"
+_TENS = "十百千万萬亿億"
+_SIGN = re.compile(f"[{_ONES}{_TENS}]")
+_NUMERAL = rf"(?:[0-9]{{1,15}}(?:\.[0-9]{{1,15}})?\ ?(?=[{_TENS}]))?[0-9{_ONES}{_TENS}]{{1,20}}"
 _CHINESE = re.compile(
-    rf"""(?<![0-9.零〇一二两三四五六七八九十百千万萬亿億])(?P<sign>负)?
-    (?!(?<=[一-鿿])(?<![是为负]){_ONE}(?![十百千万萬亿億点分]))  # 星期二
-    (?!一[一-鿿](?<![十百千万萬亿億点分]))  # 一个整数 is an integer
+    rf"""(?<![0-9.{_ONES}{_TENS}])(?P<sign>负)?
+    (?!(?<=[一-鿿])(?<![是为负])[{_ONES}](?![{_TENS}点分]))  # 星期二
+    (?!一[一-鿿](?<![{_TENS}点分]))  # 一个整数 is an integer
     (?:百分之(?P<percent>{_NUMERAL}) | (?P<below>{_NUMERAL})分之(?P<above>{_NUMERAL})
-    | (?P<whole>{_NUMERAL})(?:点(?P<decimals>{_ONE}+))?)
+    | (?P<whole>{_NUMERAL})(?:点(?P<decimals>[{_ONES}]+))?)
     (?!(?<=千)[克米瓦])(?=[^一-鿿]|\Z|千[克米瓦]|[个個只名位件本张支条辆块颗枚人棵页元美米克厘毫公天岁年分小度吨升平])""",
     re.VERBOSE,
 )
