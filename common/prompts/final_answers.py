@@ -89,7 +89,7 @@ _FORMULA = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 SENTENCE_END = re.compile(
-    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')]|$)
+    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')”’»」]|$)
     | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。।]""",
     re.VERBOSE,
 )

@@ -45,13 +45,14 @@ limits: not, never, fail to, fails to, failed to, unable to, none, hardly, barel
     within, twice, thrice, double, triple, half of, root of, square of, cube of, power of,
     multiple of, factor of, divisor of, reciprocal of, inverse of, negative of, opposite of,
     logarithm of, log of, factorial of, plus, minus, negative, divided by, multiplied by,
-    modulo, times, roughly, around, ruled out, all but, about;
+    modulo, times, roughly, around, ruled out, all but, about, supposedly, allegedly;
 limits after: is not, are not, was not, would not, isn['’]t, aren['’]t, is wrong, is incorrect,
     is false, is impossible, cannot, or more, or less, or so, or fewer, or greater, or higher,
     or lower, or maybe, or perhaps, factorial, squared, cubed, at least, at most, maybe,
     negatives, opposites, inverses, reciprocals, halves, thirds, quarters, fourths, fifths,
     sixths, sevenths, eighths, ninths, tenths, hundredths, thousandths, hundreds, thousands,
-    dozens, pairs, tens, twos, couples, factorials, millionths;
+    dozens, pairs, tens, twos, couples, factorials, millionths, at best, at the most, at the
+    least, tops;
 denies: not, n['’]t, cannot, never, hardly, barely, no longer, impossible to, no way to, none
     of, none, fail to, fails to, failed to, unable to, might, could, may have, not the case;
 interjection: wait, but wait, no, oops, hmm, sorry, actually, hold on, ah, oh;
