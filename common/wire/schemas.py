@@ -242,6 +242,8 @@ class GroundTruthProblems(Wire):
     """Response of `POST /check_ground_truths`."""
 
     problems: Annotated[list[GroundTruthProblem], AtMost(MAX_BATCH_ITEMS)]
+    repaired: NonNegativeInt = 0
+    """The number of ground truths that are read otherwise than written: `['31']` as 31."""
 
 
 _Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
