@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transformers.trainer_callback import TrainerCallback as TrainerCallback
+    from transformers.trainer_callback import TrainerControl as TrainerControl
+    from transformers.trainer_callback import TrainerState as TrainerState
+
     from common.wire.schemas import Prompt as Prompt
     from services.data.loaders import CustomDatasetLoader as CustomDatasetLoader
     from services.data.loaders import GSM8KLoader as GSM8KLoader
@@ -22,9 +26,6 @@ if TYPE_CHECKING:
     from services.reward.functions import RepetitionPenaltyFunction as RepetitionPenaltyFunction
     from services.reward.functions import RewardFunction as RewardFunction
     from services.reward.functions import RewardModelFunction as RewardModelFunction
-    from trainer.api.callbacks import TrainerCallback as TrainerCallback
-    from trainer.api.callbacks import TrainerControl as TrainerControl
-    from trainer.api.callbacks import TrainerState as TrainerState
     from trainer.api.evaluator import ModelEvaluator as ModelEvaluator
     from trainer.api.grpo import GRPOConfig as GRPOConfig
     from trainer.api.grpo import GRPOTrainer as GRPOTrainer
@@ -54,7 +55,7 @@ _HOMES = {
         "LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction RewardFunction "
         "RewardModelFunction"
     ),
-    "trainer.api.callbacks": "TrainerCallback TrainerControl TrainerState",
+    "transformers.trainer_callback": "TrainerCallback TrainerControl TrainerState",
     "trainer.api.evaluator": "ModelEvaluator",
     "trainer.api.grpo": "GRPOConfig GRPOTrainer RLOOConfig RLOOTrainer",
     "trainer.api.online": "OnlineRLTrainer TrainResult",

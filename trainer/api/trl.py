@@ -325,7 +325,12 @@ ARGUMENTS: dict[str, Argument] = {
         "takes",
         "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval "
         "do_predict eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
-        "include_for_metrics metric_for_best_model greater_is_better",
+        "include_for_metrics",
+    ),
+    **_silent(
+        "for EarlyStoppingCallback and `state.best_metric`; checkpoints/best is that of the best "
+        "accuracy, or mean reward",
+        "metric_for_best_model greater_is_better",
     ),
     **_silent(
         "read only with use_vllm, or for generation in transformers",
@@ -462,6 +467,7 @@ _OTHERS = {
 READ_AS: Values = {
     "adam_epsilon": 1e-8,
     "dataloader_num_workers": 0,
+    "eval_delay": 0,
     "importance_sampling_level": "token",
     "local_rank": -1,
     "log_level": "passive",
