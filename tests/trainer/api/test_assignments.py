@@ -171,7 +171,7 @@ def test_wrong_assignments_are_refused(base_model: Path, tmp_path: Path, name: s
     value, words, field = REFUSED[name]
     trainer = made(base_model, tmp_path)
     owner, _, attribute = name.strip().rpartition(".")
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=words) as caught:  # noqa: PT012
         setattr(trainer.args if owner else trainer, attribute, value)
         trainer.train()
     assert caught.value.field == field
