@@ -69,9 +69,16 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
+ELSEWHERE = ("SFTConfig", "SFTTrainer")
+"""Names of TRL that scripts import, and that are a command here."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in ELSEWHERE:
+        raise ImportError(
+            f"there is no {name}: supervised fine-tuning is the command rlhf-sft "
+            "(python -m trainer.sft; docs/how-to/sft.md)"
+        )
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -5,6 +5,7 @@
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import field, make_dataclass
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
@@ -18,11 +19,22 @@ from common.settings.lr_schedules import LrSchedule
 from common.wire.schemas import Prompt
 from trainer.api.assignments import overridden, own_methods
 from trainer.api.refusals import Refusals
-from trainer.api.settings import TrainerConfig
+from trainer.api.settings import GivenSettings, TrainerConfig
 from trainer.api.transformers_names import WithTransformersNames
 from trainer.api.trl import ARGUMENTS, check_trainer
 
 _log = logging.getLogger(__name__)
+
+
+class _OnlyTrlParser:
+    """Refuses transformers' HfArgumentParser, which reads this name of each of its classes."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        raise ConfigError(
+            "transformers' HfArgumentParser does not know this class",
+            field=owner.__name__,
+            remedy="use TrlParser of this package: parse_args_into_dataclasses, too, is its method",
+        )
 
 
 class GRPOConfig(TrainerConfig):
@@ -47,9 +59,20 @@ class GRPOConfig(TrainerConfig):
     save_total_limit: int = Field(1_000_000, gt=0)
     seed: int = Field(42, ge=0)
 
+    _argument_group_name: ClassVar[Any] = _OnlyTrlParser()
+
     def __init__(self, output_dir: Any = None, **arguments: Any) -> None:
         if output_dir is not None:
             arguments["output_dir"] = output_dir
+        earlier = arguments.get("settings")
+        if isinstance(earlier, GivenSettings):  # `dataclasses.replace` gives all fields
+            before = type(self)(**earlier.arguments)
+            changes = {
+                name: value
+                for name, value in arguments.items()
+                if name != "settings" and value != getattr(before, name)
+            }
+            arguments = {**earlier.arguments, **changes}
         super().__init__(**arguments)
         self.__post_init__()
 
@@ -123,6 +146,21 @@ def _signature() -> inspect.Signature:
 
 
 GRPOConfig.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _dataclass() -> Any:
+    """Returns a dataclass of TRL's arguments, and of the fields that have none of TRL, whose
+    description `dataclasses.asdict` and `replace` read.
+    """
+    ours = {argument.ours for name, argument in ARGUMENTS.items() if argument.ours != name}
+    names = dict.fromkeys([*ARGUMENTS, *(set(GRPOConfig.model_fields) - ours)])
+    return make_dataclass(
+        "Arguments", [(name, Any, field(default=None, kw_only=True)) for name in names]
+    )
+
+
+for _name in ("__dataclass_fields__", "__dataclass_params__"):
+    setattr(GRPOConfig, _name, getattr(_dataclass(), _name))
 
 
 class RLOOConfig(GRPOConfig):

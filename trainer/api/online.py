@@ -1,6 +1,7 @@
 """`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -145,6 +146,8 @@ class OnlineRLTrainer:
         self._output_dir = config.output_dir or Path("outputs") / name
         self._environment: Environment | None = None
         changes: dict[str, Any] = {}
+        with refusals.collected():
+            _check_alone()
         settings = config.settings
         with refusals.collected():
             changes |= optimizer_settings(optimizers)
@@ -643,6 +646,19 @@ def _required(given: Any, field: str) -> Any:
     if given is None:
         raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
     return given
+
+
+def _check_alone() -> None:
+    """Raises ConfigError in one of several processes, which torchrun and accelerate start."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ConfigError(
+            "this trainer is one process, and would write every file as often as there are",
+            field="WORLD_SIZE",
+            value=processes,
+            remedy="start the script with python, without torchrun or accelerate launch; to train "
+            "on many GPUs, run a job group (docs/how-to/clusters.md)",
+        )
 
 
 def _check_name(model: Any, config: TrainerConfig) -> None:

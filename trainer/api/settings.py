@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -109,6 +109,12 @@ def in_own_words(text: str) -> str:
         return own.get(setting) or (f'settings["{setting}"]' if setting in known else setting)
 
     return re.sub(r"(?<![\w.-])[a-z]+\.[a-z_]+(?!\w|\.\w)", name, text)
+
+
+class GivenSettings(dict[str, Any]):
+    """The settings of a config, with the arguments that made it."""
+
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
 class ArgumentsOfOneProcess:
@@ -530,6 +536,10 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             refusals.raise_all(_given_names(given))
             raise
         config._given = given
+        if given:
+            settings = GivenSettings(config.settings)
+            settings.arguments = given
+            config.__dict__["settings"] = settings
         config._check(refusals)
         refusals.raise_all(_given_names(given))
         return config
