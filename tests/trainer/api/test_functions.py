@@ -1,6 +1,8 @@
 """Plain functions, callbacks and objects in real runs of one or two steps on the built-in task."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +379,28 @@ def test_missing_or_impossible_arguments_are_refused_at_once(
     given["args"] = config(tmp_path, **given.get("args", {}))
     with pytest.raises(ConfigError, match=message):
         GRPOTrainer(**given)
+
+
+def test_a_curriculum_prefers_the_same_prompts_when_all_rewards_are_lower(
+    base_model: Path, tmp_path: Path
+) -> None:
+    """Rewards that are no verdicts have no zero."""
+    drawn = []
+    for shift in (0.0, -10.0):
+
+        def shifted(completions: list[Any], shift: float = shift, **_: Any) -> list[float]:
+            return [score + shift for score in length(completions)]
+
+        settings = config(
+            tmp_path / str(shift),
+            max_steps=8,
+            num_generations=4,
+            learning_rate=1e-12,
+            settings={"data.curriculum": "difficulty"},
+        )
+        trainer = GRPOTrainer(str(base_model), shifted, settings, ROWS[:4])
+        trainer.train()
+        with closing(sqlite3.connect(trainer.output_dir / "state" / "data" / "stream.db")) as db:
+            drawn.append(db.execute("SELECT place, free FROM draws").fetchall())
+    assert drawn[0] == drawn[1]
+    assert any(not free for _, free in drawn[0]), "some were drawn by their pass rate"

@@ -100,7 +100,7 @@ def test_a_config_can_be_replaced_and_listed_as_a_dataclass(
     expected = kind(use_cpu=True, **{**given, **changes})
     assert found.model_dump() == expected.model_dump()
     assert found.to_config(100, 0, Path()) == expected.to_config(100, 0, Path())
-    listed = asdict(found)  # type: ignore[call-overload]
+    listed = asdict(found)
     for name in ("learning_rate", "beta", "max_completion_length", "scale_rewards"):
         assert listed[name] == getattr(expected, name)
     assert listed.get("further") == getattr(expected, "further", None)
