@@ -145,6 +145,7 @@ class OnlineRLTrainer:
         name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._output_dir = config.output_dir or Path("outputs") / name
         self._environment: Environment | None = None
+        self._has_factory = environment_factory is not None
         changes: dict[str, Any] = {}
         with refusals.collected():
             _check_alone()
@@ -251,7 +252,7 @@ class OnlineRLTrainer:
 
     def _set_rewards(self, reward_fn: Any) -> None:
         given = reward_fn
-        if self._environment is None and takes_environments(given):
+        if not self._has_factory and takes_environments(given):
             raise ConfigError(
                 "a reward function takes environments, and there are none",
                 field="environment_factory",
