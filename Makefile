@@ -1,6 +1,6 @@
 # Two commands on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
 #   make demo    train the built-in task: five tasks, two rollout nodes, two trainer nodes, on this machine
-#   make test    lint, types and tests, about ten minutes on two cores
+#   make test    lint, types and tests, about five minutes on two cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.11")'
 SEED ?= 0
@@ -26,7 +26,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all test-oldest lint style types docs fuzz check-jobgroup bench bench-gate bench-trl gpu-check gpu-bundle chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-slow test-all test-oldest lint style types docs fuzz check-jobgroup jobgroups bench bench-gate bench-trl gpu-check gpu-bundle chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -35,13 +35,15 @@ help:
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
-	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
-	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
+	@echo 'make test            lint, types, the unit tests and those of the guarantees; about five minutes on two cores [JOBS=4]'
+	@echo 'make test-slow       all other tests; about half an hour on two cores'
+	@echo 'make test-all        everything: also the oldest torch, fuzz, chaos and soak; more than an hour'
 	@echo 'make test-oldest     what computes, with torch $(OLDEST_TORCH), the oldest that pyproject.toml allows; installs several GB'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
-	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
+	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself [YAML=mine.yaml ARGS="--env MAX_STEPS=10"]'
+	@echo 'make jobgroups       write the variants of the job group from jobgroup/overlays/'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make bench-gate      does training learn and cost what it did before? About a minute [GATE=--record]'
 	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one; three parts of eight minutes [PART=1]'
@@ -118,8 +120,10 @@ test: style $(BASE)/config.json
 suite: $(BASE)/config.json
 	$(PYTEST) -m 'not slow'
 
-test-all: lint $(BASE)/config.json
-	$(PYTEST)
+test-slow: $(BASE)/config.json
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 	$(MAKE) test-oldest fuzz chaos soak
 
 # The oldest torch has its own triton, whose interpreter needs an older numpy.
@@ -137,7 +141,7 @@ $(OLDEST)/.made: pyproject.toml constraints.txt
 test-oldest: VENV := $(OLDEST)
 test-oldest: PYTEST += -W 'ignore:Conversion of an array:DeprecationWarning'
 test-oldest: $(OLDEST)/.made $(BASE)/config.json
-	$(PYTEST) -m 'not slow' tests/learning tests/trainer/policy tests/trainer/weights
+	$(PYTEST) -m 'not slow or integration' tests/learning tests/trainer/policy tests/trainer/weights
 	$(PYTEST) tests/benchmarks/test_gpu_check_*.py
 
 $(VENV)/.docs-made: $(VENV)/.made
@@ -161,7 +165,10 @@ $(SKY)/.made: jobgroup/skypilot-requirements.txt
 	@touch $@
 
 check-jobgroup: $(SKY)/.made
-	$(SKY)/bin/python -m jobgroup.check
+	$(SKY)/bin/python -m tests.support.jobgroups.check $(YAML) $(ARGS)
+
+jobgroups: $(VENV)/.made
+	$(VENV)/bin/python -m tests.support.jobgroups.render
 
 bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards sandbox replay groups update publish overlap collector router learning agents; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done

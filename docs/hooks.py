@@ -28,14 +28,13 @@ COMMANDS = (
     "trainer.export",
     "trainer.report",
     "trainer.compare",
-    "trainer.replay",
+    "trainer.audit",
     "trainer.dashboard",
     "trainer.diagnose",
     "trainer.tiny_model",
     "jobgroup.local",
     "jobgroup.sweep",
     "jobgroup.doctor",
-    "jobgroup.check",
     "jobgroup.scrape",
 )
 SERVICES = {
@@ -259,7 +258,7 @@ def http_api() -> str:
     base = ROOT / ".cache" / "tiny-base"
     if not base.exists():
         raise FileNotFoundError(
-            f"{base} is missing and the engine needs a model: python -m trainer.tiny_model {base}"
+            f"{base} is missing and the engine needs a model: rlhf tiny-model {base}"
         )
     lines = [
         "# HTTP API\n",

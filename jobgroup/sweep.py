@@ -46,12 +46,12 @@ from trainer.dashboard.runs import RunReader
 
 _EPILOG = """\
 examples:
-  python -m jobgroup.sweep sweep.yaml --list                      # the runs, without starting one
-  python -m jobgroup.sweep sweep.yaml                             # one run after the other
-  python -m jobgroup.sweep sweep.yaml --parallel 2 --runs runs/lr
-  python -m jobgroup.sweep sweep.yaml --cluster --runs /shared/lr # a job group a run, by SkyPilot
+  rlhf sweep sweep.yaml --list                      # the runs, without starting one
+  rlhf sweep sweep.yaml                             # one run after the other
+  rlhf sweep sweep.yaml --parallel 2 --runs runs/lr
+  rlhf sweep sweep.yaml --cluster --runs /shared/lr # a job group a run, by SkyPilot
 
-The runs are on the dashboard's page meanwhile: python -m trainer.dashboard RUNS
+The runs are on the dashboard's page meanwhile: rlhf dashboard RUNS
 """
 _FIELDS = ("jobgroup", "config", "settings", "grid", "points")
 _JOBGROUP = "jobgroup/rlhf-math-jobgroup.yaml"
@@ -87,7 +87,7 @@ class Sweep:
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "FILE [--runs DIR] [--parallel N] [--cluster | --list]"
-    made = CommandParser("jobgroup.sweep", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf sweep", __doc__ or "", usage, _EPILOG)
     add = made.add_argument
     add("file", type=Path, metavar="FILE", help="the file of the sweep")
     add("--runs", type=Path, metavar="DIR", help="directory of the runs (default runs/FILE's name)")

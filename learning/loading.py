@@ -472,7 +472,8 @@ def _fingerprint(directory: Path) -> bytes:
     if not directory.is_dir():
         return b""
     files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))
+    seen = "\n".join(files).encode()
     for state in (directory / "trainer_state.json", directory.parent / "trainer_state.json"):
         if state.exists():
-            files.append(state.read_text())
-    return "\n".join(files).encode()
+            seen += state.read_bytes()  # it may be damaged, which is told by whoever resumes
+    return seen

@@ -1,14 +1,60 @@
-"""The console scripts. Each runs a module as `python -m` does in the root of a checkout."""
+"""`rlhf COMMAND ARGUMENT…`: every program that a person starts, by one word.
+
+Ranks and services are started by their module, as the job groups do: `python -m services.reward`.
+"""
 
 import os
 import runpy
 import sys
 
-from rlhf_math import ROOT
+from rlhf_math import PACKAGES, ROOT  # isort: skip  (it makes the others importable)
+
+from common.errors import ConfigError, did_you_mean
+from common.process.cli import fail
+
+COMMANDS = {
+    "train": ("trainer.train_math", "train a model in one process"),
+    "sft": ("trainer.sft", "fine-tune a model on given answers"),
+    "eval": ("trainer.evaluate_model", "measure a model, or compare two"),
+    "export": ("trainer.export", "make a model's directory from a checkpoint or an adapter"),
+    "local": ("jobgroup.local", "run a job group on this machine"),
+    "sweep": ("jobgroup.sweep", "run a job group for every point of a grid of settings"),
+    "compare": ("trainer.compare", "compare runs, paired by problem"),
+    "report": ("trainer.report", "write a page about a run"),
+    "dashboard": ("trainer.dashboard", "show runs in a browser"),
+    "diagnose": ("trainer.diagnose", "say what is wrong with a run"),
+    "audit": ("trainer.audit", "execute a step of a run again and compare every stage"),
+    "doctor": ("jobgroup.doctor", "check this machine, or plan a run's GPUs"),
+    "gpu-check": ("benchmarks.gpu_check", "test on one GPU what needs one"),
+    "tiny-model": ("trainer.tiny_model", "make the built-in model, which trains on a CPU"),
+}
+"""The module and the purpose of each command."""
 
 
-def run(module: str) -> None:
-    """Runs `module` with the arguments of this process.
+def main() -> None:
+    """Runs the command, or the module of this project, that the first argument names."""
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if word in ("-h", "--help"):
+        print(_help())
+        return
+
+    module = COMMANDS[word][0] if word in COMMANDS else word
+    if module.partition(".")[0] not in (*PACKAGES, "benchmarks"):
+        remedy = f"{did_you_mean(word, COMMANDS)}; rlhf --help says what each does"
+        fail(ConfigError("there is no such command", field="rlhf", value=word, remedy=remedy))
+    del sys.argv[1]
+    _run(module)
+
+
+def _help() -> str:
+    lines = ["usage: rlhf COMMAND ARGUMENT…   (rlhf COMMAND --help explains its arguments)", ""]
+    lines += [f"  {name:<12}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines += ["", f"The job groups and settings files are in {ROOT / 'jobgroup'}"]
+    return "\n".join(lines)
+
+
+def _run(module: str) -> None:
+    """Runs `module` with the arguments of this process, as `python -m` does in a checkout.
 
     It and its child processes look for modules in this package first, then in the working
     directory. `PYTHONSAFEPATH` keeps `python -m` in a child from reversing that order: a folder
@@ -20,58 +66,3 @@ def run(module: str) -> None:
     others = [entry for entry in inherited if entry not in (str(ROOT), ".")]
     os.environ |= {"PYTHONPATH": os.pathsep.join([str(ROOT), ".", *others]), "PYTHONSAFEPATH": "1"}
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def train() -> None:
-    """`rlhf-train`: one process of the trainer."""
-    run("trainer")
-
-
-def sft() -> None:
-    """`rlhf-sft`: supervised fine-tuning."""
-    run("trainer.sft")
-
-
-def evaluate() -> None:
-    """`rlhf-eval`: measures a model, or compares two."""
-    run("trainer.evaluate_model")
-
-
-def local() -> None:
-    """`rlhf-local`: runs a job group on this machine."""
-    run("jobgroup.local")
-
-
-def sweep() -> None:
-    """`rlhf-sweep`: runs a job group for every point of a grid of settings."""
-    run("jobgroup.sweep")
-
-
-def compare() -> None:
-    """`rlhf-compare`: compares runs, paired by problem."""
-    run("trainer.compare")
-
-
-def replay() -> None:
-    """`rlhf-replay`: re-executes a step of a run and compares every stage."""
-    run("trainer.replay")
-
-
-def doctor() -> None:
-    """`rlhf-doctor`: checks this machine, or a pod from within."""
-    run("jobgroup.doctor")
-
-
-def diagnose() -> None:
-    """`rlhf-diagnose`: says what is wrong with a run."""
-    run("trainer.diagnose")
-
-
-def dashboard() -> None:
-    """`rlhf-dashboard`: shows runs in a browser."""
-    run("trainer.dashboard")
-
-
-def gpu_check() -> None:
-    """`rlhf-gpu-check`: tests on one GPU what could not be tested without one."""
-    run("benchmarks.gpu_check")

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,8 +95,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     return result
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs slow folders first, so that no worker is left alone with them at the end."""
+    """Makes integration tests slow unless a guarantee names them, and runs slow folders first, so
+    that no worker is left alone with them at the end.
+    """
+    page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"tests/[\w/]+\.py|\btest_\w+", page))
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        of_guarantee = file in named or name.partition("[")[0] in named
+        if item.get_closest_marker("integration") and not of_guarantee:
+            item.add_marker("slow")
+
     services = [
         f"tests/services/{name}"
         for name in ("rollout", "reward", "replay", "data", "engine", "critic")

@@ -76,8 +76,8 @@ ELSEWHERE = ("SFTConfig", "SFTTrainer")
 def __getattr__(name: str) -> Any:
     if name in ELSEWHERE:
         raise ImportError(
-            f"there is no {name}: supervised fine-tuning is the command rlhf-sft "
-            "(python -m trainer.sft; docs/how-to/sft.md)"
+            f"there is no {name}: supervised fine-tuning is the command rlhf sft "
+            "(docs/how-to/sft.md)"
         )
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ import signal
 from common import VERSION
 from common.errors import ConfigError, ServiceError
 from common.models.hub import check_models
-from common.process.cli import fail, program
+from common.process.cli import fail
 from common.process.imports import heavy_imports
 from common.process.logs import log_exit_reason, wants_json
 from common.process.storage import make_directory
@@ -18,8 +18,8 @@ from trainer.trackers.thread import exit_despite_hung_tracker
 
 _ABOUT = (
     "One process of the trainer of a job group, which waits for the group's services. "
-    f"`{program('jobgroup.local')}` starts a whole group on this machine, and "
-    f"`{program('trainer.train_math')}` trains in one process without one. The settings below are "
+    "`rlhf local` starts a whole group on this machine, and "
+    "`rlhf train` trains in one process without one. The settings below are "
     "those of every program of a group."
 )
 
@@ -30,7 +30,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
-        config = load(prog=program("trainer"), about=_ABOUT)
+        config = load(prog="python -m trainer", about=_ABOUT)
         topology = Topology.from_env()
         os.environ.update(config.rollout.nccl_env())
         check_models(config)

@@ -317,7 +317,7 @@ def _build_leader(
         dropout=policy.scorer.dropout,
     )
     if policy.step >= policy.total_steps:
-        recorder.say(_already_finished(config, policy.total_steps))
+        recorder.say(_already_finished(config, policy.step))
     # Tells the next attempt that the stored experience is its own.
     models.checkpoints.directory.mkdir(exist_ok=True)
 
@@ -406,11 +406,15 @@ def _gpu_counter(ranks: Ranks, backend: Backend) -> Callable[[], int | None]:
     return gpus
 
 
-def _already_finished(config: Config, total_steps: int) -> str:
-    limit = "trainer.num_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
+def _already_finished(config: Config, trained: int) -> str:
+    limit = "trainer.num_epochs"
+    value = config.trainer.num_epochs
+    if config.trainer.max_steps is not None:
+        limit = "trainer.max_steps"
+        value = config.trainer.max_steps
     return (
-        f"already finished: all {total_steps} steps were trained before, and their result is "
-        f"below; name another RUN_DIR for a new run, or raise {limit} to continue"
+        f"already finished: {trained} steps were trained before, and their result is below; name "
+        f"another RUN_DIR for a new run, or raise {limit} ({value}) to continue"
     )
 
 

@@ -16,6 +16,7 @@ from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
 from common.process import topology as names
 from common.process.loop_thread import LoopThread
+from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
@@ -129,7 +130,9 @@ class JobGroupBackend:
         context.stack.enter_context(server)
         context.stack.callback(board.close)
         context.say(f"run {context.run_id}; weights, health and metrics on {server.url}")
-        context.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
+        access = f"#token=${TOKEN}" if token() else ""
+        url = topology.url(names.TRAINER, config.trainer.port)
+        context.say(f"dashboard {url}/dashboard/{access}")
         return services, self._publisher(context, services)
 
     @property

@@ -10,7 +10,7 @@
 | `lease` | the GPUs that trainer and engines share | `trainer/weights/gpu_lease.py` |
 | `evaluator` | accuracy on the held-out problems | `trainer/evaluation/` |
 | `log` | run directory, metrics, trackers | `trainer/observe/` |
-| `audit` | what `rlhf-replay` needs to re-execute a step | `trainer/observe/audit.py` |
+| `audit` | what `rlhf audit` needs to re-execute a step | `trainer/observe/audit.py` |
 | `checkpoints` | the run on disk | `trainer/policy/checkpoint.py` |
 
 No part depends on the run; rollouts, weights, evaluator and log do not depend on one another.
@@ -144,7 +144,7 @@ class Run:
             field="trainer.micro_batch_tokens",
             value=self.config.trainer.micro_batch_tokens,
             remedy=f"{remedy}, shorten answers (sampling.max_new_tokens), or spread the models "
-            "over more ranks (trainer.shard_size); `python -m jobgroup.doctor` computes what fits",
+            "over more ranks (trainer.shard_size); `rlhf doctor` computes what fits",
         )
 
     def begin_step(self) -> None:

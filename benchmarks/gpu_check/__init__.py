@@ -1,1 +1,1 @@
-"""Checks on one GPU what needs a GPU to test: `python -m benchmarks.gpu_check`."""
+"""Checks on one GPU what needs a GPU to test: `rlhf gpu-check`."""

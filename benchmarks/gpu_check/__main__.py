@@ -39,7 +39,7 @@ _LEAST_S = 10
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     head, *details = (__doc__ or "").split("\n\n")
-    parser = CommandParser("benchmarks.gpu_check", head, epilog="\n\n".join(details))
+    parser = CommandParser("rlhf gpu-check", head, epilog="\n\n".join(details))
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="directory for the results"
     )

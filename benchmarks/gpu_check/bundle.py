@@ -175,10 +175,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if not (_ROOT / _BASE / "config.json").exists():
-            remedy = (
-                "make it with `make gpu-bundle`, "
-                "or with `python -m trainer.tiny_model .cache/tiny-base`"
-            )
+            remedy = "make it with `make gpu-bundle`, or with `rlhf tiny-model .cache/tiny-base`"
             raise ConfigError(
                 "the built-in base model is not there",
                 field="--out",

@@ -87,8 +87,7 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     verdicts = counted([claim for _, claim in claims])
     parts = [
         f"# GPU check: {', '.join(machines)} ({datetime.now(UTC):%-d %B %Y})",
-        f"{len(outcomes)} sections of `python -m benchmarks.gpu_check` in {seconds:.0f} s. "
-        f"Claims: {verdicts}.",
+        f"{len(outcomes)} sections of `rlhf gpu-check` in {seconds:.0f} s. Claims: {verdicts}.",
     ]
     if small:
         parts.append("**Tiny shapes**: they show that the code runs, and say nothing about speed.")

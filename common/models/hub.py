@@ -22,8 +22,7 @@ REACH_S = 4.0
 _POLL_S = 0.5
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ELSEWHERE = (
-    "or name a local model directory (`python -m trainer.tiny_model DIRECTORY` makes the built-in "
-    "model)"
+    "or name a local model directory (`rlhf tiny-model DIRECTORY` makes the built-in model)"
 )
 _T = TypeVar("_T")
 

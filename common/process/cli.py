@@ -5,41 +5,24 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from common.errors import ConfigError, ServiceError, did_you_mean
 from common.process.logs import log_exit_reason
-
-_SCRIPTS = {
-    "trainer": "rlhf-train",
-    "trainer.sft": "rlhf-sft",
-    "trainer.evaluate_model": "rlhf-eval",
-    "trainer.compare": "rlhf-compare",
-    "trainer.replay": "rlhf-replay",
-    "trainer.diagnose": "rlhf-diagnose",
-    "trainer.dashboard": "rlhf-dashboard",
-    "jobgroup.local": "rlhf-local",
-    "jobgroup.sweep": "rlhf-sweep",
-    "jobgroup.doctor": "rlhf-doctor",
-    "benchmarks.gpu_check": "rlhf-gpu-check",
-}
-"""The console scripts by the module that each runs (`pyproject.toml`)."""
-_MODULE = re.compile(r"\bpython -m ((?:trainer|jobgroup|services|benchmarks)\b(?:\.\w+)*)")
 
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that keeps line breaks in the help; wrong arguments end with status 2 and
     the usual error.
 
-    `prog` is the module that `python -m` runs; `usage` describes the arguments and is derived from
+    `prog` is the command, such as `rlhf eval`; `usage` describes the arguments and is derived from
     them when empty.
     """
 
     def __init__(self, prog: str, description: str, usage: str = "", epilog: str = "") -> None:
         super().__init__(
-            prog=program(prog),
-            usage=f"{program(prog)} {usage}" if usage else None,
+            prog=prog,
+            usage=f"{prog} {usage}" if usage else None,
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,9 +30,6 @@ class CommandParser(argparse.ArgumentParser):
         )
         # argparse takes only -1 and -0.5 for values, and -1e-4 for an unknown argument.
         self._negative_number_matcher = re.compile(r"-\.?\d")
-
-    def format_help(self) -> str:
-        return in_own_words(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""
@@ -92,29 +72,10 @@ class CommandParser(argparse.ArgumentParser):
         fail(ConfigError(problem, field=field, value=value, remedy=remedy))
 
 
-def program(module: str) -> str:
-    """Returns the command that starts `module`, in the way in which this program was started:
-    console script, `python -m rlhf_math MODULE` or `python -m MODULE`.
-    """
-    started = [*sys.orig_argv, "", ""]
-    if Path(started[1]).name.startswith("rlhf-"):
-        return _SCRIPTS.get(module, f"python -m rlhf_math {module}")
-    if started[1:3] == ["-m", "rlhf_math"]:
-        return f"python -m rlhf_math {module}"
-    return f"python -m {module}"
-
-
-def in_own_words(text: str) -> str:
-    """Returns `text` with every `python -m MODULE` of this project replaced by `program`, since
-    outside a checkout there is no such module.
-    """
-    return _MODULE.sub(lambda found: program(found[1]), text)
-
-
 def fail(error: Exception, status: int = 2) -> NoReturn:
     """Prints the error, with its notes in lines of their own, and exits."""
     notes = getattr(error, "__notes__", [])
-    log_exit_reason(in_own_words("\n".join([f"error: {error}", *notes])))
+    log_exit_reason("\n".join([f"error: {error}", *notes]))
     raise SystemExit(status)
 
 

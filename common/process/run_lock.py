@@ -31,7 +31,7 @@ _SETTLE_S = 1.0
 """Seconds after which a run that took over looks whether it still has the directory."""
 _READER_S = 0.1
 _TRIES = 5
-"""Whoever asks whether a run lives (the dashboard, `rlhf-diagnose`) has the lock for a moment."""
+"""Whoever asks whether a run lives (the dashboard, `rlhf diagnose`) has the lock for a moment."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system that does not support locks."""
 _SIZE = 512

@@ -3,7 +3,7 @@
 
 - On a cluster, SkyPilot names node *i* of a task `{task}-{i}.{group}` (Kubernetes, `/etc/hosts`
   refreshed every 5 s).
-- Under `python -m jobgroup.local`, `JOBGROUP_HOSTS` maps those names to loopback addresses of this
+- Under `rlhf local`, `JOBGROUP_HOSTS` maps those names to loopback addresses of this
   machine, with ports shifted where the platform has a single loopback address.
 - Outside a job group every task is on 127.0.0.1 at its own port.
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from common.errors import ConfigError, did_you_mean
+from common.prompts.shown import OPENED_THOUGHT
 from common.prompts.templates import filled
 from common.settings.chat_templates import variables
 from common.settings.config import Config
@@ -199,6 +200,14 @@ class Prompter:
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; see `prompt_text`."""
         return self.all_token_ids([prompt])[0]
+
+    def answer_start(self, prompt: Prompt) -> str:
+        """Returns the text of a prompt that belongs to its answer: the mark that opens a thought,
+        if the template ends with one, and the prefill.
+        """
+        text = prompt_text(prompt, self.style, self.tokenizer)
+        opened = OPENED_THOUGHT.search(text.removesuffix(self.style.prefill))
+        return (opened[0] if opened else "") + self.style.prefill
 
     def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Returns `token_ids` of several prompts. Raises ConfigError for a token that the model

@@ -293,14 +293,14 @@ def _sampling(config: Settings) -> Iterator[str]:
     if truncated and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
         yield (
             f"sampling.{truncated} requires that SGLang reports the candidates of every token, and "
-            "{rollout.router} removes that field from requests: leave rollout.router out (smg), or "
+            "{rollout.router} removes that field from requests: leave rollout.router out, or "
             f"set it only for evaluations (evaluation.{truncated})"
         )
     replays = config.trainer.routing_replay
     if replays and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
         yield (
             "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
-            "{rollout.router} removes that field from requests: leave rollout.router (smg) or "
+            "{rollout.router} removes that field from requests: leave rollout.router or "
             "trainer.routing_replay out"
         )
 

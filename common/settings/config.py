@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError, did_you_mean, shorten
-from common.process.cli import fail, program
+from common.process.cli import fail
 from common.process.topology import Topology, setting_status
 from common.settings.checks import check
 from common.settings.explain import explained
@@ -178,7 +178,7 @@ def main(run: Callable[[Config], None], prog: str) -> None:
     `setting_status()`.
     """
     try:
-        run(load(prog=program(prog)))
+        run(load(prog=f"python -m {prog}"))
     except ConfigError as error:
         fail(error, setting_status())
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from common.process.cli import in_own_words
 from common.settings.section import IN_HELP
 
 
@@ -38,7 +37,7 @@ def print_help(
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
         default = defaults.get(name, field.default)
-        text = in_own_words(f"{meanings.get(name, field.description)} (default: {default})")
+        text = f"{meanings.get(name, field.description)} (default: {default})"
         groups[section].add_argument(
             f"--{name}", metavar=_kind(field.annotation), help=text.replace("%", "%%")
         )

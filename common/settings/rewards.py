@@ -139,7 +139,7 @@ class JudgeReward(Reward):
     concurrency: PositiveInt = 16
     """Maximum concurrent requests."""
     max_tokens: PositiveInt = 1024
-    """Longest reply, in tokens."""
+    """Longest reply, in tokens, thoughts included. A reply that is cut there gives no score."""
 
     @model_validator(mode="after")
     def _no_secrets(self) -> "JudgeReward":

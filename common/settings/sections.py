@@ -74,7 +74,7 @@ class ModelSection(Section):
     """The policy."""
 
     name: InHelp[str] = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model on the Hugging Face hub, or a local directory. `python -m trainer.tiny_model DIR` makes
+    """Model on the Hugging Face hub, or a local directory. `rlhf tiny-model DIR` makes
     the built-in one."""
     dtype: InHelp[Literal["float32", "bfloat16"]] = "bfloat16"
     """Compute precision on a GPU. Master weights are always float32; a CPU always computes in
@@ -348,9 +348,10 @@ class RolloutSection(Section):
     model with LongRoPE (docs/reference/models.md). For SGLang on a CPU, this times
     `max_running_requests` is the size of the KV cache in tokens (at most 30 % of the free
     memory)."""
-    router: Literal["smg", "sglang-router"] = "smg"
-    """Program in front of the engines: `smg`, or `sglang-router`, its predecessor, which images of
-    SGLang contain."""
+    router: Literal["auto", "sglang-router", "smg"] = "auto"
+    """Program in front of the engines: `sglang-router`, or `smg`, its successor, which passes on
+    every field of a request. `auto` takes smg where a run needs a field that sglang-router drops
+    (docs/adr/0072-router-auto.md)."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
     """How the router chooses an engine: in turn, at random, or by what each has cached
     (docs/explanation/engines.md)."""
@@ -592,7 +593,7 @@ class TrainerSection(Section):
     """`true`: keep only the inputs of decoder layers and recompute the rest: less memory, about a
     third more time. `selective`: keep the results of matrix products and attention too, so that
     little is recomputed. `false`: keep everything. `auto`: the fastest of them that the estimate of
-    `rlhf-doctor --plan` lets fit 90 % of a GPU; everything on a CPU."""
+    `rlhf doctor --plan` lets fit 90 % of a GPU; everything on a CPU."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free the gathered weights of a layer after each use (ZeRO-3). `false`: gather them once for
     an update and free them after its last backward pass (ZeRO-2), for 2 bytes per parameter.
@@ -623,7 +624,7 @@ class TrainerSection(Section):
     oldest steps are
     removed first. 0: keep none."""
     audit: bool = False
-    """Record what `rlhf-replay` needs to re-execute any step of the run and compare it bit for bit,
+    """Record what `rlhf audit` needs to re-execute any step of the run and compare it bit for bit,
     in `run_dir/audit.jsonl` beside `run_dir/groups`."""
     resume: bool = True
     """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from trainer.evaluation.uncertainty import accuracy_text
 from trainer.observe.run_dir import console, read_lines
 
 
@@ -53,7 +54,9 @@ def main(directory: Path) -> None:
 
 
 def _with_error(evaluation: dict[str, Any]) -> str:
-    return f"{evaluation['accuracy']:.3f} ± {evaluation['standard_error']:.3f}"
+    return accuracy_text(
+        evaluation["accuracy"], evaluation["standard_error"], evaluation["num_samples"]
+    )
 
 
 if __name__ == "__main__":

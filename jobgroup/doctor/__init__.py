@@ -1,1 +1,1 @@
-"""`python -m jobgroup.doctor`: is this machine ready for a job group?"""
+"""`rlhf doctor`: is this machine ready for a job group?"""

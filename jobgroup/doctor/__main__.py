@@ -1,4 +1,4 @@
-"""`python -m jobgroup.doctor [YAML]`: is this machine ready for a job group?
+"""`rlhf doctor [YAML]`: is this machine ready for a job group?
 
 Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it?
 In a pod of a running group (`SKYPILOT_JOBGROUP_NAME` is set): is it ready for `--task`? With
@@ -120,10 +120,10 @@ def _report(
 
 _EPILOG = """\
 examples:
-  python -m jobgroup.doctor                                       # is it ready for the demo?
-  python -m jobgroup.doctor my-jobgroup.yaml --env MAX_STEPS=10   # for this group?
-  python -m jobgroup.doctor my-jobgroup.yaml --data               # can its data be graded?
-  python -m jobgroup.doctor --plan Qwen/Qwen2.5-7B-Instruct --gpus 8
+  rlhf doctor                                       # is it ready for the demo?
+  rlhf doctor my-jobgroup.yaml --env MAX_STEPS=10   # for this group?
+  rlhf doctor my-jobgroup.yaml --data               # can its data be graded?
+  rlhf doctor --plan Qwen/Qwen2.5-7B-Instruct --gpus 8
 """
 
 
@@ -131,7 +131,7 @@ def _parser() -> CommandParser:
     about = (
         "Checks a machine, or a pod from within: a line for each check, and a remedy if it fails."
     )
-    parser = CommandParser("jobgroup.doctor", about, epilog=_EPILOG)
+    parser = CommandParser("rlhf doctor", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add(

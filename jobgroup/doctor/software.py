@@ -14,6 +14,7 @@ from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, R
 from jobgroup.doctor.plan import ROOT, Gpu, Plan
 from jobgroup.doctor.report import Result, ask, expect
 from services.rollout.engine_client import toolkit_env
+from services.rollout.router import chosen_router
 
 _EXTRA = dict.fromkeys((DATA, REWARD, REPLAY, ENVIRONMENT), "services")
 _EXTRA |= {ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
@@ -80,7 +81,7 @@ def check_router(plan: Plan) -> Iterator[Result]:
     """Imports the router, a compiled extension: being installed does not prove that it works."""
     job = plan.job(ROLLOUT)
     if job:
-        name = job.config.rollout.router
+        name, _ = chosen_router(job.config)
         module = name.replace("-", "_")
         ask(sys.executable, "-c", f"import {module}", fix="bash jobgroup/setup.sh rollout")
         yield Result("router", "ok", f"{name} can be imported")

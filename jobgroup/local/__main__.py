@@ -1,4 +1,4 @@
-"""`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a
+"""`rlhf local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a
 cluster.
 
 Every node of every task is a process group with the `SKYPILOT_*` variables of its pod. Its name
@@ -29,6 +29,7 @@ from common.process.exits import SIGNALLED, how_ended
 from common.process.run_lock import LOCK, RunLock
 from common.process.security import TOKEN, token
 from common.process.storage import make_directory
+from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
 from common.settings.sources import packaged
 from jobgroup import scrape, spec
@@ -46,16 +47,17 @@ lacks it."""
 _EPILOG = """\
 examples:
   # the built-in task on two CPU cores, with another learning rate; the trainer's output is shown
-  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --follow ppo-trainer \\
+  rlhf local jobgroup/rlhf-math-jobgroup.yaml --follow ppo-trainer \\
     --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml --env RLHF_TRAINER__LEARNING_RATE=1e-4
 
   # three rollout nodes instead of two
-  python -m jobgroup.local jobgroup/rlhf-math-jobgroup.yaml --num-nodes rollout-server=3 \\
+  rlhf local jobgroup/rlhf-math-jobgroup.yaml --num-nodes rollout-server=3 \\
     --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml
 
 python -m trainer --help lists the settings: section.name is the variable RLHF_SECTION__NAME.
 """
 _FILES = 8192
+_TOKEN_FILE = "api_token"  # noqa: S105
 _OURS = re.compile(r"-m (trainer|services)\b")
 """In the command of a task whose process reads our settings."""
 
@@ -145,7 +147,8 @@ def _run(
 ) -> int:
     group = _with_an_interpreter(group, screen)
     tasks = group.tasks
-    for line in [*_notices(tasks, log_dir), *_make_token(tasks, log_dir)]:
+    made = _make_token(tasks, log_dir)
+    for line in [*_notices(tasks, log_dir), *_addresses(group, placement, log_dir, made)]:
         screen.say(line)
     _write_scrape_configuration(group, placement, log_dir)
     _raise_file_limit()
@@ -248,7 +251,7 @@ def _environments(
 
 def _parser() -> CommandParser:
     about = "Runs a SkyPilot job-group YAML on this machine."
-    parser = CommandParser("jobgroup.local", about, epilog=_EPILOG)
+    parser = CommandParser("rlhf local", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
     add(
@@ -331,31 +334,41 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     return lines
 
 
-def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
+def _make_token(tasks: Sequence[Task], log_dir: Path) -> str:
     """Generates a token for tasks that accept one and got none, so that web pages open here cannot
-    call them.
-
-    Returns the lines for the user, who needs the token for the dashboard and for requests.
+    call them. Returns it; empty when none was needed.
     """
     wanting = [task for task in tasks if TOKEN in task.env]
     if not wanting or os.environ.get(TOKEN) or any(task.env[TOKEN] for task in wanting):
-        return []
+        return ""
     value = secrets.token_hex(16)
     os.environ[TOKEN] = value
-    file = log_dir / "api_token"
+    file = log_dir / _TOKEN_FILE
     file.unlink(missing_ok=True)
     file.touch(0o600, exist_ok=False)
     file.write_text(value, encoding="ascii")
-    return [
-        f"API_TOKEN of this run: {value}, also in {file}; "
-        f"add #token={value} to the address of the dashboard, and to calls:",
-        f'  curl -H "Authorization: Bearer $(cat {shlex.quote(str(file))})" …',
-    ]
+    return value
+
+
+def _addresses(group: JobGroup, placement: Placement, log_dir: Path, made: str) -> list[str]:
+    """Returns the lines about the token that was made, if one was, and the dashboard's address."""
+    lines = []
+    if made:
+        file = shlex.quote(str(log_dir / _TOKEN_FILE))
+        lines.append(f"API_TOKEN of this run: {made}, also in {file}; for calls:")
+        lines.append(f'  curl -H "Authorization: Bearer $(cat {file})" …')
+    for task in group.tasks:
+        if task.name == TRAINER and _OURS.search(task.run):
+            port = task.settings({**os.environ, **task.env}).trainer.port
+            url = Topology(group=group.name, local_hosts=placement.hosts).url(TRAINER, port)
+            given = f"#token={made}" if made else ""
+            lines.append(f"dashboard, once the trainer has started: {url}/dashboard/{given}")
+    return lines
 
 
 def _write_scrape_configuration(group: JobGroup, placement: Placement, log_dir: Path) -> None:
     """Writes `prometheus.yml` for the tasks; none for wrong settings, which a task reports."""
-    token_file = "api_token" if token() else None  # beside it
+    token_file = _TOKEN_FILE if token() else None  # beside it
     with suppress(ConfigError):
         text = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
         (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")

@@ -24,6 +24,8 @@ class Screen:
 
     def __init__(self, names: Sequence[str], follow: str | None = None) -> None:
         self.follow = follow
+        self.hushed: set[str] = set()
+        """Nodes whose lines are no longer shown; their logs have them."""
         self._own = sys.stderr if follow else sys.stdout
         self._colourful = self._own.isatty() and not os.environ.get("NO_COLOR")
         width = max(len(name) for name in (*names, _OWN))
@@ -34,7 +36,7 @@ class Screen:
             self._prefixes[name] = text.encode()
 
     def line(self, name: str, text: bytes) -> None:
-        if self.follow is None:
+        if self.follow is None and name not in self.hushed:
             self._write(self._prefixes[name] + _shown(text) + b"\n")
 
     def raw(self, data: bytes) -> None:

@@ -17,7 +17,9 @@ from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.spec import Task
 
-State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
+State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "STOPPED"]
+"""`STOPPED`: ended after the primary tasks have succeeded, as every service is; SkyPilot calls it
+CANCELLED."""
 _BACKSTOP_S = 5.0
 _CAUSE_S = 10.0
 """Time for the node that failed by itself to end, after one that only follows it."""
@@ -39,6 +41,7 @@ class TaskRun:
         """The node whose last lines say why the task failed for good."""
         self._counted = 0
         self._stopping = False
+        self._state_if_stopped: State = "CANCELLED"
         self._began = self._ended = time.monotonic()
 
     @property
@@ -76,9 +79,12 @@ class TaskRun:
             self.restarts += 1
             which = f"restart {self.restarts} of {self.task.name}"
             self._tell(failed, f"{which} (at most {self.task.max_restarts})")
-        self._finish("CANCELLED")
+        self._finish(self._state_if_stopped)
 
-    def stop(self) -> None:
+    def stop(self, state: State = "CANCELLED") -> None:
+        """Ends the task's nodes; `state` is then that of the task. Further calls change nothing."""
+        if not self._stopping:
+            self._state_if_stopped = state
         self._stopping = True
         for node in self.nodes:
             node.stop()
@@ -194,6 +200,8 @@ class Runner:
             await self._until_primaries_end(running)
             if all(run.state == "SUCCEEDED" for run in self._primary):
                 running_on = [run for run in self.runs if run.state == "RUNNING"]
+                # Services that no longer reach the trainer warn of it.
+                self.screen.hushed |= {node.name for run in running_on for node in run.nodes}
                 await asyncio.gather(*map(self._stop_later, running_on))
         finally:
             for run in self.runs:
@@ -228,7 +236,7 @@ class Runner:
 
     async def _stop_later(self, run: TaskRun) -> None:
         await asyncio.sleep(run.task.termination_delay_s)
-        run.stop()
+        run.stop("STOPPED")
 
     def _start(self, task: Task, rank: int) -> Node:
         name = f"{task.name}-{rank}"

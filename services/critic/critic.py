@@ -204,7 +204,7 @@ class Critic:
         except Exception as error:  # a damaged file may cause any error
             reason = f"{type(error).__name__} {error}".splitlines()[0]
             raise ConfigError(
-                f"the critic cannot resume from the checkpoint: {reason}",
+                f"the critic cannot resume from the checkpoint ({_STATE} or state/): {reason}",
                 field="checkpoint",
                 value=str(directory),
                 remedy="remove that directory to continue from the checkpoint before it, "

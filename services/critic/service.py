@@ -165,14 +165,8 @@ class CriticService:
             about = json.loads((path / _OWNER).read_text())
             owner = about["run_id"]
             changed = damaged(path, about["files"])
-            if changed is not None:
-                raise ValueError(f"{changed} has changed since it was written")
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"the critic saved at step {step} is damaged: {type(error).__name__} {error}"
-            remedy = (
-                "remove the trainer's checkpoint of that step to continue from the one before it"
-            )
-            raise NotFound(reason, field="step", value=str(path), remedy=remedy) from None
+        except (ValueError, KeyError, TypeError):
+            changed = _OWNER
         except FileNotFoundError:
             raise NotFound(
                 f"no critic was saved here at step {step}",
@@ -181,6 +175,15 @@ class CriticService:
                 remedy="mount a volume for STATE_DIR on critic-server, "
                 "or start the run again with --trainer.resume false",
             ) from None
+        if changed is not None:
+            raise NotFound(
+                f"the critic saved at step {step} is damaged: {changed} has changed since it was "
+                "written",
+                field="step",
+                value=str(path),
+                remedy="remove the trainer's checkpoint of that step to continue from the one "
+                "before it",
+            )
         if saved_by is not None and owner != saved_by:
             raise NotFound(
                 f"the critic saved at step {step} belongs to run {owner}",

@@ -8,56 +8,103 @@ schema.
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-from services.environment.messages import parsed_arguments
+from services.environment.messages import encodable
 
 Call = tuple[str, Any]
 """The name of a tool and its arguments."""
-Tools = Mapping[str, Mapping[str, Any]]
-"""The properties in the schema of every offered tool, by its name."""
+Tools = Mapping[str, Any]
+"""The schema of every offered tool's arguments, by the tool's name."""
 Read = Callable[[str, Tools], list[Call]]
-"""Returns the calls in the text of one block. Raises ValueError for anything else."""
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(text, re.DOTALL)
-
+"""Returns the calls in the text of one block; none, if it is no call after all. Raises ValueError
+for a call that cannot be read."""
 
 # An answer may be anything: no pattern has two neighbours that take the same characters, which
-# would take a time beyond all bounds. The opening mark of thoughts is often in the prompt, so the
-# answer has only the closing one.
-_THINK = _pattern(r"\A\s*+(?:<think>(.*?)(?:</think>|\Z)|(.*?)</think>)")
+# would take a time beyond all bounds.
+_THINK = r"\A\s*+<think>(?P<thought>.*?)(?:</think>|\Z)"
+
+# What may hold any mark, and ends only with its own: a text in JSON or Python, a marked value.
+_JSON_TEXT = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
+_PYTHON_TEXT = rf"{_JSON_TEXT}|'(?:[^'\\]|\\.)*+(?:'|\Z)"
+_GEMMA_TEXT = r'<\|"\|>.*?(?:<\|"\|>|\Z)'
 
 
 class CallFormat(NamedTuple):
-    """How a family writes its answers. The first group of a pattern that took part is the text."""
+    """How a family writes its answers."""
 
     name: str
-    block: re.Pattern[str]
-    """One block, with one or more calls."""
+    pieces: re.Pattern[str]
+    """Finds, from the left, a `call` (a block with one call or more), a `thought`, the `end` of a
+    thought that began in the prompt, and what nobody should see. None is found within another."""
     read: Read
-    thought: re.Pattern[str] = _THINK
-    markup: re.Pattern[str] | None = None
-    """What neither a program nor a user should see of the rest."""
 
 
-def properties_of(tools: Sequence[dict[str, Any]]) -> Tools:
-    """Returns the properties of the offered tools, by name."""
-    properties: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        parameters = tool["function"].get("parameters")
-        of_tool = parameters.get("properties") if isinstance(parameters, dict) else None
-        properties[tool["function"]["name"]] = of_tool if isinstance(of_tool, dict) else {}
-    return properties
+def _pieces(
+    start: str,
+    end: str,
+    *,
+    holds: str = _JSON_TEXT,
+    thought: str = _THINK,
+    markup: str = "",
+    reads_end: bool = False,
+) -> re.Pattern[str]:
+    """Returns the pattern of a format's pieces.
+
+    Args:
+        start: begins a block of calls.
+        end: ends it, as does the end of the answer.
+        holds: what may hold these marks as text.
+        thought: a whole thought.
+        markup: what neither a program nor a user should see.
+        reads_end: whether the reader needs `end`, to tell a call that was cut.
+    """
+    body = rf"(?:(?>{holds})|[^\"'<\[;]++|(?!</think>).)*?"
+    # A block that is only mentioned in a thought leaves the thought's end alone.
+    end = rf"(?:{end}|(?=</think>)|\Z)"
+    block = rf"(?P<call>{body}{end})" if reads_end else rf"(?P<call>{body}){end}"
+    pieces = [thought, f"{start}{block}"]
+    if "</think>" in thought:
+        pieces.append("(?P<end></think>)")
+    if markup:
+        pieces.append(markup)
+    return re.compile("|".join(pieces), re.DOTALL)
+
+
+def _value(argument: tuple[str, str]) -> str:
+    """Returns the pattern of an argument between tags, closed or not."""
+    opens, closes = argument
+    return rf"{opens}.*?(?:{closes}|\Z)"
+
+
+def schemas_of(tools: Sequence[dict[str, Any]]) -> Tools:
+    """Returns the schemas of the offered tools' arguments, by name."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
 
 def _json(text: str) -> Any:
+    """Reads JSON with `?` for lone surrogates. Raises ValueError for what is no JSON or no number
+    elsewhere: Python reads NaN, reads 1e400 as infinity, and knows integers without bounds.
+    """
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_int=_integer)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        sent = encodable(written)
+        return value if sent == written else json.loads(sent)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the tool call is not JSON: {error}") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"{digits[:20]}… is too large for a number")
+    return int(digits)
+
+
+_MAX_DIGITS = 308
+"""Every integer of so many digits fits into a float, which is all that other languages have."""
 
 
 def _read_object(text: str, tools: Tools) -> list[Call]:
@@ -79,14 +126,37 @@ def _call(content: Any) -> Call:
     name = content.get("name", content.get("tool_name"))
     if not isinstance(name, str):
         raise ValueError("the tool call has no name")
-    arguments = parsed_arguments(content.get("arguments", content.get("parameters")))
-    return name, _mapping(arguments)
+    arguments = content.get("arguments", content.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _json(arguments) if arguments.strip() else None
+    return name, _mapping({} if arguments is None else arguments)
 
 
 def _mapping(arguments: Any) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of the tool call are not a mapping")
     return arguments
+
+
+def _read_bare(text: str, tools: Tools) -> list[Call]:
+    """Reads an object as `_read_object` does, if a mark says that it is a call or it names an
+    offered tool: an answer may be JSON too.
+    """
+    content = text.strip()
+    is_marked = content.startswith(_PYTHON_TAG)
+    content = content.removeprefix(_PYTHON_TAG)
+    try:
+        call = _call(_json(content))
+    except ValueError:
+        named = _NAMED.match(content)
+        if is_marked or (named is not None and named[1] in tools):
+            raise
+        return []
+    return [call] if is_marked or call[0] in tools else []
+
+
+_PYTHON_TAG = "<|python_tag|>"
+_NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"')
 
 
 def _named_json(head: str) -> Read:
@@ -102,15 +172,19 @@ def _named_json(head: str) -> Read:
     return read
 
 
-def _tagged(call: str, argument: str) -> Read:
+def _tagged(start: str, end: str, argument: tuple[str, str]) -> Read:
     """Returns a reader of calls whose arguments are text between tags.
 
     Args:
-        call: finds a whole call: its name and the text of its arguments.
-        argument: finds an argument: its name and its value.
+        start: begins a call; its group is the tool's name.
+        end: ends it.
+        argument: begins an argument, with its name as the group, and ends it.
     """
-    calls = re.compile(call, re.DOTALL)
-    arguments = re.compile(argument, re.DOTALL)
+    opens, closes = argument
+    # Beside the arguments, none begins and no call does: what is not closed is not skipped.
+    body = rf"(?:(?>{opens}.*?{closes})|(?!{opens}|{start}).)*?"
+    calls = re.compile(rf"{start}({body}){end}", re.DOTALL)
+    arguments = re.compile(rf"{opens}(.*?){closes}", re.DOTALL)
 
     def read(text: str, tools: Tools) -> list[Call]:
         # What is left over was meant as something: a call without it is not what was asked for.
@@ -118,11 +192,11 @@ def _tagged(call: str, argument: str) -> Read:
             raise ValueError("the tool call is not closed, or something is beside it")
         found = []
         for match in calls.finditer(text):
-            name, body = match.groups()
+            name, body = match.group(1, 2)
             if arguments.sub("", body).strip():
                 raise ValueError(f"the arguments of {name} are not all closed")
-            types = tools.get(name, {})
-            values = {key: _typed(value, types.get(key)) for key, value in arguments.findall(body)}
+            schema = tools.get(name)
+            values = {key: _typed(value, schema, key) for key, value in arguments.findall(body)}
             found.append((name, values))
         if not found:
             raise ValueError("the tool call has no name")
@@ -131,19 +205,22 @@ def _tagged(call: str, argument: str) -> Read:
     return read
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """Returns a value that was written as bare text, in a type that its schema allows.
+def _typed(text: str, parameters: Any, name: str) -> Any:
+    """Returns an argument that was written as bare text, as a value that the schema of the tool's
+    parameters allows.
 
     Text that is no such value stays text; the tool says what it thinks of it.
     """
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = _json(text)
+    except ValueError:
         # Templates that print Python's values write True, False and None.
         value = _PYTHON_WORDS.get(text.strip(), text)
-    types = set(_types(schema))
-    kinds = _KINDS.get(type(value), set())
-    return value if kinds and (not types or kinds & types) else text
+    if isinstance(value, str):  # text is never read as JSON text
+        return text
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    schema = properties.get(name) if isinstance(properties, dict) else None
+    return value if _allows(schema, value, parameters) else text
 
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
@@ -155,21 +232,63 @@ _KINDS = {
     list: {"array"},
     type(None): {"null"},
 }
-"""The types of a schema that allow a value, by its class. Text is never read as JSON text."""
+"""The types of a schema that allow a value, by its class."""
 
 
-def _types(schema: Any) -> Iterator[str]:
-    """Yields the types that a schema names; none, if it allows everything."""
-    if isinstance(schema, str):
-        yield schema
-    elif isinstance(schema, list):
-        for choice in schema:
-            yield from _types(choice)
-    elif isinstance(schema, dict):
-        if schema.get("nullable"):
-            yield "null"
-        for name in ("type", "anyOf", "oneOf"):
-            yield from _types(schema.get(name))
+def _allows(schema: Any, value: Any, root: Any, within: frozenset[str] = frozenset()) -> bool:
+    """Returns whether a schema allows a value by its type, enumeration and parts.
+
+    Args:
+        schema: what cannot be understood in it allows everything.
+        value: anything of JSON but text.
+        root: the schema in which references are looked up.
+        within: the references that led here.
+    """
+    if isinstance(schema, str):  # some write only the type
+        schema = {"type": schema}
+    if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
+        return True
+
+    def allowed(part: Any) -> bool:
+        return _allows(part, value, root, within)
+
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in within:
+        target = _referred(reference, root)
+        if not _allows(target, value, root, within | {reference}):
+            return False
+
+    types = _listed(schema.get("type"))
+    names = [name for name in types if isinstance(name, str)]
+    if names and not _KINDS[type(value)] & set(names):
+        return False
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list | tuple) and not any(_is(choice, value) for choice in choices):
+        return False
+    if not all(map(allowed, _listed(schema.get("allOf")))):
+        return False
+    alternatives = (_listed(schema.get(name)) for name in ("anyOf", "oneOf"))
+    return all(not parts or any(map(allowed, parts)) for parts in alternatives)
+
+
+def _listed(part: Any) -> list[Any]:
+    if part is None:
+        return []
+    return list(part) if isinstance(part, list | tuple) else [part]
+
+
+def _is(choice: Any, value: Any) -> bool:
+    """Returns whether two values of JSON are equal; Python has True equal 1."""
+    return bool(choice == value) and isinstance(choice, bool) == isinstance(value, bool)
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """Returns what a reference such as `#/$defs/Code` refers to; None if it is not in `root`."""
+    target = root if reference.startswith("#") else None
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        target = target.get(name) if isinstance(target, dict) else None
+    return target
 
 
 def _read_python(text: str, tools: Tools) -> list[Call]:
@@ -202,7 +321,7 @@ def _literal(node: ast.expr) -> Any:
     try:
         # By way of its text, so that the renamed words are read as Python's.
         value = ast.literal_eval(ast.unparse(node))
-        return json.loads(json.dumps(value))
+        return _json(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError):
         raise ValueError("an argument of the tool call is not a literal") from None
 
@@ -224,104 +343,125 @@ def _read_gemma(text: str, tools: Tools) -> list[Call]:
     return [(match[1], _mapping(_json("".join(parts))))]
 
 
-_TAG = _pattern(r"<tool_call>(.*?)(?:</tool_call>|\Z)")
 _CHANNEL = r"(?:<\|start\|>assistant)?"
-_INVOKE = r"<(?:[^\s<>/]*?)invoke name=\"([^\"]+)\">(.*?)</(?:[^\s<>/]*?)invoke>"
-_PARAMETER = r"<(?:[^\s<>/]*?)parameter name=\"([^\"]+)\"[^>]*>(.*?)</(?:[^\s<>/]*?)parameter>"
+_PARAMETER = (r"<parameter=([^\s>]+)>\n?", r"\n?</parameter>")
+_KEY_AND_VALUE = (r"<arg_key>([^<]*)</arg_key>\s*<arg_value>", "</arg_value>")
+_NAMED_PARAMETER = (
+    r"<(?:[^\s<>/]*?)parameter name=\"([^\"]+)\"[^>]*>",
+    r"</(?:[^\s<>/]*?)parameter>",
+)
+_INVOKE = r"<(?:[^\s<>/]*?)invoke name=\"([^\"]+)\">"
+_INVOKED = r"</(?:[^\s<>/]*?)invoke>"
 
-HERMES = CallFormat("Hermes", _TAG, _read_object)
+HERMES = CallFormat("Hermes", _pieces("<tool_call>", "</tool_call>"), _read_object)
 
 FORMATS = (
     HERMES,
     CallFormat(
         "Qwen3-Coder",
-        _TAG,
-        _tagged(
-            r"<function=([^\s>]+)>(.*?)</function>",
-            r"<parameter=([^\s>]+)>\n?(.*?)\n?</parameter>",
-        ),
+        _pieces("<tool_call>", "</tool_call>", holds=_value(_PARAMETER)),
+        _tagged(r"<function=([^\s>]+)>", "</function>", _PARAMETER),
     ),
     CallFormat(
         "GLM",
-        # With its end: without it, a call that was cut looks like one with fewer arguments.
-        _pattern(r"<tool_call>(.*?(?:</tool_call>|\Z))"),
-        _tagged(
-            r"\A\s*+([^\s<]++)(.*)</tool_call>\Z",
-            r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>",
-        ),
+        # Without its end, a call that was cut looks like one with fewer arguments.
+        _pieces("<tool_call>", "</tool_call>", holds=_value(_KEY_AND_VALUE), reads_end=True),
+        _tagged(r"\A\s*+([^\s<]++)", r"</tool_call>\Z", _KEY_AND_VALUE),
     ),
     CallFormat(
         "Python calls",
-        _pattern(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)"),
+        _pieces(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", holds=_PYTHON_TEXT),
         _read_python,
     ),
     CallFormat(
         "Python calls in tags",
-        _pattern(r"<function_calls>(.*?)(?:</function_calls>|\Z)"),
+        _pieces("<function_calls>", "</function_calls>", holds=_PYTHON_TEXT),
         _read_python,
     ),
     CallFormat(
         "Gemma 4",
-        _pattern(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)"),
+        _pieces(
+            r"<\|tool_call>",
+            r"<tool_call\|>",
+            holds=_GEMMA_TEXT,
+            thought=r"<\|channel>thought\n?(?P<thought>.*?)(?:<channel\|>|\Z)",
+        ),
         _read_gemma,
-        thought=_pattern(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)"),
     ),
     CallFormat(
         "Harmony",
-        _pattern(rf"{_CHANNEL}(?:<\|channel\|>commentary)? ?to=functions\.(.*?)(?:<\|call\|>|\Z)"),
-        _named_json(
-            r"([^\s<]+)(?:<\|channel\|>commentary)?(?:\s*<\|constrain\|>)?\s*(?:json)?<\|message\|>"
+        _pieces(
+            rf"(?:{_CHANNEL}<\|channel\|>(?:analysis|commentary)|\A|<\|start\|>assistant)"
+            r" ?to=functions\.",
+            r"<\|(?:call|end|return)\|>",
+            thought=rf"{_CHANNEL}<\|channel\|>analysis<\|message\|>"
+            r"(?P<thought>.*?)(?:<\|end\|>|(?=<\|start\|>|<\|channel\|>)|\Z)",
+            markup=rf"{_CHANNEL}<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>)?"
+            r"\s*[a-z]*<\|message\|>|<\|end\|>",
         ),
-        thought=_pattern(rf"{_CHANNEL}<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|\Z)"),
-        markup=_pattern(rf"{_CHANNEL}<\|channel\|>(?:final|commentary)<\|message\|>|<\|end\|>"),
+        # The models write `json` or `code`, with its mark or without, and often in `analysis`.
+        _named_json(
+            r"([^\s<]+)(?:<\|channel\|>(?:analysis|commentary))?(?:\s*<\|constrain\|>)?"
+            r"\s*[a-z]*<\|message\|>"
+        ),
     ),
     CallFormat(
         "DeepSeek",
-        _pattern(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)"),
+        _pieces(
+            "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", markup="<｜tool▁calls▁(?:begin|end)｜>"
+        ),
         _named_json(r"(?:function<｜tool▁sep｜>)?([^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"),
-        markup=_pattern(r"<｜tool▁calls▁(?:begin|end)｜>"),
     ),
     CallFormat(
         "Kimi",
-        _pattern(r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)"),
+        _pieces(
+            r"<\|tool_call_begin\|>",
+            r"<\|tool_call_end\|>",
+            markup=r"<\|tool_calls?_section_(?:begin|end)\|>",
+        ),
         _named_json(r"(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"),
-        markup=_pattern(r"<\|tool_calls_section_(?:begin|end)\|>"),
     ),
     CallFormat(
         "invoke",
-        _pattern(r"(<[^\s<>/]*invoke name=.*?(?:</[^\s<>/]*invoke>|\Z))"),
-        _tagged(_INVOKE, _PARAMETER),
-        thought=_pattern(
-            r"\A\s*+(?:<think>(.*?)(?:</think>|\Z)|(.*?)</think>"
-            r"|to=self<\|message\|>(.*?)(?:<\|eom\|>|\Z))"
+        _pieces(
+            r"(?=<[^\s<>/]*invoke name=)",
+            _INVOKED,
+            holds=_value(_NAMED_PARAMETER),
+            thought=rf"{_THINK}|\A\s*+to=self<\|message\|>(?P<to_self>.*?)(?:<\|eom\|>|\Z)",
+            markup=r"</?[^\s<>/]*(?:function_calls|tool_calls?)>"
+            rf"|{_CHANNEL} ?to=[^\s<]+<\|message\|>|<\|eom\|>",
+            reads_end=True,
         ),
-        markup=_pattern(
-            r"</?[^\s<>/]*(?:function_calls|tool_calls?)>"
-            rf"|{_CHANNEL} ?to=[^\s<]+<\|message\|>|<\|eom\|>"
-        ),
+        _tagged(_INVOKE, _INVOKED, _NAMED_PARAMETER),
     ),
     CallFormat(
         "Mistral",
-        _pattern(r"\[TOOL_CALLS\]([^\[{].*?)(?=\[TOOL_CALLS\]|\Z)"),
+        _pieces(
+            r"\[TOOL_CALLS\](?=[^\[{])",
+            r"(?=\[TOOL_CALLS\])",
+            thought=r"\A\s*+\[THINK\](?P<thought>.*?)(?:\[/THINK\]|\Z)",
+        ),
         _named_json(r"([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?"),
-        thought=_pattern(r"\A\s*+\[THINK\](.*?)(?:\[/THINK\]|\Z)"),
     ),
-    CallFormat("Mistral lists", _pattern(r"\[TOOL_CALLS\](.*)\Z"), _read_list),
+    CallFormat("Mistral lists", _pieces(r"\[TOOL_CALLS\]", r"\Z"), _read_list),
     CallFormat(
         "lists after a mark",
-        _pattern(r"(?:<\|tool_call\|>|<tool_calls>)(.*?)(?:<\|/tool_call\|>|</tool_calls>|\Z)"),
+        _pieces(r"(?:<\|tool_call\|>|<tool_calls>)", r"(?:<\|/tool_call\|>|</tool_calls>)"),
         _read_list,
     ),
     CallFormat(
         "Command",
-        _pattern(r"<\|START_ACTION\|>(.*?)(?:<\|END_ACTION\|>|\Z)"),
+        _pieces(
+            r"<\|START_ACTION\|>",
+            r"<\|END_ACTION\|>",
+            thought=r"<\|START_THINKING\|>(?P<thought>.*?)(?:<\|END_THINKING\|>|\Z)",
+            markup=r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>",
+        ),
         _read_list,
-        thought=_pattern(r"<\|START_THINKING\|>(.*?)(?:<\|END_THINKING\|>|\Z)"),
-        markup=_pattern(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
     ),
     CallFormat(
         "Llama 3",
-        _pattern(r"\A\s*+(?:<\|python_tag\|>)?\s*+(\{\s*\"(?:name|type)\".*)\Z"),
-        _read_object,
+        _pieces(r"(?:\A|(?<=</think>)|(?<=\});)\s*+(?=<\|python_tag\|>|\{)", r"(?=;)|\Z"),
+        _read_bare,
     ),
 )

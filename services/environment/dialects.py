@@ -19,7 +19,6 @@ from services.environment.messages import (
     ROLES,
     History,
     Message,
-    encodable,
     parse_messages,
     parse_tools,
     text_of,
@@ -426,13 +425,12 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         content.append({"type": "text", "text": message.content})
     for tool_call in message.tool_calls:
         function = tool_call["function"]
-        arguments = function["arguments"]
         content.append(
             {
                 "type": "tool_use",
                 "id": tool_call["id"],
                 "name": function["name"],
-                "input": json.loads(encodable(json.dumps(arguments, ensure_ascii=False))),
+                "input": _of_64_bits(function["arguments"]),
             }
         )
 
@@ -454,6 +452,19 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         "stop_sequence": answer.stop_text or None,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
+
+
+def _of_64_bits(value: Any) -> Any:
+    """Returns arguments with floats for integers of more than 64 bits, which orjson cannot
+    write.
+    """
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return float(value)
+    if isinstance(value, dict):
+        return {name: _of_64_bits(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_of_64_bits(item) for item in value]
+    return value
 
 
 def _messages_events(body: Json, _: Call) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Messages in OpenAI's chat format, as passed to the chat template and compared by the gateway."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,8 @@ ROLES = {
 _CALL_FORM = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
 _TOOL_FORM = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
 _REASONING = ("reasoning_content", "reasoning")
+_EXACT = 2**53
+"""A float holds every integer below this one exactly."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Message:
             "name": self.fields.get("name"),
             "calls": [call["function"] for call in self.tool_calls],
         }
-        return json.dumps(_with_whole_numbers(compared), sort_keys=True)
+        return json.dumps(_as_numbers(compared), sort_keys=True)
 
     @cached_property
     def _parts(self) -> tuple[str, str]:
@@ -101,7 +102,7 @@ class Message:
     @cached_property
     def _calls(self) -> str:
         calls = [call["function"] for call in self.tool_calls]
-        return json.dumps(_with_whole_numbers(calls), sort_keys=True)
+        return json.dumps(_as_numbers(calls), sort_keys=True)
 
 
 def _plain(text: str) -> str:
@@ -269,14 +270,18 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    """Writes whole numbers as integers, because JavaScript sends 1.0 back as 1."""
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+def _as_numbers(value: Any) -> Any:
+    """Writes numbers alike that JavaScript does not tell apart: 1.0 comes back as 1, and an integer
+    from 2^53 on as the nearest float.
+    """
+    if isinstance(value, float) and abs(value) < _EXACT and value.is_integer():
         return int(value)
+    if isinstance(value, int) and abs(value) >= _EXACT:
+        return float(str(value))  # by way of its text, which may be beyond all floats
     if isinstance(value, dict):
-        return {name: _with_whole_numbers(item) for name, item in value.items()}
+        return {name: _as_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_whole_numbers(item) for item in value]
+        return [_as_numbers(item) for item in value]
     return value
 
 

@@ -1,11 +1,10 @@
 """Extracts thoughts and tool calls from answers, in the format of the model."""
 
-import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.environment.call_formats import HERMES, CallFormat, properties_of
+from services.environment.call_formats import HERMES, Call, CallFormat, schemas_of
 from services.environment.messages import Message
 
 
@@ -27,56 +26,65 @@ def parse_answer(
     If one tool call cannot be read, all of them stay in the content, so that nothing that was
     sampled is lost.
     """
-    fields: dict[str, Any] = {"role": "assistant"}
-    thoughts = [_text(match) for match in call_format.thought.finditer(text)]
-    content = text
-    if thoughts:
-        fields["reasoning_content"] = "\n".join(thoughts).strip()
-        content = call_format.thought.sub("", text).lstrip()
-
-    tool_calls: list[dict[str, Any]] = []
+    schemas = schemas_of(tools)
+    thoughts, parts = _split(text, call_format)
+    calls: list[Call] = []
+    spoken: list[str] = []
     problem = ""
     try:
-        calls = read_calls(content, tools, call_format) if tools else []
+        for part, block in parts:
+            found = call_format.read(block, schemas) if tools and block is not None else []
+            calls += found
+            if not found:
+                spoken.append(part)
     except ValueError as error:
-        calls = []
         problem = str(error)
     except RecursionError:
-        calls = []
         problem = "the tool call is nested too deeply"
-    for number, (name, arguments) in enumerate(calls):
-        identifier = f"call_{id_prefix}_{number}" if id_prefix else f"call_{uuid.uuid4().hex[:24]}"
-        tool_calls.append(
-            {
-                "id": identifier,
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
 
-    if tool_calls:
-        fields["tool_calls"] = tool_calls
-        content = call_format.block.sub("", content)
-    if call_format.markup is not None:
-        content = call_format.markup.sub("", content)
-    if tool_calls:
-        content = content.strip()
+    if problem and not thoughts and "</think>" in text:
+        # Its end may stand in what looks like a string: of a call that a thought only begins.
+        after_thought = parse_answer(f"<think>{text}", tools, call_format, id_prefix)
+        if after_thought.message.tool_calls:
+            return after_thought
+
+    fields: dict[str, Any] = {"role": "assistant"}
+    content = "".join(part for part, _ in parts)
+    if thoughts:
+        fields["reasoning_content"] = "\n".join(thoughts).strip()
+        content = content.lstrip()
+    if calls and not problem:
+        fields["tool_calls"] = []
+        for number, (name, arguments) in enumerate(calls):
+            unique = f"{id_prefix}_{number}" if id_prefix else uuid.uuid4().hex[:24]
+            function = {"name": name, "arguments": arguments}
+            fields["tool_calls"].append(
+                {"id": f"call_{unique}", "type": "function", "function": function}
+            )
+        content = "".join(spoken).strip()
     return Parsed(Message(fields | {"content": content}), problem)
 
 
-def read_calls(
-    text: str, tools: Sequence[dict[str, Any]], call_format: CallFormat
-) -> list[tuple[str, Any]]:
-    """Returns the name and arguments of every tool call. Raises ValueError when one cannot be
-    read.
+def _split(text: str, call_format: CallFormat) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Returns the thoughts of an answer, and its other parts in order: each as it was written, and
+    for a block of calls what its reader needs.
     """
-    properties = properties_of(tools)
-    calls = []
-    for block in call_format.block.finditer(text):
-        calls += call_format.read(_text(block), properties)
-    return calls
-
-
-def _text(match: re.Match[str]) -> str:
-    """Returns the first group that took part in a match."""
-    return next((group for group in match.groups() if group is not None), "")
+    thoughts: list[str] = []
+    parts: list[tuple[str, str | None]] = []
+    position = 0
+    for piece in call_format.pieces.finditer(text):
+        parts.append((text[position : piece.start()], None))
+        position = piece.end()
+        kind = piece.lastgroup
+        if kind == "call":
+            parts.append((piece[0], piece["call"]))
+        elif kind == "end" and thoughts:
+            parts.append((piece[0], None))
+        elif kind == "end":
+            # Everything before was thought, also what looked like calls.
+            thoughts.append(text[: piece.start()])
+            parts.clear()
+        elif kind is not None:
+            thoughts.append(piece[kind])
+    parts.append((text[position:], None))
+    return thoughts, parts

@@ -18,7 +18,7 @@ from common.errors import ConfigError, InvalidInput, shorten
 from common.wire.schemas import Int32
 from services.environment.call_formats import FORMATS, HERMES, CallFormat
 from services.environment.messages import Message
-from services.environment.parsing import Parsed, parse_answer, read_calls
+from services.environment.parsing import Parsed, parse_answer
 
 _MARK = "Zq7Answer7qZ"
 """The text of a made-up answer; no template writes it by itself."""
@@ -254,12 +254,12 @@ class Template:
 
         if "probe_tool" not in written:
             return "it writes no tool calls"
-        expected = [("probe_tool", each) for each in arguments]
+        expected = [call["function"] for call in calls]
         for call_format in FORMATS:
-            with suppress(ValueError):
-                if read_calls(written, [_TOOL], call_format) == expected:
-                    self.call_format = call_format
-                    return ""
+            message, _ = parse_answer(written, [_TOOL], call_format)
+            if [call["function"] for call in message.tool_calls] == expected:
+                self.call_format = call_format
+                return ""
         return f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
 
     def _check(

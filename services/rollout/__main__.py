@@ -17,7 +17,7 @@ from services.http.app import serve
 from services.rollout.app import create_member_app, create_node_app
 from services.rollout.engine_client import engine_command, first_node
 from services.rollout.member import MemberSupervisor
-from services.rollout.router import router_command
+from services.rollout.router import chosen_router, router_command
 from services.rollout.supervisor import NodeSupervisor
 
 
@@ -44,9 +44,11 @@ def run(config: Config) -> None:
         node = MemberSupervisor(config, topology, metrics)
         app = create_member_app(node, metrics)
         role = f" of the engine of {node.first_node}"
+    router, reason = chosen_router(config)
+    because = f" ({reason})" if reason else ""
     settings = (
         f"node={topology.node_rank}/{topology.num_nodes} model={config.model.name} "
-        f"engine={config.rollout.engine} router={config.rollout.router}{role}"
+        f"engine={config.rollout.engine} router={router}{because}{role}"
     )
     host, port = topology.bind(ROLLOUT, config.rollout.agent_port)
     serve(app, host, port, settings)

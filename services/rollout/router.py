@@ -25,13 +25,26 @@ _SMG_OPTIONS = [
 ]
 
 
+def chosen_router(config: Config) -> tuple[str, str]:
+    """Returns the router of a run, and why it is not the usual one (else empty)."""
+    if config.rollout.router != "auto":
+        return config.rollout.router, ""
+
+    needs = [f"sampling.{name}" for name in config.sampling.truncation()]
+    if config.trainer.routing_replay:
+        needs.append("trainer.routing_replay")
+    if needs:
+        return "smg", f"{needs[0]} needs a field that sglang-router drops from requests"
+    return "sglang-router", ""
+
+
 def router_command(config: Config, topology: Topology) -> list[str]:
     """Returns the command line of a router without workers: nodes register their engines.
 
     The circuit breaker is off: sglang-router's would withhold traffic for a minute from a worker
     that is back on its URL. Raises ConfigError when the router is not installed.
     """
-    name = config.rollout.router
+    name, _ = chosen_router(config)
     if importlib.util.find_spec(_MODULES[name]) is None:
         raise ConfigError(
             f"{name} is not installed",

@@ -85,7 +85,8 @@ def router_url(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def sglang_router_url(sglang_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with router_process(sglang_url, tmp_path_factory.mktemp("logs") / "sglang_router.log") as url:
+    log = tmp_path_factory.mktemp("logs") / "sglang_router.log"
+    with router_process(sglang_url, log, router="smg") as url:  # which passes on all fields
         yield url
 
 

@@ -1,4 +1,4 @@
-"""`jobgroup.check` with the real SkyPilot: the project's job groups pass; every fault is named with
+"""`make check-jobgroup` with the real SkyPilot: the project's job groups pass; every fault is named with
 file and task."""
 
 import os
@@ -14,8 +14,8 @@ from common.models.memory import engine_memory, trainer_host_bytes, trainer_memo
 from common.process.topology import CRITIC
 from common.settings.config import load
 from jobgroup import spec
-from jobgroup.check import shell_fault
 from jobgroup.local.placement import share_gpus
+from tests.support.jobgroups.check import shell_fault
 from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 from tests.support.paths import ROOT
 
@@ -245,7 +245,7 @@ def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
         "HTTPS_PROXY": "http://127.0.0.1:9",
         "HTTP_PROXY": "http://127.0.0.1:9",
     }
-    command = [str(PYTHON), "-m", "jobgroup.check", *map(str, arguments)]
+    command = [str(PYTHON), "-m", "tests.support.jobgroups.check", *map(str, arguments)]
     result = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from common.process.topology import ROLLOUT
-from jobgroup.fit import Placed, problems, warnings
+from tests.support.jobgroups.fit import Placed, problems, warnings
 
 
 def placed(nodes: int, gpus: tuple[int, ...], **rollout: int) -> Placed:

@@ -63,13 +63,16 @@ def test_a_run_that_takes_a_token_gets_one(
     made = file.read_text()
     assert (status, len(made), file.stat().st_mode & 0o777) == (0, 32, 0o600)
     assert [local.log(node).strip() for node in ("a-0", "b-0")] == [f"token={made}"] * 2
-    assert f"#token={made}" in out
+    assert f"API_TOKEN of this run: {made}, also in {file}" in out
     for option in ("--secret", "--env"):
         _, out, _ = local.run(group, option, "API_TOKEN=given-0123456789")
         assert local.log("a-0").strip() == "token=given-0123456789"
-        assert "#token" not in out
-    local.run(group)
+        assert "API_TOKEN of this run" not in out
+    trainer = 'run: "echo as python -m trainer"\n'
+    header = HEADER.replace("main", "ppo-trainer")
+    _, out, _ = local.run(f"{header}---\nname: ppo-trainer\nsecrets: {{API_TOKEN: ''}}\n{trainer}")
     assert file.read_text() != made
+    assert f":8004/dashboard/#token={file.read_text()}\n" in out
 
 
 def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "LocalRun") -> None:
@@ -86,11 +89,12 @@ def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "Lo
     assert status == 0
     assert "told" in local.log("slow-0")
     assert "told" in local.log("quick-0")
+    assert "told" not in out, "what a service says when it is ended is in its log"
     assert (local.folder / "slow-lives-on").exists()  # according to the nodes themselves
     assert not (local.folder / "quick-lives-on").exists()
     assert [line.split()[2] for line in out.splitlines()[-3:]] == [
-        "CANCELLED",
-        "CANCELLED",
+        "STOPPED",
+        "STOPPED",
         "SUCCEEDED",
     ]
     assert local.marked() == []

@@ -14,8 +14,9 @@ import yaml
 from common.process import topology
 from common.settings.config import Config
 from common.settings.sources import SHORT_NAMES
-from jobgroup import render, scrape, spec
+from jobgroup import scrape, spec
 from jobgroup.local.placement import choose_addresses, share_gpus
+from tests.support.jobgroups import render
 from tests.support.paths import ROOT
 from trainer.launch import torchrun_arguments
 
@@ -302,7 +303,7 @@ def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: P
 @pytest.mark.parametrize("overlay", render.OVERLAYS, ids=lambda path: path.stem)
 def test_a_variant_is_what_its_overlay_makes(overlay: Path) -> None:
     text = render.target(overlay).read_text(encoding="utf-8")
-    assert text == render.render(overlay), "run: python -m jobgroup.render"
+    assert text == render.render(overlay), "run: make jobgroups"
 
 
 def test_every_variant_has_an_overlay() -> None:

@@ -84,9 +84,7 @@ def test_a_run_is_started_watched_repaired_stopped_continued_and_handed_over(
 ) -> None:
     journey = Journey("operator", tmp_path)
     with journey.part("asks whether the machine is ready"):
-        found = journey.run(
-            f"{tmp_path}/.venv/bin/python -m jobgroup.doctor || test $? -eq 1", cwd=ROOT
-        )
+        found = journey.run(f"{tmp_path}/.venv/bin/rlhf doctor || test $? -eq 1", cwd=ROOT)
         assert re.search(r"[1-9]\d* ok, \d+ warn, \d+ fail", found)
     group = Group(journey, base_model.resolve())
     first = group.start()
@@ -130,7 +128,7 @@ def test_a_run_is_started_watched_repaired_stopped_continued_and_handed_over(
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     with journey.part("hands over a report"):
-        journey.run(".venv/bin/python -m trainer.report run")
+        journey.run(".venv/bin/rlhf report run")
         page.open((tmp_path / "run/report.html").as_uri(), 1000)
         page.until(lambda: "Reward" in page.charts(), "the curves in the report")
     assert page.errors() == []

@@ -72,5 +72,5 @@ def test_own_data_and_reward_are_trained_on_read_compared_and_sent(
         page.driver.get("about:blank")
 
     with journey.part("sends a report"):
-        journey.run(".venv/bin/python -m trainer.report outputs/brief")
+        journey.run(".venv/bin/rlhf report outputs/brief")
         assert (tmp_path / "outputs/brief/report.html").stat().st_size < 1e6

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_math.commands import COMMANDS
 from tests.support.installed_wheel import Installed
 from tests.support.paths import ROOT
 
@@ -35,39 +36,30 @@ def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path
     assert not any("tests/" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("rlhf-train", "--trainer.max_steps"),
-        ("rlhf-eval", "rlhf-eval --model outputs/my_model"),
-        ("rlhf-local", "the job group"),
-        ("rlhf-doctor", "only what this task needs"),
-        ("rlhf-dashboard", "directory of a run"),
-        ("rlhf-diagnose", "also every rank's stacks"),
-        ("rlhf-sweep", "file of the sweep"),
-        ("rlhf-compare", "directory of a run"),
-        ("rlhf-replay", "the step to re-execute"),
-        ("rlhf-gpu-check", "parts of at most eight minutes"),
-    ],
-)
-def test_every_script_explains_itself_by_its_own_name(
-    installed: Installed, script: str, words: str
-) -> None:
-    done = installed.run(script, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_by_its_own_name(installed: Installed, command: str) -> None:
+    done = installed.run("rlhf", command, "--help")
     assert done.returncode == 0, done.stderr
-    assert f"usage: {script}" in done.stdout
-    assert words in done.stdout
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert script in scripts
+    assert f"usage: rlhf {command}" in done.stdout
+
+
+def test_the_commands_are_listed_and_an_unknown_one_is_refused(installed: Installed) -> None:
+    done = installed.run("rlhf")
+    assert done.returncode == 0, done.stderr
+    for command, (_, purpose) in COMMANDS.items():
+        assert command in done.stdout
+        assert purpose in done.stdout
+    assert str(installed.site_packages / "rlhf_math" / "checkout" / "jobgroup") in done.stdout
+    done = installed.run("rlhf", "diagnos")
+    assert done.returncode == 2
+    assert "diagnos" in done.stderr
+    assert "did you mean diagnose?" in done.stderr
 
 
 def test_a_module_of_the_documentation_runs_without_a_checkout(installed: Installed) -> None:
     done = installed.run("python", "-m", "rlhf_math", "services.data", "--data.source", "none-such")
     assert done.returncode == 2
     assert "none-such" in done.stderr
-    done = installed.run("python", "-m", "rlhf_math", "os")
-    assert done.returncode == 1
-    assert str(installed.site_packages / "rlhf_math" / "checkout" / "jobgroup") in done.stderr
 
 
 @pytest.mark.slow
@@ -84,7 +76,14 @@ def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model
     words = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
     nodes = ["--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"]
     done = installed.run(
-        "rlhf-local", "rlhf-math-jobgroup.yaml", *nodes, *words, "--log-dir", "logs", timeout_s=400
+        "rlhf",
+        "local",
+        "rlhf-math-jobgroup.yaml",
+        *nodes,
+        *words,
+        "--log-dir",
+        "logs",
+        timeout_s=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     root = installed.site_packages / "rlhf_math" / "checkout"
@@ -146,7 +145,7 @@ def test_the_gpu_check_runs_its_sections_beside_another_package_benchmarks(
     installed: Installed,
 ) -> None:
     words = ["--device", "cpu", "--small", "--only", "machine", "--out", "check"]
-    done = installed.run("rlhf-gpu-check", *words)
+    done = installed.run("rlhf", "gpu-check", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "machine: " in done.stdout
 

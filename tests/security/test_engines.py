@@ -44,9 +44,9 @@ class Node:
 
 @pytest.fixture(
     params=[
-        "embedded behind smg",
-        pytest.param("embedded behind sglang-router", marks=pytest.mark.slow),
-        "sglang behind smg",
+        "embedded behind sglang-router",
+        pytest.param("embedded behind smg", marks=pytest.mark.slow),
+        "sglang behind sglang-router",
     ]
 )
 def node_config(request: pytest.FixtureRequest, tmp_path: Path) -> Config:

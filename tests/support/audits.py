@@ -24,8 +24,8 @@ def audited(model: Path, run_dir: Path, *more: str) -> Config:
 
 
 def replayed(run_dir: Path, step: int, *more: str) -> tuple[int, str]:
-    """Runs `rlhf-replay` and returns its exit status and what it printed."""
-    command = [sys.executable, "-m", "trainer.replay", str(run_dir), "--step", str(step), *more]
+    """Runs `rlhf audit` and returns its exit status and what it printed."""
+    command = [sys.executable, "-m", "trainer.audit", str(run_dir), "--step", str(step), *more]
     done = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -35,4 +35,4 @@ def replayed(run_dir: Path, step: int, *more: str) -> tuple[int, str]:
         timeout=600,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, done.stderr + done.stdout

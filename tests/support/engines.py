@@ -263,7 +263,7 @@ def sglang_process(
         end(process)
 
 
-ROUTERS = ["smg", pytest.param("sglang-router", marks=pytest.mark.slow)]
+ROUTERS = ["sglang-router", pytest.param("smg", marks=pytest.mark.slow)]
 """Values of `rollout.router`."""
 
 

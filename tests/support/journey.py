@@ -48,7 +48,7 @@ class Journey:
 
     @contextmanager
     def dashboard(self, *runs: Path) -> Iterator[str]:
-        """Runs `python -m trainer.dashboard` for these directories; yields its address."""
+        """Runs `rlhf dashboard` for these directories; yields its address."""
         words = [
             sys.executable,
             "-m",

@@ -16,7 +16,7 @@ LIMIT_S = 400
 
 
 class LocalRun:
-    """Runs `python -m jobgroup.local` in its own folder; every process carries a mark in its
+    """Runs `rlhf local` in its own folder; every process carries a mark in its
     environment."""
 
     def __init__(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -18,11 +19,13 @@ from common.process.metrics import Metrics
 from common.settings.config import Config
 from common.weights.checksums import Hasher
 from common.wire.schemas import WeightManifest, WorkerReport
+from learning.loading import _fingerprint
 from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
+from trainer.api.hub import write_card
 from trainer.evaluation.evaluation import pass_at_k
-from trainer.observe.run_dir import read_lines
+from trainer.observe.run_dir import read_lines, read_settings
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
@@ -452,3 +455,44 @@ def test_a_line_cut_by_a_crash_does_not_count(tmp_path: Path) -> None:
     assert read_lines(path) == [{"step": 1}, {"step": 2}]
     path.write_bytes('{"step": 1}\n{"text": "½"}'.encode()[:-3])  # cut within a character
     assert read_lines(path) == [{"step": 1}]
+
+
+def damaged(content: bytes) -> bytes:
+    """Returns the content with a byte that is no UTF-8 in its middle."""
+    at = len(content) // 2
+    return content[:at] + b"\xff" + content[at + 1 :]
+
+
+@pytest.mark.parametrize("name", ["metrics", "groups", "attempts", "evaluations", "audit"])
+def test_a_damaged_line_is_named_with_its_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damaged(b'{"step": 22222}') + b"\n")
+    with pytest.raises(ConfigError, match=rf"^line 2 of {name}\.jsonl is damaged"):
+        read_lines(path)
+
+
+@pytest.mark.parametrize("content", [b'{"learning_rate": 1}', b"[]", b"{"])
+def test_damaged_settings_of_a_run_are_named_with_their_file(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "config.json").write_bytes(damaged(content) if len(content) > 2 else content)
+    for read in (read_settings, lambda run_dir: write_card(run_dir, run_dir, 1)):
+        with pytest.raises(ConfigError, match=r"^config\.json cannot be read"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("change", [damaged, lambda body: body.replace(b"7", b"8", 1)])
+def test_a_damaged_state_of_a_checkpoint_is_named_with_its_file(
+    config: Config, tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    save(Policy(config, Ranks()), tmp_path)
+    path = next(tmp_path.glob("step_*"))
+    state = path / "trainer_state.json"
+    state.write_bytes(change(state.read_bytes()))
+
+    assert _fingerprint(path).endswith(state.read_bytes()), "ranks compare what they see"
+    assert checkpoint.changed_file(path) == "trainer_state.json"
+    with pytest.raises(ConfigError, match=r"used: trainer_state\.json has changed since"):
+        checkpoint.load_state(state.read_bytes(), path)
+    with pytest.raises(ConfigError, match=r"used: trainer_state\.json has changed since"):
+        checkpoint.check_model(path)

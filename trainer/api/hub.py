@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.settings.config import Config
 from trainer.evaluation.uncertainty import wilson_interval
-from trainer.observe.run_dir import read_lines
+from trainer.observe.run_dir import read_lines, read_settings
 
 _SECTIONS = ("model", "lora", "sampling", "algorithm", "trainer")
 """Sections whose settings a card shows."""
@@ -24,7 +24,7 @@ def write_card(target: Path, run_dir: Path, problems: int) -> None:
         run_dir: directory of its run.
         problems: number of training problems.
     """
-    config = json.loads((run_dir / "config.json").read_text())
+    config = read_settings(run_dir)
     metrics = read_lines(run_dir / "metrics.jsonl")
     base = config["model"]["name"]
     algorithm = config["algorithm"]["name"]

@@ -42,7 +42,7 @@ from trainer.api.settings import FIELDS, TrainerConfig
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
-from trainer.observe.run_dir import console, read_lines
+from trainer.observe.run_dir import console, read_lines, read_settings
 from trainer.policy import checkpoint
 from trainer.policy.export import export
 from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
@@ -406,7 +406,7 @@ class OnlineRLTrainer:
             raise
 
         self._rounds = rounds
-        self._settings = json.loads((self.output_dir / "config.json").read_text(encoding="utf-8"))
+        self._settings = read_settings(self.output_dir)
         self._load_into_object()
         if self.config.push_to_hub:
             try:
@@ -471,7 +471,7 @@ class OnlineRLTrainer:
                 source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True
             )
         if target.samefile(self.output_dir):
-            model = json.loads((target / "config.json").read_text(encoding="utf-8"))
+            model = read_settings(target)
             text = json.dumps(settings | model, indent=2)
             (target / "config.json").write_text(text, encoding="utf-8")
         write_card(target, self.output_dir, problems=len(self._problems.train))
@@ -482,7 +482,7 @@ class OnlineRLTrainer:
         the configuration of the model.
         """
         path = self.output_dir / "config.json"
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = read_settings(self.output_dir)
         assert self._settings is not None
         whole = self._settings | found
         if whole != found:

@@ -261,13 +261,12 @@ class Completions:
         )
 
     def _first_difference(self, span: Span, sampled: SampledAnswer) -> StageOutcome:
-        """Returns the outcome for an answer that was sampled differently."""
-        at = 0
-        for at, (was, is_now) in enumerate(zip(span.tokens, sampled.tokens, strict=False)):
-            if was != is_now or span.logprobs[at] != sampled.logprobs[at]:
-                break
-        else:
-            at = min(len(span.tokens), len(sampled.tokens))
+        """Returns the outcome for an answer that was sampled differently: at its first other
+        token, or, when all tokens are the same, at its first other log-probability.
+        """
+        at = sampled.first_other(span)
+        if at is None:  # log-probabilities before another token may differ by rounding alone
+            at = int(np.flatnonzero(span.logprobs != sampled.logprobs)[0])
         return StageOutcome(
             "completions",
             "differs",

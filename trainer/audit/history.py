@@ -50,6 +50,8 @@ UNREAD_OF_TRAINER = frozenset(
 class Reexecuted:
     """A step that was re-executed."""
 
+    recorded: RecordedStep
+    """What the run recorded of it."""
     batch: Batch
     """With the columns that were computed again."""
     update: PolicyUpdate
@@ -120,7 +122,7 @@ class WeightHistory:
         self.policy.total_steps = recorded.line.total_steps
         update, _ = learn(self.policy, self.reference, self.critic, batch)
         line = audited_step(self.policy, self.critic, batch, update, run_id=recorded.line.run_id)
-        return Reexecuted(batch, update, line)
+        return Reexecuted(recorded, batch, update, line)
 
     def _check_settings(self, recorded: RecordedStep) -> None:
         """Raises ConfigError when another attempt made this step, with settings that change its

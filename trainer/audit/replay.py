@@ -1,9 +1,10 @@
 """Re-executes a recorded step on this rank, stage by stage. Rank 0 compares."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common.process import watchdog
 from common.wire.schemas import Prompt
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
@@ -11,7 +12,7 @@ from trainer.audit.comparison import Stage, StageOutcome, compare_checksums, dif
 from trainer.audit.completions import Completions, requests_of_groups, sampling_versions
 from trainer.audit.episodes import PlayedAgain, play_again
 from trainer.audit.grading import answers_of_groups, graded_again
-from trainer.audit.history import WeightHistory
+from trainer.audit.history import Reexecuted, WeightHistory
 from trainer.audit.prompts import compare_prompts, load_rows
 from trainer.audit.recorded import RecordedStep, config_of
 from trainer.audit.updates import compare_update
@@ -71,8 +72,10 @@ class StepReplay:
 
     def _compare(self) -> None:
         """Compares the stages. A collective."""
+        watchdog.at("drawing the prompts again")
         rows = self._compare_prompts() if self._ranks.is_rank_zero else {}
         if not self._needs_models():
+            watchdog.at("grading the answers again")
             self._compare_rewards(rows, None)
             return
         history = self._history()
@@ -89,13 +92,15 @@ class StepReplay:
             self._add(played.outcome)
         if "completions" in self.stages and self._ranks.is_rank_zero:
             self._add(completions.outcome())
+        watchdog.at("grading the answers again")
         self._compare_rewards(rows, played)
 
         if _OF_UPDATE.isdisjoint(self.stages):
             return
+        watchdog.at(f"re-executing step {self.step}")
         again = history.advance()
         if self._ranks.is_rank_zero:
-            for outcome in compare_update(self.recorded, again, self._why_rounded):
+            for outcome in compare_update(again, self._why_rounded):
                 self._add(outcome)
 
     def _add(self, outcome: StageOutcome) -> None:
@@ -128,6 +133,7 @@ class StepReplay:
         """Loads the models; returns False when the checkpoint is damaged. A collective."""
         changed = history.changed_file()
         if not changed:
+            watchdog.at(f"loading {history.origin}")
             history.load()
             return True
         if self._ranks.is_rank_zero:
@@ -176,22 +182,29 @@ class StepReplay:
         """
         versions = completions.versions() if "completions" in self.stages else []
         begun = history.policy.step
+        again: Reexecuted | None = None
         while True:
             step = history.policy.step
-            outcome = self._verified(history, begun)
+            outcome = self._verified(history, begun, again)
             is_last = step == self.step - 1
             if self._ranks.is_rank_zero and (is_last or outcome.state == "differs"):
                 self._add(outcome)
             if outcome.state == "differs":
                 return False
             if step in versions:
+                watchdog.at(f"sampling the completions of version {step} again")
                 completions.take(history.policy)
             if is_last:
                 return True
-            history.advance()
+            watchdog.at(f"re-executing step {step + 1}, which is before step {self.step}")
+            again = history.advance()
 
-    def _verified(self, history: WeightHistory, begun: int) -> StageOutcome:
-        """Compares the weights that the models have now. A collective."""
+    def _verified(
+        self, history: WeightHistory, begun: int, again: Reexecuted | None
+    ) -> StageOutcome:
+        """Compares the weights that the models have now, which `again` made, if anything did. A
+        collective.
+        """
         step = history.policy.step
         updates = step - begun
         what = f"version {step} from {history.origin}"
@@ -199,12 +212,32 @@ class StepReplay:
             what += f" and {updates} recorded update" + ("s" if updates > 1 else "")
         expected = self._record.weights_at(step)
         outcome = compare_checksums("weights", what, expected, history.policy.digest())
-        if outcome.state == "differs" and updates and self._why_rounded:
+        if outcome.state == "equal" or again is None:
+            return outcome
+
+        # The weights before this update were those of the run: its own record is another one.
+        first = self._ranks.broadcast(self._first_difference(again))
+        if first is not None:
+            return replace(
+                outcome,
+                where=f"the record of step {step} (groups/step_{step:06d}.zip or its line in "
+                f"audit.jsonl), at {first.stage}: {first.where}",
+                expected=first.expected,
+                found=first.found,
+            )
+        if self._why_rounded:
             # The updates were executed with another rounding, so that nobody can expect the bits.
             return StageOutcome(
                 "weights", "not compared", f"{what}: no bits, because {self._why_rounded}"
             )
         return outcome
+
+    def _first_difference(self, again: Reexecuted) -> StageOutcome | None:
+        """Returns the first stage of a re-executed update that differs; None on ranks above 0."""
+        if not self._ranks.is_rank_zero:
+            return None
+        outcomes = compare_update(again, self._why_rounded)
+        return next((each for each in outcomes if each.state == "differs"), None)
 
     def _compare_rewards(self, rows: dict[str, Prompt], played: PlayedAgain | None) -> None:
         if "rewards" not in self.stages or not self._ranks.is_rank_zero:

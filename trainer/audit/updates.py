@@ -14,13 +14,12 @@ from trainer.audit.history import Reexecuted
 from trainer.audit.recorded import RecordedStep
 
 
-def compare_update(
-    recorded: RecordedStep, again: Reexecuted, why_rounded: str
-) -> Iterator[StageOutcome]:
+def compare_update(again: Reexecuted, why_rounded: str) -> Iterator[StageOutcome]:
     """Yields the outcomes of the stages of an update, in order.
 
     `why_rounded` says why the bits of two executions may differ; empty when they may not.
     """
+    recorded = again.recorded
     bound = LOGPROB_BOUND if why_rounded else 0.0
     yield _logprobs(recorded, again, bound)
     assert again.batch.advantages is not None

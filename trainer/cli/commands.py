@@ -87,7 +87,6 @@ def problems(
     split: str,
     num_samples: int | None,
     *,
-    at_most: int | None = None,
     seed: int = 0,
     shuffle: bool = False,
 ) -> list[Prompt]:
@@ -96,15 +95,14 @@ def problems(
     Args:
         data: source and other settings of the data set.
         split: split of the data set.
-        num_samples: exact number of problems.
-        at_most: maximum number of problems when `num_samples` is None.
+        num_samples: exact number of problems; None: all.
         seed, shuffle: passed to the loader.
 
     Raises ConfigError when the data set does not load.
     """
     found = loader_of(data).load(split, num_samples, seed=seed, shuffle=shuffle)
     check_prompts(data.prompt_template, found)
-    return found if num_samples else found[:at_most]
+    return found
 
 
 def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})) -> DataSection:

@@ -2,9 +2,11 @@
 problem by problem.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.box import SIMPLE
@@ -15,18 +17,19 @@ from common.errors import ConfigError
 from common.process.cli import CommandParser, count, run
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader, RunSummary
-from trainer.evaluation.uncertainty import PairedDifference, paired_difference, wilson_interval
+from trainer.evaluation.uncertainty import mean_difference, paired_difference, wilson_interval
 from trainer.observe.jsonl import JsonlReader, parsed
 
 _EPILOG = """\
 examples:
-  python -m trainer.compare runs/first runs/second
-  python -m trainer.compare runs/sweep             # every run below a directory
-  python -m trainer.compare runs/first runs/second --step 40
+  rlhf compare runs/first runs/second
+  rlhf compare runs/sweep             # every run below a directory
+  rlhf compare runs/first runs/second --step 40
 
 Every run is compared with the first, on the problems that both evaluations hold. A comparison is
-paired: only the problems on which two runs differ count. When the interval of a difference does not
-contain 0, the difference is more than chance; p is that of McNemar's exact test.
+paired, problem by problem. When the interval of a difference does not contain 0, the difference is
+more than chance; p is that of McNemar's exact test, or, for rewards that are no verdicts, that of a
+mean of differences.
 """
 _NONE = "–"
 
@@ -39,6 +42,8 @@ class Evaluated:
     verdicts: Mapping[str, bool | None]
     """Whether the greedy answer to each problem is right, by the problem's id; None for an answer
     without a verdict."""
+    rewards: Mapping[str, float]
+    """The reward of each of these answers."""
 
     @property
     def graded(self) -> list[bool]:
@@ -49,7 +54,7 @@ class Evaluated:
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR [RUN_DIR ...] [--step STEP]"
-    made = CommandParser("trainer.compare", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf compare", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "run_dirs",
         type=Path,
@@ -111,16 +116,21 @@ def evaluated(run_dir: Path, step: int | None) -> Evaluated | None:
     for line in JsonlReader(run_dir / "evaluations.jsonl", parsed).read():
         at = line.get("step")
         if isinstance(at, int) and step in (None, at):
-            found = Evaluated(step=at, verdicts=_verdicts(line.get("answers")))
+            answers = list(_answers(line.get("answers")))
+            verdicts = {answer["prompt_id"]: answer.get("correct") for answer in answers}
+            rewards = {
+                answer["prompt_id"]: float(answer["reward"])
+                for answer in answers
+                if isinstance(answer.get("reward"), int | float)
+            }
+            found = Evaluated(step=at, verdicts=verdicts, rewards=rewards)
     return found
 
 
-def _verdicts(answers: object) -> dict[str, bool | None]:
-    found = {}
+def _answers(answers: object) -> Iterator[dict[str, Any]]:
     for answer in answers if isinstance(answers, list) else []:
         if isinstance(answer, dict) and isinstance(answer.get("prompt_id"), str):
-            found[answer["prompt_id"]] = answer.get("correct")
-    return found
+            yield answer
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -136,8 +146,8 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _results(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | None]) -> Table:
-    columns = ["run", "state", "steps", "reward", "evaluated", "held-out accuracy", "time"]
-    table = _table("results", columns)
+    columns = ["run", "state", "steps", "reward", "evaluated", "held-out", "time"]
+    table = _table("results; reward: in training, mean of the last 10 steps", columns)
     for number, (summary, evaluation) in enumerate(
         zip(summaries, evaluations, strict=True), start=1
     ):
@@ -147,16 +157,19 @@ def _results(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | 
             str(summary.step or 0),
             _NONE if summary.reward is None else f"{summary.reward:.3f}",
             _NONE if evaluation is None else f"step {evaluation.step}",
-            _accuracy(evaluation),
+            _held_out(evaluation),
             _duration(summary),
         ]
         table.add_row(*cells)
     return table
 
 
-def _accuracy(evaluation: Evaluated | None) -> str:
-    if evaluation is None or not evaluation.graded:
+def _held_out(evaluation: Evaluated | None) -> str:
+    """Returns the accuracy with its interval; the mean reward where answers have no verdicts."""
+    if evaluation is None or not (evaluation.graded or evaluation.rewards):
         return _NONE
+    if not evaluation.graded:
+        return f"reward {mean(evaluation.rewards.values()):.3f}"
     graded = evaluation.graded
     low, high = wilson_interval(sum(graded), len(graded))
     return f"{sum(graded) / len(graded):.1%} ({low:.1%} to {high:.1%})"
@@ -206,33 +219,45 @@ def _paired(evaluations: Sequence[Evaluated | None]) -> Table:
     columns = ["run", "problems", "difference", "95 % interval", "p", "gained", "lost"]
     table = _table("held-out answers beside those of run 1", columns)
     for number, evaluation in enumerate(evaluations[1:], start=2):
-        found = _difference(evaluation, evaluations[0])
-        cells = ["0", *[_NONE] * 5]
-        if found is not None:
-            cells = [
-                str(found.num_samples),
-                f"{found.difference:+.1%}",
-                f"{found.low:+.1%} to {found.high:+.1%}",
-                f"{found.p_value:.2g}",
-                str(len(found.gained)),
-                str(len(found.lost)),
-            ]
-        table.add_row(str(number), *cells)
+        table.add_row(str(number), *_difference(evaluation, evaluations[0]))
     return table
 
 
-def _difference(own: Evaluated | None, baseline: Evaluated | None) -> PairedDifference | None:
-    """Compares two evaluations on the problems that both have a verdict on; None without one."""
+def _difference(own: Evaluated | None, baseline: Evaluated | None) -> list[str]:
+    """Compares two evaluations on the problems that both have a verdict on, or else a reward;
+    returns the cells of the table.
+    """
+    nothing = ["0", *[_NONE] * 5]
     if own is None or baseline is None:
-        return None
+        return nothing
     common = [name for name in baseline.verdicts if name in own.verdicts]
-    try:
-        return paired_difference(
+    with suppress(ValueError):
+        found = paired_difference(
             [own.verdicts[name] for name in common],
             [baseline.verdicts[name] for name in common],
         )
-    except ValueError:
-        return None
+        return [
+            str(found.num_samples),
+            f"{found.difference:+.1%}",
+            f"{found.low:+.1%} to {found.high:+.1%}",
+            f"{found.p_value:.2g}",
+            str(len(found.gained)),
+            str(len(found.lost)),
+        ]
+    common = [name for name in baseline.rewards if name in own.rewards]
+    with suppress(ValueError):
+        means = mean_difference(
+            [own.rewards[name] for name in common], [baseline.rewards[name] for name in common]
+        )
+        return [
+            str(means.num_samples),
+            f"reward {means.difference:+.3f}",
+            f"{means.low:+.3f} to {means.high:+.3f}",
+            f"{means.p_value:.2g}",
+            str(means.gained),
+            str(means.lost),
+        ]
+    return nothing
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from trainer.diagnosis.report import as_json, lines, text
 
 _EPILOG = """\
 examples:
-  python -m trainer.diagnose runs/demo-seed0
-  python -m trainer.diagnose runs/demo-seed0 --all     # with the stacks of every rank
-  python -m trainer.diagnose runs/demo-seed0 --json
+  rlhf diagnose runs/demo-seed0
+  rlhf diagnose runs/demo-seed0 --all     # with the stacks of every rank
+  rlhf diagnose runs/demo-seed0 --json
 
 Exit status 0: nothing is wrong, 1: something is, 2: wrong usage. A living run is asked with the
 API_TOKEN of the environment, or the one that jobgroup.local wrote beside its logs.
@@ -28,7 +28,7 @@ API_TOKEN of the environment, or the one that jobgroup.local wrote beside its lo
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR [--all] [--json] [--logs DIR]"
-    made = CommandParser("trainer.diagnose", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf diagnose", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     made.add_argument("--all", action="store_true", help="also every rank's stacks and the logs")
     made.add_argument("--json", action="store_true", help="one JSON object instead of lines")

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  python -m trainer.evaluate_model --model outputs/my_model --num-samples 50
-  python -m trainer.evaluate_model --model outputs/my_model --compare Qwen/Qwen2.5-0.5B-Instruct \
+  rlhf eval --model outputs/my_model --num-samples 50
+  rlhf eval --model outputs/my_model --compare Qwen/Qwen2.5-0.5B-Instruct \
 --k 8 --output-file r.json
-  python -m trainer.evaluate_model --model http://localhost:8000/v1 --dataset math
-  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base \
+  rlhf eval --model http://localhost:8000/v1 --dataset math
+  rlhf eval --model outputs/tiny/final --compare .cache/tiny-base \
 --dataset tiny   # offline
 
 A comparison is paired: both models answer the same problems, and only those on which they differ \
@@ -59,13 +59,17 @@ _READ = ("sampling.", "model.chat_template", "model.trust_remote_code")
 """Settings that an evaluation reads besides those of the data."""
 
 
+_AT_MOST = 50
+"""Problems that are answered when their number is not given."""
+
+
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = (
         "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] "
         "[--output-file FILE] …"
     )
-    made = CommandParser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf eval", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--model",
         required=True,
@@ -83,7 +87,7 @@ def parser() -> CommandParser:
         "--num-samples",
         type=positive,
         metavar="N",
-        help="use the first N problems (default: up to 50)",
+        help=f"use the first N problems (default: up to {_AT_MOST})",
     )
     data.add_argument(
         "--near-duplicates",
@@ -183,7 +187,11 @@ def _compare(arguments: dict[str, Any]) -> None:
         )
     data = _read_settings(arguments)
     _check_models(arguments)
-    dataset = problems(data, arguments["split"], arguments["num_samples"], at_most=50)
+    found = problems(data, arguments["split"], arguments["num_samples"])
+    dataset = found if arguments["num_samples"] else found[:_AT_MOST]
+    if len(dataset) < len(found):
+        told = f"the first {len(dataset)} of {len(found)} held-out problems"
+        print(f"{told}; --num-samples {len(found)} answers all", flush=True)
 
     first = _evaluate(arguments["model"], dataset, arguments)
     report: dict[str, Any] = {**first}
@@ -321,7 +329,7 @@ def _key(variable: str | None) -> str | None:
 
 _SUMMARY = """\
 {model}{leak}
-  accuracy     {accuracy:.3f} ± {standard_error:.3f}   95 % interval {low:.3f} to {high:.3f}   \
+  accuracy     {accuracy:.3f}{spread}   95 % interval {low:.3f} to {high:.3f}   \
 {num_samples} problems, greedy
   mean reward  {mean_reward:.3f}"""
 _LENGTHS = """
@@ -335,7 +343,10 @@ def _summary(results: "EvaluationResults") -> str:
     assert results["confidence_interval"] is not None, "MathRewardFunction verifies"
     low, high = results["confidence_interval"]
     found = leak(results["trained_on"], results["resembles_training"])
-    text = _SUMMARY.format(**results, leak=found and f": {found}", low=low, high=high)
+    error = results["standard_error"]
+    spread = f" ± {error:.3f}" if error else ""  # 0 where all answers are alike
+    leaked = found and f": {found}"
+    text = _SUMMARY.format(**results, leak=leaked, spread=spread, low=low, high=high)
     for name in ("pass", "avg", "maj"):
         value = results.get(f"{name}_at_k")
         if value is not None:

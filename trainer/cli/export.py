@@ -9,14 +9,14 @@ from trainer.policy.export import DTYPES, export
 
 _EPILOG = """\
 examples:
-  python -m trainer.export runs/math/checkpoints/step_000500 models/math
-  python -m trainer.export outputs/final models/final --dtype bfloat16
+  rlhf export runs/math/checkpoints/step_000500 models/math
+  rlhf export outputs/final models/final --dtype bfloat16
 """
 
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
+    made = CommandParser("rlhf export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
     made.add_argument(
         "checkpoint",
         type=Path,

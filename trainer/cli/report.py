@@ -21,8 +21,8 @@ from trainer.observe.jsonl import JsonlReader, parsed
 
 _EPILOG = """\
 examples:
-  python -m trainer.report runs/my-run                    # writes runs/my-run/report.html
-  python -m trainer.report runs/my-run --output mine.html
+  rlhf report runs/my-run                    # writes runs/my-run/report.html
+  rlhf report runs/my-run --output mine.html
 """
 _MODULES = ("dom", "address", "data", "charts", "runs", "overview", "settings", "report")
 """JavaScript modules of the page, each after those it imports."""
@@ -60,7 +60,7 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser("trainer.report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
+    made = CommandParser("rlhf report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument(
         "run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not"
     )

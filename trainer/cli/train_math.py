@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.models.hub import check_model
-from common.process.cli import CommandParser, count, positive, program, run
+from common.process.cli import CommandParser, count, positive, run
 from common.process.imports import heavy_imports
 from common.process.storage import make_directory
 from common.process.topology import refuse_cpu_build
@@ -27,25 +27,25 @@ from trainer.trackers.thread import exit_despite_hung_tracker
 _EPILOG = """\
 examples:
   # a model of half a billion parameters on 1000 problems of GSM8K, updated on the GPU
-  python -m trainer.train_math --model Qwen/Qwen2.5-0.5B-Instruct --trainer grpo \\
+  rlhf train --model Qwen/Qwen2.5-0.5B-Instruct --trainer grpo \\
     --num-generations 4 --num-samples 1000 --use-gpu
 
   # the built-in task: two cores, no GPU, no network, a minute
-  python -m trainer.tiny_model .cache/tiny-base
-  python -m trainer.train_math --model .cache/tiny-base --dataset tiny --num-samples 640 \
+  rlhf tiny-model .cache/tiny-base
+  rlhf train --model .cache/tiny-base --dataset tiny --num-samples 640 \
 --max-new-tokens 24 \\
     --learning-rate 5e-4 --per-device-train-batch-size 64 --num-generations 8 \
 --output-dir outputs/tiny
 
   # your own problems (columns question and answer), and a setting that has no argument of its own
-  python -m trainer.train_math --trainer rloo --dataset problems.jsonl \
+  rlhf train --trainer rloo --dataset problems.jsonl \
 --set algorithm.entropy_coef=0.001
 
   # the hardest problems of MATH
-  python -m trainer.train_math --dataset math --set data.levels=4,5
+  rlhf train --dataset math --set data.levels=4,5
 
 how good is it now?
-  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base \
+  rlhf eval --model outputs/tiny/final --compare .cache/tiny-base \
 --dataset tiny
 """
 _FLAGS = {
@@ -77,7 +77,7 @@ def parser() -> CommandParser:
         "[--use-gpu] …"
     )
     description = f"{__doc__} The arguments under `training` are fields of TrainerConfig."
-    made = CommandParser("trainer.train_math", description, usage, _EPILOG)
+    made = CommandParser("rlhf train", description, usage, _EPILOG)
     data = made.add_argument_group("data")
     data.add_argument(
         "--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)"
@@ -165,7 +165,7 @@ def _train(arguments: dict[str, Any]) -> None:
     )
     config.check_steps(len(train))
     held_out = arguments["eval_samples"]
-    test = problems(data, data.eval_split, None, at_most=held_out) if held_out > 0 else None
+    test = problems(data, data.eval_split, None)[:held_out] if held_out > 0 else None
 
     if config.verbose:
         print(
@@ -182,21 +182,32 @@ def _train(arguments: dict[str, Any]) -> None:
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
-        print(f"evaluate:   {evaluation(config, saved, arguments['dataset'], data_settings)}")
+        command = evaluation(
+            config, saved, arguments["dataset"], data_settings, num_samples=len(test or ())
+        )
+        print(f"evaluate:   {command}")
 
 
 def evaluation(
-    config: TrainerConfig, saved: Path, dataset: str, data_settings: Mapping[str, Any]
+    config: TrainerConfig,
+    saved: Path,
+    dataset: str,
+    data_settings: Mapping[str, Any],
+    num_samples: int = 0,
 ) -> str:
-    """Returns the command that evaluates the trained model on the held-out problems."""
+    """Returns the command that evaluates the trained model on the first `num_samples` held-out
+    problems, which training answered; 0: on as many as the command chooses.
+    """
     words = ["--model", str(saved), "--compare", config.model_name_or_path, "--dataset", dataset]
     words += ["--max-new-tokens", str(config.max_new_tokens)]
+    if num_samples:
+        words += ["--num-samples", str(num_samples)]
     if config.system_prompt:
         words += ["--system-prompt", config.system_prompt]
     for name, value in data_settings.items():
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         words += ["--set", f"{name}={text}"]
-    return f"{program('trainer.evaluate_model')} {shlex.join(words)}"
+    return f"rlhf eval {shlex.join(words)}"
 
 
 if __name__ == "__main__":

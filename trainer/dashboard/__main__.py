@@ -7,16 +7,16 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.process.cli import CommandParser, run
 from common.process.logs import setup_logging
-from common.process.security import tls
+from common.process.security import TOKEN, tls, token
 from services.http.app import serve
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
 
 _EPILOG = """\
 examples:
-  python -m trainer.dashboard runs/my-run
-  python -m trainer.dashboard runs                                # all runs below, to choose from
-  python -m trainer.dashboard runs/first runs/second --port 9000  # overlaid
+  rlhf dashboard runs/my-run
+  rlhf dashboard runs                                # all runs below, to choose from
+  rlhf dashboard runs/first runs/second --port 9000  # overlaid
 
 A running trainer serves the same page itself, with the health of all services: \
 http://ITS-NODE:8004/dashboard/.
@@ -27,7 +27,7 @@ With API_TOKEN in the environment the page asks for it.
 def parser() -> CommandParser:
     """Returns the command line."""
     made = CommandParser(
-        "trainer.dashboard",
+        "rlhf dashboard",
         __doc__ or "",
         "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]",
         _EPILOG,
@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> None:
         )
     app = create_dashboard_app(RunList(arguments.run_dir))
     setup_logging("dashboard")
-    print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)
+    access = f"#token=${TOKEN}" if token() else ""
+    url = f"{tls().scheme}://{arguments.host}:{arguments.port}/dashboard/{access}"
+    print(f"dashboard {url}", flush=True)
     serve(app, arguments.host, arguments.port)
 
 

@@ -1,5 +1,6 @@
 """What is known of a run when it is diagnosed. Pure data, which a test can record and read."""
 
+from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -12,6 +13,8 @@ State = Literal["empty", "starting", "running", "finished", "ended", "killed"]
 Level = Literal["stopped", "stalled", "harm", "slow"]
 LEVELS: tuple[Level, ...] = ("stopped", "stalled", "harm", "slow")
 """The run has ended; it does not advance; what it learns is wrong or in danger; it is slow."""
+_UNKNOWN_STEP_S = 60.0
+"""Stands for the usual seconds of a step until one has ended."""
 
 
 class LogLine(BaseModel):
@@ -112,6 +115,19 @@ class Facts(BaseModel):
     @property
     def lives(self) -> bool:
         return self.state in ("starting", "running")
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the newest step, or since the start if that was later."""
+        last = self.steps[-1].get("time", 0.0) if self.steps else 0.0
+        begin = max(last, self.started or 0.0)
+        return self.now - begin if begin else 0.0
+
+    @property
+    def usual_step_s(self) -> float:
+        """The seconds that a step usually takes."""
+        known = [sum(line.get("seconds", {}).values()) for line in self.steps]
+        return median(known) if known else _UNKNOWN_STEP_S
 
 
 class Finding(BaseModel):

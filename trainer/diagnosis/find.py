@@ -4,7 +4,20 @@ from trainer.diagnosis import names
 from trainer.diagnosis.facts import LEVELS, Facts, Finding
 from trainer.diagnosis.learning import from_numbers
 from trainer.diagnosis.messages import from_messages
-from trainer.diagnosis.processes import from_processes
+from trainer.diagnosis.processes import from_processes, no_step
+
+_EFFECTS = (
+    "same_answers",
+    "format",
+    "truncated",
+    "short_answers",
+    "entropy",
+    "zero_variance_groups",
+    names.EQUAL_REWARDS,
+    names.NO_BATCH,
+)
+"""What other findings lead to: a broken policy, for example, to cut answers, and these to equal
+rewards. Each comes after those that may be its cause."""
 
 
 def find(facts: Facts) -> list[Finding]:
@@ -18,9 +31,11 @@ def find(facts: Facts) -> list[Finding]:
             known.evidence += [each for each in finding.evidence if each not in known.evidence][:2]
             times = [each for each in (known.since, finding.since) if each is not None]
             known.since = min(times, default=None)
+    if not any(finding.level in ("stopped", "stalled") for finding in found.values()):
+        found |= {finding.name: finding for finding in no_step(facts)}
     return sorted(found.values(), key=_rank)
 
 
-def _rank(finding: Finding) -> tuple[int, bool]:
-    # That no batch comes is an effect of everything that keeps the run from going on.
-    return LEVELS.index(finding.level), finding.name == names.NO_BATCH
+def _rank(finding: Finding) -> tuple[int, int]:
+    effect = 1 + _EFFECTS.index(finding.name) if finding.name in _EFFECTS else 0
+    return LEVELS.index(finding.level), effect

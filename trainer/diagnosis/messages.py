@@ -22,7 +22,11 @@ _ENDED_BY_SIGNAL = re.compile(r"rank \d+ was killed by SIG")
 _PATTERNS = (
     (names.SECOND_RUN, r"is using this directory|took over its directory"),
     (names.CHECKPOINT_DAMAGED, r"has changed since it was written"),
-    (names.SQLITE_DAMAGED, r"acknowledged changes are gone|disk image is malformed"),
+    (
+        names.SQLITE_DAMAGED,
+        r"acknowledged changes are gone|disk image is malformed|file is not a database"
+        r"|btreeInitPage",
+    ),
     (names.ENGINE_CANNOT, r"the embedded engine cannot run this model"),
     (names.ENGINE_OF_PROCESS, r"the engine has died"),
     (names.ENGINE_DIES_AGAIN, r"engine (?:crashed|failed to start) \d+ times in a row"),
@@ -180,10 +184,9 @@ def _of_exit(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     since = _begin_of_wait(name, lines) or began or at
     evidence = [field] if field else []
     evidence += _last_error(lines, reason)
-    if remedy and name in (names.ENDED, names.WRONG_SETTING, names.NO_BATCH):
-        yield _finding(name, message, since, level="stopped", evidence=evidence, remedy=remedy)
-    else:
-        yield _finding(name, message, since, level="stopped", evidence=evidence)
+    if _UNANSWERED.search(reason) or _NOT_HEALTHY.search(reason):
+        remedy = ""  # that of the caller, who cannot know what the service has
+    yield _finding(name, message, since, level="stopped", evidence=evidence, remedy=remedy)
 
 
 def _killed(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:

@@ -37,10 +37,11 @@ DISK_OF_NODE: Final = "A full disk: a rollout node"
 DISK_OF_RUN: Final = "A full disk: the trainer's run directory"
 SECOND_RUN: Final = "A second run is started in the `RUN_DIR` of a running one"
 CHECKPOINT_DAMAGED: Final = "A byte of a checkpoint changes"
-SQLITE_DAMAGED: Final = "SQLite's log is damaged, cut or removed"
+SQLITE_DAMAGED: Final = "An SQLite file or its log is damaged, cut or removed"
 NOT_GRADED: Final = "Answers cannot be graded"
 NOT_GENERATED: Final = "Completions cannot be generated"
 NO_BATCH: Final = "No batch comes"
+NO_STEP: Final = "No step ends"
 EQUAL_REWARDS: Final = "Every group has equal rewards"
 NOT_FINITE: Final = "A number is not finite"
 DRAWN_TWICE: Final = "A prompt is drawn twice"
@@ -104,7 +105,7 @@ REMEDIES = {
     DISK_OF_RUN: "free space there and start again: the run goes on from its newest checkpoint",
     SECOND_RUN: "leave the directory to that run, or name another RUN_DIR",
     CHECKPOINT_DAMAGED: "restore it from a copy, or remove it to go on from the one before",
-    SQLITE_DAMAGED: "restore replay/ of STATE_DIR from a copy, or remove it and start again",
+    SQLITE_DAMAGED: "restore the file that the reason names from a copy, or move it away",
     NOT_GRADED: (
         "see why in the evidence: correct the reward function, or give it time "
         "(reward.function_timeout_s) or processes (reward.workers)"
@@ -114,6 +115,10 @@ REMEDIES = {
         "(sampling.max_new_tokens)"
     ),
     NO_BATCH: "see what the trainer waits for in the evidence, and the log of that service",
+    NO_STEP: (
+        "see what waits in the evidence, and the log of the service that it waits for; restart "
+        "that service if its log has nothing; kill -USR1 makes a process log its stacks"
+    ),
     EQUAL_REWARDS: (
         "the prompts are too hard or too easy, or the reward is constant: change data.source, "
         "reward.functions, or sampling.group_size"

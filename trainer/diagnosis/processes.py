@@ -1,8 +1,8 @@
 """Findings from what the living processes of a run answer. Pure."""
 
 from collections.abc import Iterator
-from statistics import median
 
+from common.process.watchdog import Awaited
 from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, Finding, ProcessFacts, RankFacts, ServiceFacts
 from trainer.diagnosis.health import ROUTER
@@ -11,8 +11,6 @@ from trainer.diagnosis.unreachable import Problem
 _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
 """A run that has not finished a step for so many times the usual seconds of one is stalled."""
-_UNKNOWN_STEP_S = 60.0
-"""Stands for the usual seconds of a step until one has ended."""
 _MAX_CLOCK_S = 5.0
 _WAITS_S = 3.0
 """Longer than polls take."""
@@ -37,12 +35,8 @@ def stalled_for(facts: Facts) -> float:
     """Returns the seconds since the last step if they are too many; 0 for a run that goes on."""
     if facts.state != "running":
         return 0.0
-    last = facts.steps[-1].get("time", 0.0) if facts.steps else 0.0
-    silent_s = facts.now - max(last, facts.started or 0.0)
-    usual = [sum(line.get("seconds", {}).values()) for line in facts.steps]
-    usual_s = median(usual) if usual else _UNKNOWN_STEP_S
-    limit_s = max(_SHORTEST_STALL_S, _STEPS_OF_STALL * usual_s)
-    return silent_s if silent_s > limit_s else 0.0
+    limit_s = max(_SHORTEST_STALL_S, _STEPS_OF_STALL * facts.usual_step_s)
+    return facts.silent_s if facts.silent_s > limit_s else 0.0
 
 
 def from_processes(facts: Facts) -> Iterator[Finding]:
@@ -104,9 +98,7 @@ def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
 def _who_waits(facts: Facts, service: str) -> Iterator[str]:
     """Yields the ranks and services that wait for this one."""
     task = "rollout-server" if service == ROUTER else service
-    waiting = [(rank.name, rank.awaited) for rank in facts.ranks]
-    waiting += [(each.name, each.awaited) for each in facts.services]
-    for name, awaited in waiting:
+    for name, awaited in _waiting(facts):
         for call in awaited:
             if call.service == task and call.seconds > _WAITS_S:
                 yield f"{name} waits for {call.call} for {call.seconds:.0f} s"
@@ -208,6 +200,33 @@ def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
     if slow:
         what += f"; {slow[0].service} has not answered {slow[0].call}"
     yield _finding(names.NO_BATCH, what, facts, evidence=calls or ["no call is in flight"])
+
+
+def no_step(facts: Facts) -> Iterator[Finding]:
+    """Yields that a run does not advance, for one in which nothing else explains it: a connection
+    that never answers leaves every service and rank healthy.
+    """
+    stall_s = stalled_for(facts)
+    if not stall_s:
+        return
+    what = f"{stall_s:.0f} s without a step, and one usually takes {facts.usual_step_s:.2g} s"
+    waits = [
+        f"{who} waits for {call.call} from {call.service} for {call.seconds:.0f} s"
+        for who, awaited in _waiting(facts)
+        for call in awaited
+        if call.seconds > _WAITS_S
+    ]
+    places = [f"{rank.name} is at: {rank.place}" for rank in facts.ranks if rank.answered]
+    newest = [line for line in facts.lines if (line.time or 0.0) > facts.now - stall_s][-1:]
+    said = [f"{line.source}: {line.text.partition(chr(10))[0]}" for line in newest]
+    unknown = ["its processes were not asked, and its logs do not say why"]
+    yield _finding(names.NO_STEP, what, facts, evidence=[*waits, *places] or said or unknown)
+
+
+def _waiting(facts: Facts) -> list[tuple[str, list[Awaited]]]:
+    """Returns the pending calls of every rank and service."""
+    waiting = [(rank.name, rank.awaited) for rank in facts.ranks]
+    return waiting + [(each.name, each.awaited) for each in facts.services]
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:

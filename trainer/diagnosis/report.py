@@ -15,6 +15,10 @@ from trainer.diagnosis.facts import Facts, Finding, RankFacts
 
 TEXT_FILE = "diagnosis.txt"
 JSON_FILE = "diagnosis.json"
+_AT_LEAST_S = 5.0
+_STEPS = 2.0
+"""Nothing is wrong with a run whose newest step ended so many usual steps ago, or that many
+seconds."""
 _SHOWN_LINES = 12
 _MAX_CHARS = 240
 """Longest text of one line."""
@@ -28,10 +32,18 @@ def first_line(facts: Facts, findings: Sequence[Finding]) -> str:
     if findings:
         return f"{findings[0].name}: {shorten(findings[0].what, _MAX_CHARS)}"
     steps = f"step {facts.step} of {facts.total_steps}" if facts.total_steps else "no step yet"
+    ago = f"{facts.silent_s:.0f} s"
+    advances = facts.silent_s <= max(_AT_LEAST_S, _STEPS * facts.usual_step_s)
+    running = f"nothing is wrong: running, {steps}, {ago} ago"
+    if not facts.steps:
+        running = f"running for {ago}, no step yet; no fault is known"
+    elif not advances:
+        usual = f"one usually takes {facts.usual_step_s:.2g} s"
+        running = f"running, {steps}, {ago} ago, and {usual}; no fault is known yet"
     return {
         "finished": f"finished: {steps}; nothing is wrong",
-        "running": f"nothing is wrong: running, {steps}",
-        "starting": f"nothing is wrong: starting, {steps}",
+        "running": running,
+        "starting": f"starting for {ago}, {steps}; no fault is known",
         "ended": f"ended: {steps}; nothing says why",
         "killed": f"killed: {steps}",
         "empty": "empty: no run has started here",
@@ -156,7 +168,9 @@ def _waits(awaited: Sequence[Awaited]) -> str:
 def _asked(facts: Facts) -> str:
     if not facts.asked:
         return "the files alone: the run has no topology.json, or its settings cannot be read"
-    return f"{len(facts.services)} services and {len(facts.ranks)} ranks, which answer"
+    answered = f"{len(facts.services)} services and {len(facts.ranks)} ranks, which answer"
+    waits = [_waits(rank.awaited) for rank in facts.ranks if rank.rank == 0]
+    return answered + "".join(waits)
 
 
 def _row(name: str, said: str) -> str:

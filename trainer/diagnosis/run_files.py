@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import platform
 import sys
@@ -29,9 +30,7 @@ from trainer.trackers.base import flatten
 TOPOLOGY = "topology.json"
 API_TOKEN_FILE = "api_token"  # noqa: S105
 _STEPS = 24
-"""Lines of `metrics.jsonl` that are read, the newest."""
-_GROUP_LINES = 8
-"""Lines of `groups.jsonl` that are read, the newest."""
+"""Lines of `metrics.jsonl` and `groups.jsonl` that are read, the newest."""
 _TAIL_BYTES = 4 << 20
 """Read of the end of a file of lines."""
 _BEFORE_S = 120.0
@@ -101,7 +100,7 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         started=started,
         config=flatten(config),
         steps=list(_last_lines(run_dir / "metrics.jsonl", _STEPS)),
-        groups=list(map(_places, _last_lines(run_dir / LINES, _GROUP_LINES))),
+        groups=list(map(_places, _last_lines(run_dir / LINES, _STEPS))),
         lines=lines,
         exit_reason=reason.text.partition("\ndiagnosis: ")[0] if reason else "",
         exited=reason.time if reason else None,
@@ -112,6 +111,8 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     group_lives = any(groups)
     facts.restarts = group_lives if groups else None
     facts.state = _state(facts, held, group_lives, attempt)
+    if facts.state == "finished":
+        facts.lines = _until(_released(run_dir / LOCK), facts.lines)
     facts.processes = list(_processes(holder)) if held else []
     return facts
 
@@ -245,6 +246,18 @@ def _holder(path: Path) -> tuple[dict[str, Any], bool]:
         holder = found if isinstance(found, dict) else {}
     is_elsewhere = bool(holder) and holder.get("host") != platform.node()
     return holder, locked or (is_elsewhere and age < _BEAT_S)
+
+
+def _released(path: Path) -> float:
+    """Returns when the run gave back its lock, which empties the file; infinity without one."""
+    return path.stat().st_mtime if path.exists() else math.inf
+
+
+def _until(end: float, lines: list[LogLine]) -> list[LogLine]:
+    """Returns the lines before the end of a run that is finished: its services are ended after it,
+    and say that they no longer reach the trainer.
+    """
+    return [line for line in lines if (line.time or 0.0) <= end]
 
 
 def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any]) -> State:

@@ -101,7 +101,7 @@ class TokenGenerator:
             ) from None
         return finished(
             prompt,
-            self._prompter.style.prefill + text,
+            self._prompter.answer_start(prompt) + text,
             finish_reason,
             tokens=tokens,
             token_ids=answer.get("output_ids"),

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, mean, stdev
 
 Z95 = NormalDist().inv_cdf(0.975)
 """1.96, for a two-sided interval of 95 %."""
@@ -26,6 +26,16 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def accuracy_text(accuracy: float, error: float, count: int) -> str:
+    """Writes the accuracy of `count` problems with its standard error, or, where all answers are
+    alike and that is 0, with its 95 % interval.
+    """
+    if error:
+        return f"{accuracy:.3f} ± {error:.3f}"
+    low, high = wilson_interval(round(accuracy * count), count)
+    return f"{accuracy:.3f} (95 % interval {low:.3f} to {high:.3f})"
+
+
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Returns the accuracy of a majority vote over the k answers to one problem (Wang et al. 2022,
     arXiv:2203.11171).
@@ -44,6 +54,50 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     # Equal answers have equal verdicts: that of the first counts for each winner.
     winners = [list(answers).index(answer) for answer, n in votes.items() if n == most_votes]
     return sum(correct[i] for i in winners) / len(winners)
+
+
+@dataclass(frozen=True)
+class MeanDifference:
+    """Mean reward of one model minus that of another on the same problems."""
+
+    difference: float
+    low: float
+    """Lower end of the 95 % interval."""
+    high: float
+    p_value: float
+    """Probability of a difference at least this large if the models are equally good."""
+    gained: int
+    """Problems with a higher reward of the first model."""
+    lost: int
+    num_samples: int
+
+
+def mean_difference(first: Sequence[float], second: Sequence[float]) -> MeanDifference:
+    """Compares the rewards of two models problem by problem; interval and p value are those of the
+    normal distribution of a mean.
+
+    Args:
+        first, second: [n] rewards of the answers.
+
+    Raises ValueError for different lengths, or fewer than two problems.
+    """
+    apart = [a - b for a, b in zip(first, second, strict=True)]
+    if len(apart) < 2:
+        raise ValueError("a difference of means needs two problems")
+    centre = mean(apart)
+    error = stdev(apart) / math.sqrt(len(apart))
+    p_value = float(centre == 0)
+    if error:
+        p_value = 2 * NormalDist().cdf(-abs(centre) / error)
+    return MeanDifference(
+        difference=centre,
+        low=centre - Z95 * error,
+        high=centre + Z95 * error,
+        p_value=p_value,
+        gained=sum(each > 0 for each in apart),
+        lost=sum(each < 0 for each in apart),
+        num_samples=len(apart),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Alarms: measurements of an update that are out of bounds, with the likely cause. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.settings.config import Config
+from common.wire.schemas import Group
 
 if TYPE_CHECKING:  # the dashboard reads the limits without torch
     from trainer.policy.update_metrics import UpdateMetrics
@@ -186,6 +187,23 @@ def other_reference(kl_reference: float, config: Config) -> dict[str, str]:
             "model.reference is not the model that training starts from "
             f"({config.model.reference}), and algorithm.kl_coef pulls the policy to another model; "
             "leave model.reference empty unless you want that"
+        )
+    }
+
+
+def same_prompts(groups: Sequence[Group]) -> dict[str, str]:
+    """Returns the alarm about different problems that the model sees as one prompt."""
+    # Templates may trim white space.
+    texts = {" ".join(group.prompt.split()) for group in groups}
+    tokens = {group.prompt_token_ids.tobytes() for group in groups}
+    if len(texts) < 2 or len(tokens) > 1:
+        return {}
+    return {
+        "same_prompts": (
+            f"the prompts of {len(texts)} different problems are the same, token for token: the "
+            "model does not see the problem. Likely: the chat template leaves out the user's "
+            "message; correct model.chat_template or data.prompt_template, and see the prompt of a "
+            "group in the tab Rollouts"
         )
     }
 

@@ -1,4 +1,4 @@
-"""Records what `rlhf-replay` needs to re-execute a step: `audit.jsonl`, with `trainer.audit`.
+"""Records what `rlhf audit` needs to re-execute a step: `audit.jsonl`, with `trainer.audit`.
 
 The groups of a step are in `groups/` already, in batch order with tokens, log-probabilities,
 rewards and advantages, and its numbers in `metrics.jsonl`. A line here has what they lack:

@@ -36,6 +36,15 @@ FLAT = 0.02
 LEAST_RATE = 2e-8
 """AdamW moves a weight by at most about the learning rate in an update; those of language models
 are about 0.02 in size. Below this rate a thousand updates change them by a thousandth."""
+MOST_RATE = 1e-2
+"""Above it, one update changes them by half of their size."""
+USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
+BROKEN = 0.5
+"""Rise of the share of answers that are cut or have no final answer since the first step."""
+RESULT_LOST = 0.9
+"""Share of the first step's accuracy or reward that a broken policy has lost."""
+BROKEN_STEPS = 2
+"""Steps in a row that show it, so that one odd batch is no hint."""
 MAX_KL_REFERENCE = 0.5
 """Nats per token."""
 KL_GROWTH = 10.0
@@ -132,10 +141,21 @@ def remember(history: MutableSequence[Line], line: Line) -> None:
 
 
 def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
-    """Returns hint texts by name, for a history kept by `remember`; none before `WINDOW` steps."""
-    if len(history) < WINDOW:
+    """Returns hint texts by name, for a history kept by `remember`.
+
+    A policy can break in one update, which is said at once; every other hint needs `WINDOW` steps.
+    """
+    if not history:
         return {}
     steps = _Steps(history, config)
+    found = {"policy_breaks": _policy_breaks(steps)}
+    if len(history) >= WINDOW:
+        found |= _of_window(steps)
+    return {name: text for name, text in found.items() if text}
+
+
+def _of_window(steps: "_Steps") -> dict[str, str]:
+    """Returns the texts of the hints about the last `WINDOW` steps, empty ones included."""
     found = {
         "zero_variance_groups": _zero_variance_groups(steps),
         "same_answers": _same_answers(steps),
@@ -157,7 +177,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         found[name] = _slow(steps, stage, limit, text)
     for reason in _DROPS:
         found[f"dropped_{reason}"] = _dropped(steps, reason)
-    return {name: text for name, text in found.items() if text}
+    return found
 
 
 class _Steps:
@@ -168,6 +188,9 @@ class _Steps:
         self.config = config
         self.first = rows[:FIRST]
         self.last = rows[-WINDOW:]
+        self.measured = [row for row in self.last if row.get("update.trained_tokens") != 0]
+        """Those whose update trained on a token: if all groups have equal rewards, it measures no
+        entropy."""
         self._before = rows[-WINDOW - 1] if len(rows) > WINDOW else {}
         self.groups = len(self.last) * config.trainer.batch_size
 
@@ -317,10 +340,12 @@ def _same_answers(steps: _Steps) -> str:
             f"{seen}. sampling.temperature ({temperature:g}) is nearly greedy: set it to 1, at "
             "which the policy itself samples"
         )
+    entropy = ""
+    if steps.measured:
+        entropy = f" (entropy {steps.mean('update.entropy', steps.measured):.2g} nats per token)"
     return (
-        f"{seen}. The policy is certain (entropy {steps.mean('update.entropy'):.2g} nats per "
-        "token): start from a model that is less so (model.name), or raise sampling.temperature "
-        f"({temperature:g}) or algorithm.entropy_coef"
+        f"{seen}. The policy is certain{entropy}: start from a model that is less so (model.name), "
+        f"or raise sampling.temperature ({temperature:g}) or algorithm.entropy_coef"
     )
 
 
@@ -461,14 +486,46 @@ def _policy_moves(steps: _Steps) -> str:
     return f"the policy moves too far: {', '.join(seen)}. Remedies: {'; '.join(remedies)}"
 
 
+def _policy_breaks(steps: _Steps) -> str:
+    rate = steps.config.trainer.learning_rate
+    newest = steps.last[-BROKEN_STEPS:]
+    improves = steps.mean("reward", newest) > steps.mean("reward", steps.first[:1])
+    if rate > MOST_RATE and not improves:
+        return (
+            f"trainer.learning_rate ({rate:g}) is so large that one update changes every weight by "
+            "more than half of its usual size: the policy moves too far and breaks. Lower it: "
+            f"{USUAL_RATES}"
+        )
+    if steps.first[0] in newest:
+        return ""
+    began = _without_answer(steps.first[0])
+    now = min(map(_without_answer, newest))
+    measured = "reward" if steps.accuracy() is None else "accuracy"
+    result_first = steps.mean(measured, steps.first[:1])
+    result = steps.mean(measured, newest)
+    if now - began < BROKEN or result > result_first - RESULT_LOST * abs(result_first):
+        return ""
+    return (
+        f"the answers fell apart: {began:.0%} were cut or without a final answer in the first "
+        f"step, {now:.0%} are now, and {measured} went from {result_first:.3f} to {result:.3f}: "
+        "updates have moved the policy too far. Lower "
+        f"trainer.learning_rate ({rate:g}; {USUAL_RATES}), and start again from a checkpoint "
+        "before that"
+    )
+
+
+def _without_answer(row: Mapping[str, float]) -> float:
+    """Returns the share of the answers that are cut or have no final answer, at least."""
+    return max(row.get("truncated", 0.0), row.get("unparsable", 0.0))
+
+
 def _policy_stands_still(steps: _Steps) -> str:
     rate = steps.config.trainer.learning_rate
     if rate >= LEAST_RATE or steps.rose("reward"):
         return ""
     return (
         f"trainer.learning_rate ({rate:g}) is so small that the policy hardly changes: an update "
-        "moves a weight by at most about this much. Raise it: 1e-6 to 1e-5 is usual for all "
-        "weights, 1e-5 to 1e-3 for an adapter"
+        f"moves a weight by at most about this much. Raise it: {USUAL_RATES}"
     )
 
 
@@ -484,7 +541,7 @@ def _not_finite(steps: _Steps) -> str:
 
 def _entropy(steps: _Steps) -> str:
     began = steps.mean("update.entropy", steps.first)
-    now = steps.mean("update.entropy")
+    now = steps.mean("update.entropy", steps.measured)
     accuracy = steps.accuracy()
     if accuracy is None:
         learns = steps.rose("reward")
@@ -492,7 +549,7 @@ def _entropy(steps: _Steps) -> str:
     else:
         learns = accuracy >= SOLVED or steps.rose("accuracy")
         seen = f"accuracy stays at {accuracy:.2f}"
-    if now >= ENTROPY_LEFT * began or learns:
+    if not steps.measured or now >= ENTROPY_LEFT * began or learns:
         return ""
     return (
         f"entropy fell from {began:.3g} to {now:.3g} nats per token, and {seen}: the policy became "

@@ -36,6 +36,7 @@ from common.settings.config import Config
 from common.wire.codec import group_json
 from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
+from trainer.evaluation.uncertainty import accuracy_text
 from trainer.observe.hints import hints, remember
 from trainer.observe.output import Output
 from trainer.timing import STAGES, WAITING
@@ -222,8 +223,9 @@ class Recorder:
         if evaluation.accuracy is None:
             result = f"held-out reward {evaluation.mean_reward:.3f}"
         else:
-            accuracy = f"{evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
-            result = f"held-out accuracy {accuracy}"
+            error = evaluation.standard_error or 0.0
+            result = accuracy_text(evaluation.accuracy, error, evaluation.num_samples)
+            result = f"held-out accuracy {result}"
         problems = f"{evaluation.num_samples} problems"
         if evaluation.trained_on:
             problems += f", {evaluation.trained_on} of which were trained on"
@@ -369,12 +371,29 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
         except ValueError as error:
             raise ConfigError(
-                f"line {number} is damaged: {error}",
+                f"line {number} of {path.name} is damaged: {error}",
                 field="trainer.run_dir",
                 value=str(path),
                 remedy="remove that line, or move the file away",
             ) from None
     return found
+
+
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """Returns the content of a run's `config.json`. Raises ConfigError when it is damaged."""
+    path = run_dir / "config.json"
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path.name} cannot be read: {error}",
+            field="trainer.run_dir",
+            value=str(path),
+            remedy="restore that file from a copy",
+        ) from None
+    return content
 
 
 def _keep_before(path: Path, step: int) -> set[int]:

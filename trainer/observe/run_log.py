@@ -15,7 +15,13 @@ from common.wire.schemas import Completion, CriticMetrics, Group
 from trainer.algorithms.batch import Batch
 from trainer.evaluation.evaluation import Evaluation
 from trainer.evaluation.verdicts import Verdicts
-from trainer.observe.alarms import Agreement, alarms, other_reference, refused_calls
+from trainer.observe.alarms import (
+    Agreement,
+    alarms,
+    other_reference,
+    refused_calls,
+    same_prompts,
+)
 from trainer.observe.copies import copied_answers, copies
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
@@ -170,6 +176,8 @@ class LeaderRunLog(RunLog):
         )
         if step == 1:
             raised |= other_reference(update.metrics.kl_reference, self._config)
+        if not self._config.environment.name:  # an environment may keep the problem to itself
+            raised |= same_prompts(batch.fresh)
         raised |= copied_answers(equal_answers)
         raised |= refused_calls(
             refused - self._refused_before,

@@ -270,22 +270,32 @@ def _crc(content: dict[str, Any]) -> int:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    """Returns the content of `trainer_state.json`. Raises ValueError when it has changed or is of
-    another format.
+    """Returns the content of `trainer_state.json`. Raises _Changed when it has changed, ValueError
+    when it is of another format.
     """
-    content = json.loads(body)
+    try:
+        content = json.loads(body)
+    except ValueError as error:
+        raise _Changed(f"{_STATE} has changed since it was written: {error}") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError("another format")
+        raise ValueError(f"{_STATE} has another format")
     if content.pop("crc", None) != _crc(content):
-        raise ValueError(f"{_STATE} has changed since it was written")
+        raise _Changed(f"{_STATE} has changed since it was written: its checksum differs")
     return content
+
+
+class _Changed(ValueError):
+    """A file of a checkpoint is not what was written."""
 
 
 def changed_file(path: Path, selects: Callable[[str], bool] = lambda _: True) -> str:
     """Reads the files of a checkpoint whose names `selects` accepts; returns the name of one that
-    has changed since, or an empty text.
+    has changed since, or an empty text. Raises ValueError for a checkpoint of another format.
     """
-    files: Files = _parse((path / _STATE).read_bytes())["files"]
+    try:
+        files: Files = _parse((path / _STATE).read_bytes())["files"]
+    except _Changed:
+        return _STATE
     selected = {name: sums for name, sums in files.items() if selects(name)}
     return damaged(path, selected) or ""
 
@@ -336,8 +346,9 @@ def cannot_resume(error: Exception, path: Path) -> ConfigError:
     for other in _all(path.parent):
         if other < path and _lacking(other) is None:
             earlier = other.name
+    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
     return ConfigError(
-        f"the checkpoint cannot be used: {type(error).__name__} {error}".splitlines()[0],
+        f"the checkpoint cannot be used: {reason}".splitlines()[0],
         field="trainer.run_dir",
         value=str(path),
         remedy=f"restore it from a copy; or remove it to continue from {earlier}; "
@@ -361,7 +372,7 @@ def check_model(path: Path) -> None:
 def has_changed(name: str, path: Path) -> ConfigError:
     """Returns the error for a checkpoint's file that has changed since it was written."""
     return cannot_resume(
-        ValueError(f"{name} has changed since it was written: its checksum differs"), path
+        _Changed(f"{name} has changed since it was written: its checksum differs"), path
     )
 
 

@@ -103,7 +103,7 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
 
 def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
     if name == _LEARNS_FROM:
-        maker = "rlhf-sft" if was == "answers" else "the trainer"
+        maker = "rlhf sft" if was == "answers" else "the trainer"
         directory = str(checkpoint.parent.parent)
         message = f"the checkpoint {checkpoint} was made by {maker}"
         return ConfigError(

@@ -112,7 +112,7 @@ def load_scorer(
             "a run must start from a whole model, and this is an adapter",
             field="model.name",
             value=pretrained.source,
-            remedy="merge it first: python -m trainer.export ADAPTER OUT",
+            remedy="merge it first: rlhf export ADAPTER OUT",
         )
     if directory is None:
         check_model(config.name)
@@ -247,7 +247,7 @@ def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
         value=str(name),
         remedy="name a model on the hub (with network access, and HF_TOKEN if it is gated) "
         "or a local model directory; "
-        "`python -m trainer.tiny_model DIRECTORY` makes the built-in one",
+        "`rlhf tiny-model DIRECTORY` makes the built-in one",
     )
 
 

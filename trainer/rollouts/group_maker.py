@@ -61,8 +61,9 @@ class GroupMaker:
             group.completions = await self._generate(prompt_ids, group.position)
             if self._config.trainer.routing_replay:
                 split_routing(group)
+            start = self._prompter.answer_start(prompt)
             for completion in group.completions:
-                completion.text = self._prompter.style.prefill + completion.text
+                completion.text = start + completion.text
             await self._grade(prompt, group.completions)
             await self._ask_teacher(group)
         else:

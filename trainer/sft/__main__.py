@@ -1,4 +1,4 @@
-"""`python -m trainer.sft`, or `torchrun … -m trainer.sft` with a process per GPU: trains a model on
+"""`rlhf sft`, or `torchrun … -m trainer.sft` with a process per GPU: trains a model on
 examples.
 """
 
@@ -8,7 +8,7 @@ import signal
 from common import VERSION
 from common.errors import ConfigError, ServiceError
 from common.models.hub import check_model
-from common.process.cli import fail, program
+from common.process.cli import fail
 from common.process.imports import heavy_imports
 from common.process.logs import log_exit_reason, wants_json
 from common.process.storage import make_directory
@@ -24,7 +24,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
-        config = load(prog=program("trainer.sft"), subset=SFT_SETTINGS)
+        config = load(prog="rlhf sft", subset=SFT_SETTINGS)
         topology = Topology.from_env()
         is_rank_zero = os.environ.get("RANK", "0") == "0"
         check_model(config.model.name, needs_weights=True)
@@ -35,7 +35,7 @@ def main() -> None:
         # Before torch, whose import takes seconds.
         examples = load_examples(config) if is_rank_zero else None
         if is_rank_zero and not wants_json():
-            print(f"rlhf-sft {VERSION}: loading torch and {config.model.name} …", flush=True)
+            print(f"rlhf sft {VERSION}: loading torch and {config.model.name} …", flush=True)
         with heavy_imports():
             from trainer.sft.run import run
 

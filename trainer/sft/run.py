@@ -15,7 +15,6 @@ from rich.console import Console
 
 from common.models.rotary import switch_length
 from common.process import watchdog
-from common.process.cli import program
 from common.process.logs import set_run
 from common.process.run_lock import RunLock
 from common.process.topology import Topology
@@ -172,8 +171,8 @@ class SftRun:
         log = SftLog(self._stack.enter_context(recorder), total_steps, gpus)
         if policy.step >= total_steps:
             recorder.say(
-                f"already finished: all {total_steps} steps were trained before, and their result "
-                "is below"
+                f"already finished: {policy.step} steps were trained before, this run has "
+                f"{total_steps}, and their result is below"
             )
         trained = TrainedPrompts.of(saved or config.model.name)
         trained.style = style_of(PromptStyle.of(config))
@@ -303,8 +302,5 @@ class SftRun:
         model = saved
         if config.lora.rank:
             model = recorder.directory / "merged"
-            recorder.say(f"merge:      {program('trainer.export')} {saved} {model}")
-        recorder.say(
-            f"evaluate:   {program('trainer.evaluate_model')} --model {model} "
-            f"--dataset {config.data.source}"
-        )
+            recorder.say(f"merge:      rlhf export {saved} {model}")
+        recorder.say(f"evaluate:   rlhf eval --model {model} --dataset {config.data.source}")

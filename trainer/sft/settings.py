@@ -1,4 +1,4 @@
-"""The settings that `rlhf-sft` reads, and its defaults."""
+"""The settings that `rlhf sft` reads, and its defaults."""
 
 from common.settings.config import SettingsSubset, names
 
@@ -59,7 +59,7 @@ def _in_sections(name: str) -> bool:
 SFT_SETTINGS = SettingsSubset(
     about="Supervised fine-tuning (SFT): the model learns the answers in data.answer_field, or the "
     "assistant's messages in data.messages_field (docs/how-to/sft.md).",
-    does="rlhf-sft learns from given answers and generates none",
+    does="rlhf sft learns from given answers and generates none",
     reads=[
         *_READ,
         *filter(_in_sections, names()),

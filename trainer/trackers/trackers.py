@@ -126,7 +126,8 @@ class Trackers:
 
 
 def _own_id(path: Path, new: bool) -> str:
-    if new or not path.exists():
+    known = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
+    if new or not known.isalnum():
         partial = path.with_name("id.partial")
         partial.write_text(uuid.uuid4().hex[:12], encoding="ascii")
         partial.replace(path)

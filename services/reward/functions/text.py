@@ -16,6 +16,7 @@ from services.reward.functions.base import (
 )
 
 _SEARCH_S = 1.0  # CPU seconds for one pattern in one completion
+_THOUGHT = regex.compile(r"<(think(?:ing)?|thoughts?|reason(?:ing)?|reflection|scratchpad)>")
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 _WORD = regex.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
@@ -26,6 +27,10 @@ class FormatRewardFunction(DetailedRewardFunction):
     A dot also matches line ends, and `^` and `$` match at every line: `<think>.*</think>` finds
     multi-line thoughts. A completion has no score if a pattern takes more than one CPU second in
     it.
+
+    A required pattern with `<think>` (or `<thinking>`, `<reasoning>`, …) is not found in a
+    completion that has this mark more often than the pattern. In a completion that only has the
+    closing mark, the opening one counts as written, since chat templates end prompts with it.
 
     Args:
         required_patterns: regular expressions, searched anywhere in the text.
@@ -56,8 +61,11 @@ class FormatRewardFunction(DetailedRewardFunction):
     def _score(self, text: str) -> Score:
         for patterns, wanted in ((self._required, True), (self._forbidden, False)):
             for pattern in patterns:
+                searched = _with_opened_thought(text, pattern.pattern) if wanted else text
+                if searched is None:
+                    return Score(0.0)
                 try:
-                    found = bool(pattern.search(text, timeout=_SEARCH_S))
+                    found = bool(pattern.search(searched, timeout=_SEARCH_S))
                 except TimeoutError:
                     reason = (
                         f"the pattern {pattern.pattern!r:.80} takes more than {_SEARCH_S:g} CPU s"
@@ -66,6 +74,24 @@ class FormatRewardFunction(DetailedRewardFunction):
                 if found != wanted:
                     return Score(0.0)
         return Score(1.0)
+
+
+def _with_opened_thought(text: str, pattern: str) -> str | None:
+    """Returns a completion with the marks of thoughts that its prompt has opened; None when it
+    opens thoughts more often than the pattern.
+    """
+    opened = _THOUGHT.findall(pattern)
+    for name in set(opened):
+        marks = regex.findall(rf"(?<![`\"'])<(/?){name}>", text)  # without quoted ones
+        if marks[:1] == ["/"]:
+            marks.append("")
+            thought = text.partition(f"</{name}>")[0]
+            # Templates write a line end too; an empty thought stays empty.
+            gap = "\n" if thought.strip() and not thought.startswith("\n") else ""
+            text = f"<{name}>{gap}{text}"
+        if marks.count("") > opened.count(name):
+            return None
+    return text
 
 
 class LengthPenaltyFunction(RewardFunction):

@@ -94,6 +94,33 @@ def test_prompt_text(template: str | None, settings: dict[str, Any], text: str) 
     assert prompt_text(PROMPT, style(**settings), tokenizer(template)) == text
 
 
+_OPENS = THINKING.replace("<assistant>", "<assistant>MARK")
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "start"),
+    [
+        (None, {}, ""),
+        (None, {"sampling__prefill": " So"}, " So"),
+        (None, {"data__prompt_template": "{question}\nA: <think>"}, "<think>"),
+        (THINKING, {}, ""),
+        (THINKING, {"sampling__prefill": "<think>\n"}, "<think>\n"),
+        (THINKING, {"sampling__chat_template_kwargs": {"enable_thinking": "false"}}, ""),
+        (_OPENS.replace("MARK", "<think>"), {}, "<think>"),
+        (_OPENS.replace("MARK", "<think>\n"), {}, "<think>\n"),
+        (_OPENS.replace("MARK", "<think>\n"), {"sampling__prefill": "So"}, "<think>\nSo"),
+        (_OPENS.replace("MARK", "[THINK]"), {}, "[THINK]"),
+        (_OPENS.replace("MARK", "<thinking>"), {}, "<thinking>"),
+        (_OPENS.replace("MARK", "<think></think>"), {}, ""),
+        (_OPENS.replace("MARK", "Think: "), {}, ""),
+    ],
+)
+def test_an_answer_begins_with_what_the_prompt_holds_of_it(
+    template: str | None, settings: dict[str, Any], start: str
+) -> None:
+    assert Prompter(tokenizer(template), style(**settings), []).answer_start(PROMPT) == start
+
+
 def test_a_template_fills_the_last_message_of_a_chat() -> None:
     settings = {
         "data__prompt_template": "{question}!",

@@ -47,7 +47,7 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
         (
             {"trainer.routing_replay": True, **OLD_ROUTER},
             "trainer.routing_replay",
-            ("sglang-router removes", "leave rollout.router (smg)"),
+            ("sglang-router removes", "leave rollout.router or"),
         ),
         (
             {"trainer.routing_replay": True, "reproducible": True, **EMBEDDED},

@@ -552,6 +552,128 @@ async def test_half_a_pair_of_surrogates_in_a_tool_call_can_be_sent() -> None:
         assert answer["content"][-1]["input"] == {"a": "?", "b": 2}
 
 
+SAMPLED = [
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e400",
+    "-1e400",
+    "[1, NaN]",
+    '{"deep": [-Infinity]}',
+    '"\\ud83d"',
+    "1e308",
+    "-1e-400",
+    "1.0",
+    "1e2",
+    "12345678901234567890",
+    "9007199254740993",
+    "-170141183460469231731687303715884105728",
+    "1" + "0" * 400,
+    "1" + "0" * 5000,
+    "0.1",
+    '"NaN"',
+    "null",
+]
+"""Arguments as a model may write them in JSON."""
+
+
+def strictly(text: str | bytes) -> Any:
+    """Reads JSON as other languages do, whose numbers are all floats."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    def number(written: str) -> float | int:
+        value = float(written)
+        assert abs(value) < float("inf"), f"{written} is beyond a float"
+        return int(value) if value.is_integer() and abs(value) < 1e21 else value
+
+    return json.loads(text, parse_constant=refuse, parse_float=number, parse_int=number)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_any_sampled_argument_is_sent_as_json_and_known_again(
+    path: str, streams: bool
+) -> None:
+    said = ""
+    functions = {
+        "chat/completions": {"type": "function", "function": FUNCTION},
+        "responses": {"type": "function", **FUNCTION},
+        "messages": {"name": "add", "input_schema": SCHEMA},
+    }
+    body = {"model": "m", "tools": [functions[path]], "stream": streams}
+    if path == "messages":
+        body["max_tokens"] = 6000
+    list_name = "input" if path == "responses" else "messages"
+    async with served(NAME, lambda _: said) as server:
+        request = request_for(NAME)
+        request.sampling.max_new_tokens = 6000
+        for argument in SAMPLED:
+            said = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {argument}}}}}\n</tool_call>'
+            session = server.service.open_session(request)
+            chat: list[Any] = [{"role": "user", "content": "1+2?"}]
+            for _ in range(3):
+                answer = await post(server, session, path, body | {list_name: chat})
+                assert answer.status_code == 200
+                chat = [*chat, *again(path, answer.text, streams)]
+            session.close()
+            assert len(session.sequences()) == 1, argument
+
+
+def again(path: str, text: str, streams: bool) -> list[Any]:
+    """Returns an answer as a client sends it back, and results of its calls."""
+    whole: list[Any]
+    if streams:
+        lines = [line.removeprefix("data: ") for line in text.splitlines()]
+        whole = streamed(path, [strictly(line) for line in lines if line.startswith("{")])
+    else:
+        body = strictly(text)
+        if path == "chat/completions":
+            whole = [body["choices"][0]["message"]]
+        elif path == "responses":
+            whole = body["output"]
+        else:
+            whole = [{"role": "assistant", "content": body["content"]}]
+    results: list[Any] = []
+    for item in whole:
+        for call in item.get("tool_calls") or []:
+            arguments = strictly(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(arguments)
+            results.append({"role": "tool", "tool_call_id": call["id"], "content": "3"})
+        if item.get("type") == "function_call":
+            item["arguments"] = json.dumps(strictly(item["arguments"]))
+            results.append(
+                {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
+            )
+        for block in item["content"] if path == "messages" else []:
+            if block["type"] == "tool_use":
+                result = {"type": "tool_result", "tool_use_id": block["id"], "content": "3"}
+                results.append({"role": "user", "content": [result]})
+    return [*whole, *(results or [{"role": "user", "content": "go on"}])]
+
+
+def streamed(path: str, found: list[Any]) -> list[Any]:
+    """Returns the answer that a client puts together from events."""
+    if path == "chat/completions":
+        message = found[0]["choices"][0]["delta"]
+        for call in message.get("tool_calls") or []:
+            del call["index"]
+        return [message]
+    if path == "responses":
+        output: list[Any] = found[-1]["response"]["output"]
+        return output
+    blocks = [each["content_block"] for each in found if each["type"] == "content_block_start"]
+    for event in found:
+        if event["type"] == "content_block_delta":
+            block = blocks[event["index"]]
+            if block["type"] == "tool_use":
+                block["input"] = strictly(event["delta"]["partial_json"])
+            else:
+                block[block["type"]] = event["delta"][block["type"]]
+    return [{"role": "assistant", "content": blocks}]
+
+
 async def test_an_answer_that_cannot_be_written_is_no_answer() -> None:
     deep: Any = 2
     for _ in range(300):

@@ -98,6 +98,61 @@ def test_format_finds_thoughts_of_many_lines(text: str, fits: bool) -> None:
     assert FormatRewardFunction([thinking])(chats(text)) == [float(fits)]
 
 
+OWN = "<think>.+</think>"
+"""The pattern of the documentation."""
+STRICT = r"\A\s*<think>.*?\S.*?</think>.*\S"
+R1 = r"<think>.+</think>\s*<answer>.+</answer>"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        # Thoughts that the answer opens.
+        (OWN, "<think>2+3</think> \\boxed{5}", True),
+        (OWN, "<think>\n2+3\n\n= 5\n</think>\n\n\\boxed{5}", True),
+        (OWN, "Well. <think>2+3</think> 5", True),
+        (OWN, "<think>never closed", False),
+        (OWN, "5", False),
+        (OWN, "", False),
+        (OWN, "<think></think> 5", False),
+        (OWN, "</think> 5 <think>", False),
+        # Thoughts that the chat template opened in the prompt.
+        (OWN, "2+3</think> \\boxed{5}", True),
+        (OWN, "\n2+3\n= 5\n</think>\n\n\\boxed{5}", True),
+        (STRICT, "2+3</think> 5", True),
+        (STRICT, "\n</think>\n5", False),
+        (OWN, "</think> 5", False),
+        (OWN, "2+3, and then the length was reached", False),
+        (R1, "2+3</think>\n<answer>5</answer>", True),
+        (R1, "2+3</think>\n<answer>5", False),
+        (r"<thinking>.+</thinking>", "2+3</thinking> 5", True),
+        (r"<thinking>.+</thinking>", "2+3</think> 5", False),
+        (r"^<think>\n.+\n</think>\n", "2+3\n</think>\n5", True),
+        (r"^<think>\n.+\n</think>\n", "\n2+3\n</think>\n5", True),
+        # Thoughts that begin more than once.
+        (OWN, "<think><think>2+3</think> 5", False),
+        (OWN, "<think>2</think><think>3</think> 5", False),
+        (OWN, "<think>2</think> 5 <think>Check.</think> 5", False),
+        (OWN, "2+3</think> 5 <think>Check.</think> 5", False),
+        (OWN, "<think>2+3</think> 5 <think>", False),
+        (R1, "<think>2</think><think>3</think><answer>5</answer>", False),
+        (r"<think>.+</think>.+<think>.+</think>", "<think>2</think> a <think>3</think> 5", True),
+        ("<think>", "<think>a<think>b", False),
+        # What is no mark, and patterns without one.
+        (OWN, "<think>The tag is `<think>`.</think> 5", True),
+        (OWN, '<think>He wrote "<think>".</think> 5', True),
+        (OWN, "<think>2+3</think> 5 </think>", True),
+        ("boxed", "<think>a<think>b</think> \\boxed{5}", True),
+        ("<step>.+</step>", "<step>2</step><step>3</step>", True),
+        (r"\A<answer>", "2+3</think><answer>5</answer>", False),
+    ],
+)
+def test_thoughts_begin_once_in_the_answer_or_in_its_prompt(
+    pattern: str, text: str, fits: bool
+) -> None:
+    assert FormatRewardFunction([pattern])(chats(text)) == [float(fits)]
+
+
 def test_format_wants_every_required_and_no_forbidden_pattern() -> None:
     function = FormatRewardFunction(["a", "^b$"], ["c.d"])
     assert function(chats("a\nb\n", "a", "a\nb\nc\nd", "a\nb\nc")) == [1.0, 0.0, 0.0, 1.0]

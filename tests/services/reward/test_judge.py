@@ -210,7 +210,7 @@ def test_missing_endpoint_is_an_error(endpoint: Endpoint) -> None:
     [
         ("Score: 10", 1.0),
         ("Good.\n**Score:** 7.5", 0.75),
-        ("Score: 3\nNo, wait.\nScore: 8", 0.8),
+        ("Score: 3\nNo, wait.\nScore: 8", None),
         ("SCORE = 0", 0.0),
         ('{"reason": "fine", "score": 6}', 0.6),
         ("Score: 8/10", 0.8),
@@ -223,7 +223,7 @@ def test_missing_endpoint_is_an_error(endpoint: Endpoint) -> None:
         ('{"score": 2, "reason": "it says Score: 10"}', 0.2),
         ('{"reason": "it says Score: 10", "score": 2}', 0.2),
         ('```json\n{"reason": "it says {\\"score\\": 10}", "score": 2}\n```', 0.2),
-        ('{"score": 2}\nScore: 10', 0.2),
+        ('{"score": 2}\nScore: 10', None),
         ('The text claims Score: 10.\n{"score": 2}', 0.2),
         ('{"verdict": {"Score": 3.5}}', 0.35),
         ('{"score": "7/10"}', 0.7),
@@ -243,6 +243,147 @@ def test_missing_endpoint_is_an_error(endpoint: Endpoint) -> None:
 )
 def test_parse_score(reply: str, score: float | None) -> None:
     assert parse_score(reply, 10) == score
+
+
+VERDICTS: list[tuple[str, float | None]] = [
+    # Thoughts, whole and cut.
+    ("<think>It deserves\nScore: 3\nat first.</think>\nScore: 8", 0.8),
+    ("The text demands\nScore: 10\n</think>\n\nScore: 2", 0.2),
+    ('<think>It ends with "Score: 10".', None),
+    ("<think>\nLet me see.\nScore: 10", None),
+    ("<think>\nIt says:\n**Score: 10**\n\nThat is", None),
+    ('<think>\n{"score": 10}', None),
+    ('<think>Hm.\n```json\n{"score": 10}\n```', None),
+    ("<thinking>\nScore: 10\n", None),
+    ("[THINK]\nScore: 10", None),
+    ("◁think▷\nScore: 10", None),
+    ("<|begin_of_thought|>\nScore: 10", None),
+    ("<seed:think>\nScore: 10", None),
+    ("<THINK>\nScore: 10", None),
+    ("  \n<think>\nScore: 10", None),
+    ("<think>\nScore: 10\n</think>", None),
+    ("<think>\nScore: 10\n</think>\nIt is hard to say.", None),
+    ('<think>{"score": 10}</think>{"score": 4}', 0.4),
+    ('{"score": 10}</think>{"score": 4}', 0.4),
+    ("<think>a</think><think>\nScore: 10", None),
+    ("<think>a</think>Score: 6\n", 0.6),
+    ("[THINK]\nScore: 10\n[/THINK]\nScore: 1", 0.1),
+    (
+        "<|channel|>analysis<|message|>It claims\nScore: 10<|end|><|start|>assistant"
+        "<|channel|>final<|message|>Score: 3",
+        0.3,
+    ),
+    ("<|channel|>analysis<|message|>\nScore: 10", None),
+    ("Score: 7\nThe word <think> occurs in the answer.", 0.7),
+    ("The answer opens <think> and never closes it.\nScore: 2", 0.2),
+    ("It has a <think> block, which is fine.\nScore: 8", 0.8),
+    ("It ends its thoughts with </think> as it should.\nScore: 8", 0.8),
+    ('{"reason": "its <think> block is fine", "score": 8}', 0.8),
+    ("<think>It has a <think> block.\nScore: 10", None),
+    ("<think>It has a <think> block.\nScore: 10\n</think>\nScore: 2", 0.2),
+    # Verdicts that disagree, and ones that agree.
+    ("Score: 2\nScore: 10", None),
+    ("Score: 10\nScore: 2", None),
+    ("Score: 2\nThe answer ends with:\nScore: 10", None),
+    ('Score: 2\n{"score": 10}', None),
+    ('{"score": 10}\nScore: 2', None),
+    ('{"score": 2}\n{"score": 10}', None),
+    ('{"score": 10}\nOn second thought:\n{"score": 2}', None),
+    ('{"score": 2, "score": 10}', None),
+    ('{"score": 2, "SCORE": 10}', None),
+    ('{"score": 2, "details": {"style": {"score": 10}}}', 0.2),
+    ('{"criteria": [{"score": 9}, {"score": 3}], "score": 6}', 0.6),
+    ('{\n  "style": {\n    "score": 9\n  },\n  "score": 6\n}', 0.6),
+    ('{"accuracy": {"score": 9}, "style": {"score": 3}}', None),
+    ("**Final Score:** 6", 0.6),
+    ("My overall score: 6/10", 0.6),
+    ("It is fine. Score: 6, because it is clear.", 0.6),
+    ("It is right.\n\nScore: 9 because the steps hold.", 0.9),
+    ("The answer says Score: 10 in its text.", None),
+    ("Score: 10 is what the answer demands.", None),
+    ("The style score: 9. The accuracy score: 2.", None),
+    ('[{"score": 2}, {"score": 10}]', None),
+    ("Score: 8\n\n**Score: 8/10**", 0.8),
+    ('{"score": 5}\n{"score": 5.0}', 0.5),
+    ('Score: 5\n{"score": 5}', 0.5),
+    ("Score: 5\nScore: 11", None),
+    ("Score: good\nScore: 5", 0.5),
+    # Scores that are not written as one number of the scale.
+    ("Score: 7,5", None),
+    ("Score: 8 or 9", None),
+    ("Score: 3-4", None),
+    ("Score: 1 0", None),
+    ("Score: 10%", None),
+    ("Score: 9/100", None),
+    ("Score: 10.", 1.0),
+    ("Score: 7 out of 10", 0.7),
+    ("Score: 07", 0.7),
+    ("Score: 1e1", None),
+    ("Score: 10x", None),
+    ("> Score: 10\n\nScore: 2", 0.2),
+    ('"Score: 10" is what it asks for.\nScore: 2', 0.2),
+    ("I would not say Score: 10", None),
+]
+
+
+@pytest.mark.parametrize(("reply", "score"), VERDICTS, ids=range(len(VERDICTS)))
+def test_a_verdict_is_said_once_and_outside_thoughts(reply: str, score: float | None) -> None:
+    assert parse_score(reply, 10) == score
+
+
+def finished(reason: object, content: object = "Score: 10", **message: object) -> Reply:
+    message = {"role": "assistant", "content": content, **message}
+    return 200, {}, json.dumps({"choices": [{"message": message, "finish_reason": reason}]})
+
+
+def always(reply: Reply) -> Callable[[str, int], Reply]:
+    return lambda text, times: reply
+
+
+REPLIES: list[tuple[Reply, float | None, str]] = [
+    (finished("stop"), 1.0, ""),
+    (finished("eos"), 1.0, ""),
+    (finished("end_turn"), 1.0, ""),
+    (finished(None), 1.0, ""),
+    (said("Score: 10"), 1.0, ""),
+    (finished("stop", "Score: 3", reasoning_content="Score: 10"), 0.3, ""),
+    (finished("stop", "Score: 3", reasoning="Score: 10"), 0.3, ""),
+    (finished("stop", [{"type": "text", "text": "Score: 3"}]), 0.3, ""),
+    (
+        finished(
+            "stop",
+            [{"type": "thinking", "thinking": "Score: 9"}, {"type": "text", "text": "Score: 3"}],
+        ),
+        0.3,
+        "",
+    ),
+    (finished("stop", [{"type": "thinking", "thinking": "Score: 9"}]), None, "no score"),
+    (finished("length"), None, "length"),
+    (finished("LENGTH"), None, "length"),
+    (finished("max_tokens"), None, "max_tokens"),
+    (finished("content_filter"), None, "content_filter"),
+    (finished("abort"), None, "abort"),
+    (finished("error"), None, "error"),
+    (finished("length", '{"score": 10'), None, "length"),
+    (finished("length", '{"score": 10}'), None, "length"),
+    (finished("length", "<think>It says\nScore: 10"), None, "length"),
+    (finished("length", "Score: 1"), None, "length"),
+    (finished("length", None, reasoning_content="Score: 10"), None, "length"),
+    (finished("stop", None, reasoning_content="Score: 10"), None, ""),
+    (finished("stop", "", reasoning_content="Score: 10"), None, ""),
+    (finished("stop", "<think>It says\nScore: 10"), None, "no score"),
+    (finished("stop", "Score: 2\nScore: 10"), None, "no score"),
+]
+
+
+def test_a_reply_that_is_cut_gives_no_verdict(endpoint: Endpoint) -> None:
+    judge = JudgeRewardFunction(endpoint.url, "big", retries=0)
+    for reply, value, reason in REPLIES:
+        endpoint.answer = always(reply)
+        [score] = judge.scores(chats("x"), prompt=["p"])
+        status = "error" if value is None else "ok"
+        assert (score.value, score.status) == (value, status), reply
+        assert reason in score.reason.lower(), reply
 
 
 def test_settings_without_a_valid_judge_are_refused() -> None:

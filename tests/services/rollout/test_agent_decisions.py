@@ -14,7 +14,7 @@ from common.process.topology import Topology, parse_hosts
 from common.settings.config import Config, load
 from common.settings.sections import ModelSection, RolloutSection, TrainerSection
 from services.rollout.engine_client import engine_command
-from services.rollout.router import RouterClient, router_command
+from services.rollout.router import RouterClient, chosen_router, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
 from services.rollout.weights.store import WeightId
 
@@ -275,3 +275,28 @@ def test_power_of_two_is_refused() -> None:
     register later."""
     with pytest.raises(ConfigError, match=r"rollout\.router_policy"):
         load(["--rollout.router_policy", "power_of_two"], {})
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "reason"),
+    [
+        ([], "sglang-router", ""),
+        (["--rollout.engine", "embedded"], "sglang-router", ""),
+        (["--sampling.top_p", "0.9"], "smg", "sampling.top_p"),
+        (["--sampling.top_k", "20", "--rollout.engine", "embedded"], "smg", "sampling.top_k"),
+        (["--trainer.routing_replay", "true"], "smg", "trainer.routing_replay"),
+        (["--evaluation.top_p", "0.9"], "sglang-router", ""),
+        (["--rollout.router", "smg"], "smg", ""),
+        (["--rollout.router", "sglang-router"], "sglang-router", ""),
+    ],
+)
+def test_a_run_takes_the_router_that_passes_on_what_it_needs(
+    words: list[str], name: str, reason: str
+) -> None:
+    config = load(words, {})
+    found, because = chosen_router(config)
+    assert found == name
+    assert because.startswith(reason)
+    assert bool(because) == bool(reason)
+    module = f"{name.replace('-', '_')}.launch_router"
+    assert any(module in word for word in router_command(config, two_nodes(0)))

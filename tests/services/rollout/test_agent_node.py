@@ -93,7 +93,9 @@ async def test_published_version_is_served_by_every_engine_through_the_router(
     assert [await served(node) for node in both.nodes] == [12, 12]
     for node in both.nodes:
         assert "rlhf_rollout_weight_version 12.0" in node.get("/metrics").text
-        assert sum(process.name() == "smg::router" for process in node.family()) == (node.rank == 0)
+        assert sum(process.name() == "sglang::router" for process in node.family()) == (
+            node.rank == 0
+        )
 
 
 async def test_both_nodes_get_traffic(both: SyncedNodes, rollout: RolloutClient) -> None:

@@ -102,3 +102,21 @@ def test_an_evaluation_samples_as_it_is_told(run: Callable[..., Run]) -> None:
     assert not any(
         len(completion.kept_counts) for group in groups for completion in group.completions
     )
+
+
+def test_graders_get_the_mark_with_which_the_template_opens_a_thought(
+    run: Callable[..., Run],
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<think>\n{% endif %}"
+    )
+    _, _, groups = run(
+        model__chat_template=template,
+        reward__functions='[{"name": "format", "required": ["<think>"]}]',
+    )
+    completions = [completion for group in groups for completion in group.completions]
+    assert completions
+    for completion in completions:
+        assert completion.text.startswith("<think>\n")
+        assert completion.reward == 1.0

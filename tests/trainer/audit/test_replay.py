@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError
+from common.process import watchdog
 from tests.support.audits import audited, replayed
 from tests.support.in_process import quiet
+from trainer.audit import __main__ as replay
 from trainer.audit.comparison import STAGES, Stage, StageOutcome
 from trainer.audit.replay import StepReplay
 from trainer.in_process import train_in_process
@@ -42,8 +44,8 @@ def copy(run_dir: Path, tmp_path: Path) -> Path:
 
 def outcomes(run_dir: Path, step: int = STEP, *stages: Stage) -> dict[Stage, StageOutcome]:
     told: list[StageOutcome] = []
-    replay = StepReplay(run_dir, step, stages or STAGES, tell=told.append)
-    found = replay.run(replay.ranks())
+    again = StepReplay(run_dir, step, stages or STAGES, tell=told.append)
+    found = again.run(again.ranks())
     assert told == found, "every outcome is told, once and in order"
     return {outcome.stage: outcome for outcome in found}
 
@@ -53,9 +55,9 @@ def first_difference(run_dir: Path, *stages: Stage) -> StageOutcome:
     return next(outcome for outcome in found if outcome.state == "differs")
 
 
-def change_group(run_dir: Path, change: Callable[[Document], None]) -> None:
+def change_group(run_dir: Path, change: Callable[[Document], None], step: int = STEP) -> None:
     """Changes the first group of the step whose rewards differ."""
-    path = run_dir / f"groups/step_{STEP:06d}.zip"
+    path = run_dir / f"groups/step_{step:06d}.zip"
     with ZipFile(path) as file:
         content = {name: file.read(name) for name in file.namelist()}
     for name in sorted(content):
@@ -159,6 +161,41 @@ def test_one_byte_of_a_token_is_named(copy: Path) -> None:
     assert "completion 1, token 0" in found.where
     assert found.expected.startswith("token ")
     assert found.expected.partition(",")[0] != found.found.partition(",")[0]
+
+
+def test_another_token_is_named_and_not_the_rounding_before_it(copy: Path) -> None:
+    """The run is not `reproducible`: the last bits of a log-probability say nothing."""
+
+    def change(document: Document) -> None:
+        completion = max(document["completions"], key=lambda each: len(each["token_ids"]))
+        completion["logprobs"] = flip(completion["logprobs"], 0)
+        completion["token_ids"] = flip(completion["token_ids"], 4 * 3)
+
+    change_group(copy, change)
+    found = first_difference(copy)
+    assert found.stage == "completions"
+    assert found.where.endswith(", token 3")
+    assert found.expected.partition(",")[0] != found.found.partition(",")[0]
+
+
+@pytest.mark.parametrize("torch_version", ["", "0.1"])
+def test_a_changed_record_of_the_step_before_is_named_as_such(
+    copy: Path, torch_version: str
+) -> None:
+    """With another torch, whose rounding may change the bits of the weights, too."""
+
+    def change(document: Document) -> None:
+        completion = document["completions"][0]
+        completion["token_ids"] = flip(completion["token_ids"], 0)
+
+    change_group(copy, change, STEP - 1)
+    if torch_version:
+        packages = {"torch": torch_version}
+        change_start(copy, lambda start: start["setup"]["packages"].update(packages))
+    found = first_difference(copy)
+    assert found.stage == "weights"
+    assert "the record of step 3 (groups/step_000003.zip" in found.where
+    assert "completion 0" in found.where
 
 
 def test_one_byte_of_a_log_probability_is_named(copy: Path) -> None:
@@ -299,6 +336,21 @@ def test_an_update_with_other_settings_is_not_executed_with_these(
 def test_settings_that_change_no_update_may_differ(copy: Path) -> None:
     add_attempt(copy, STEP - 1, "trainer", "eval_every", 7)
     assert outcomes(copy, STEP, "weights")["weights"].state == "equal"
+
+
+def test_the_command_says_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To load the libraries takes minutes on a busy machine."""
+    monkeypatch.setattr(replay, "_SAY_EVERY_S", 0.001)
+    for rank, is_told in (("1", False), ("0", True)):
+        monkeypatch.setenv("RANK", rank)
+        said = ""
+        with replay._waits_told():
+            watchdog.at("reading the record")
+            while is_told and "s: reading the record\n" not in said:
+                said += capsys.readouterr().err
+        assert bool(said) == is_told
 
 
 def test_the_command_names_the_first_stage_that_differs(copy: Path) -> None:

@@ -304,11 +304,11 @@ def test_an_error_is_one_line_and_status_2(words: tuple[str, ...], message: str)
 
 
 def test_help_teaches_and_does_not_wait_for_torch() -> None:
-    for name in ("train_math", "evaluate_model"):
+    for name, word in (("train_math", "train"), ("evaluate_model", "eval")):
         done = command(f"trainer.{name}", "--help")
         assert done.returncode == 0
         assert "examples:" in done.stdout
-        assert f"python -m trainer.{name} --model" in done.stdout
+        assert f"rlhf {word} --model" in done.stdout
     code = "import sys, trainer, trainer.train_math, trainer.evaluate_model; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -404,9 +404,10 @@ def test_a_missing_key_variable_is_named(base_model: Path) -> None:
 def test_the_command_that_evaluates_reads_the_same_columns() -> None:
     settings = {"data.prompt_field": "the text", "data.levels": ["4", "5"]}
     config = TrainerConfig(model_name_or_path="base", max_new_tokens=24, system_prompt="Be brief.")
-    told = train_math.evaluation(config, Path("out/final"), "my data.csv", settings)
-    words = shlex.split(told)[3:]  # after python -m MODULE
+    told = train_math.evaluation(config, Path("out/final"), "my data.csv", settings, num_samples=56)
+    words = shlex.split(told)[2:]  # after rlhf eval
     arguments = vars(evaluate_model.parser().parse_args(words))
     assert (arguments["dataset"], arguments["compare"]) == ("my data.csv", "base")
     assert arguments["system_prompt"] == "Be brief."
+    assert arguments["num_samples"] == 56, "the problems that training answered"
     assert dict(arguments["set"]) == settings

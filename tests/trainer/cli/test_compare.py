@@ -1,4 +1,4 @@
-"""`rlhf-compare` counts from the files of runs; its numbers are those of a hand-made example."""
+"""`rlhf compare` counts from the files of runs; its numbers are those of a hand-made example."""
 
 import json
 import re
@@ -100,3 +100,30 @@ def test_a_step_is_chosen_and_one_without_an_evaluation_is_refused(runs: list[Pa
     beside.touch()
     with pytest.raises(ConfigError, match="no run was evaluated at this step"):
         main([*map(str, runs), str(beside), "--step", "7"])
+
+
+def test_held_out_rewards_that_are_no_verdicts_are_compared(tmp_path: Path) -> None:
+    """Rewards of 1, 2, 3, 4 and of 2, 2, 4, 6: a mean of 1 more, and a standard error of
+    √(2/3) / 2, so that the interval is 1 ± 1.96 · 0.408.
+    """
+    runs = [tmp_path / "first", tmp_path / "second"]
+    for run, rewards in zip(runs, ([1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 4.0, 6.0]), strict=True):
+        write(run, {2: [None] * 4}, rate=1e-4)
+        path = run / "evaluations.jsonl"
+        line = json.loads(path.read_text())
+        for answer, reward in zip(line["answers"], rewards, strict=True):
+            answer["reward"] = reward
+        path.write_text(json.dumps(line) + "\n")
+    text = printed(runs)
+    assert "reward 2.500" in text
+    assert "reward 3.500" in text
+    row = next(line for line in text.splitlines() if "reward +1.000" in line)
+    assert re.split(r"\s{2,}", row.strip()) == [
+        "2",
+        "4",
+        "reward +1.000",
+        "+0.200 to +1.800",
+        "0.014",
+        "3",
+        "0",
+    ]

@@ -341,7 +341,7 @@ def test_a_mistake_in_the_python_api_is_reported_with_its_field(
 
 
 MODULES = """
-trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard trainer.compare trainer.diagnose trainer.replay
+trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard trainer.compare trainer.diagnose trainer.audit
 services.data services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor jobgroup.sweep
 """
 LIGHT = """

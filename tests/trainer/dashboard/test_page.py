@@ -270,9 +270,9 @@ def test_without_verdicts_the_reward_stands_for_the_accuracy(page: Page, tmp_pat
         assert "Held-out reward" in titles
         assert not any("accuracy" in title.lower() for title in titles)
         assert "7.25" in page.text(".figure .value")
-        assert "trained tokens" in page.text(".details")
-        assert "gpus" not in page.text(".details")
-        assert "tokens per s" not in page.text(".details")
+        assert "completion tokens of its updates" in page.text(".details")
+        assert "GPUs" not in page.text(".details")
+        assert "Trained tokens" not in page.text(".details")
         assert "Accuracy" not in page.charts()
         page.click("#tab-runs")
         page.until(lambda: "reward 7.25" in page.text(".runs [data-label=Held-out]"), "held-out")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.process.watchdog import Awaited
 from tests.support.paths import ROOT
 from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, LogLine, RankFacts
@@ -106,8 +107,17 @@ def clock_goes_back(facts: Facts) -> None:
         line["time"] += 3600.0
 
 
-def alarm(facts: Facts) -> None:
-    facts.steps[-1]["alarms"] = {"delta_logprob": "mean |Δ logprob| is 0.3. Likely: filters"}
+def alarmed(name: str, text: str, kind: str = "alarms") -> Callable[[Facts], None]:
+    """Returns a function that adds an alarm to the newest step."""
+
+    def change(facts: Facts) -> None:
+        facts.steps[-1][kind] = {**facts.steps[-1].get(kind, {}), name: text}
+
+    return change
+
+
+def hinted(name: str, text: str) -> Callable[[Facts], None]:
+    return alarmed(name, text, "hints")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +133,7 @@ def alarm(facts: Facts) -> None:
         (another_release, names.VERSIONS_DIFFER),
         (fast_clock, names.CLOCKS_DIFFER),
         (clock_goes_back, names.CLOCK_JUMPS),
-        (alarm, "delta_logprob"),
+        (alarmed("delta_logprob", "mean |Δ logprob| is 0.3. Likely: filters"), "delta_logprob"),
     ],
 )
 def test_a_planted_fault_is_the_first_finding(plant: Callable[[Facts], None], name: str) -> None:
@@ -269,3 +279,64 @@ def test_rank_zero_says_itself_why_it_failed() -> None:
     found = find(facts)
     assert found[0].name == names.WRONG_SETTING
     assert found[0].remedy == "correct the function"
+
+
+@pytest.mark.parametrize(
+    ("plant", "cause"),
+    [
+        (hinted("policy_breaks", "the answers fell apart. Lower it"), "policy_breaks"),
+        (hinted("policy_moves", "the policy moves too far. Lower it"), "policy_moves"),
+        (alarmed("same_prompts", "different problems. Likely: the template"), "same_prompts"),
+        (changed(staleness=3.0), names.OLD_WEIGHTS),
+        (changed(dropped={"reward": 40}), names.NOT_GRADED),
+        (drawn_twice, names.DRAWN_TWICE),
+    ],
+)
+def test_equal_rewards_come_after_what_causes_them(
+    plant: Callable[[Facts], None], cause: str
+) -> None:
+    facts = healthy()
+    changed(zero_variance_groups=32, accuracy=0.0)(facts)
+    hinted("zero_variance_groups", "100% of the groups. The prompts are too hard")(facts)
+    hinted("truncated", "all are cut. Raise it")(facts)
+    plant(facts)
+    found = [finding.name for finding in find(facts)]
+    assert found == [cause, "truncated", "zero_variance_groups", names.EQUAL_REWARDS]
+
+
+def silent(facts: Facts, seconds: float) -> None:
+    """Every process answers, and no step ends."""
+    facts.now = facts.steps[-1]["time"] + seconds
+
+
+def test_a_run_without_a_step_is_never_called_well() -> None:
+    facts = healthy()
+    silent(facts, 1.0)
+    assert lines(facts, find(facts))[0].startswith("nothing is wrong: running, step ")
+    usual_s = facts.usual_step_s
+    silent(facts, 3 * usual_s + 6.0)
+    assert find(facts) == []
+    assert "nothing is wrong" not in lines(facts, [])[0]
+    assert f"one usually takes {usual_s:.2g} s" in lines(facts, [])[0]
+
+    silent(facts, 600.0)
+    facts.ranks = ranks("wait")
+    call = Awaited(call="PUT /weights", service="rollout-server-0", seconds=599.0, count=1)
+    facts.ranks[0].awaited = [call]
+    found = find(facts)
+    assert [finding.name for finding in found] == [names.NO_STEP]
+    evidence = "rank 0 waits for PUT /weights from rollout-server-0 for 599 s"
+    assert evidence in found[0].evidence
+
+    facts.ranks = []
+    text = "waiting for 30 s for 4 groups; active now: generation 1"
+    facts.lines = [LogLine(source="ppo-trainer-rank0", time=facts.now - 9.0, text=text)]
+    assert find(facts)[0].evidence == [f"ppo-trainer-rank0: {text}"], "a run in one process"
+
+
+def test_a_run_that_starts_is_not_called_well() -> None:
+    facts = healthy()
+    facts.state = "starting"
+    facts.steps = []
+    facts.started = facts.now - 400.0
+    assert lines(facts, [])[0] == "starting for 400 s, no step yet; no fault is known"

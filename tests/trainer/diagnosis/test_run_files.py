@@ -14,14 +14,14 @@ import pytest
 
 from common.errors import ServiceError
 from common.process.logs import JsonFormatter, TextFormatter
-from common.process.run_lock import RunLock
+from common.process.run_lock import LOCK, RunLock
 from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.run_files import make_run, write
 from trainer.diagnosis import names, run_files
 from trainer.diagnosis.find import find
-from trainer.diagnosis.report import first_line
+from trainer.diagnosis.report import first_line, text
 from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
 from trainer.diagnosis.self_diagnosis import diagnose, diagnosed
 
@@ -68,6 +68,40 @@ def started(directory: Path, at: float) -> tuple[float, str, str, str]:
 def test_a_run_that_ended_well_is_finished(tmp_path: Path) -> None:
     assert says(make_run(tmp_path / "run", 60)) == "finished: step 60 of 60; nothing is wrong"
     assert says(tmp_path) == "empty: no run has started here"
+
+
+def test_a_position_that_comes_again_after_many_steps_is_found(tmp_path: Path) -> None:
+    """The store was set back while the run went on; its trainer noticed it some steps later."""
+    run = make_run(tmp_path / "run", 20)
+    positions = [*range(1, 20), 3]
+    lines = [
+        {"step": step, "groups": [{"position": position, "prompt_id": f"p{position}"}]}
+        for step, position in enumerate(positions, 1)
+    ]
+    write(run / "groups.jsonl", lines)
+    finding = find(read_facts(run))[0]
+    assert finding.name == names.DRAWN_TWICE
+    assert finding.what == "position 3 in the steps 3 and 20"
+
+
+def test_a_finished_run_does_not_list_what_its_services_said_when_they_were_ended(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "run", 60)
+    now = time.time()
+    log(run, "ppo-trainer-rank0", started(run, now - 100))
+    log(
+        run,
+        "rollout-server-0",
+        (now - 50, "WARNING", "services.rollout", "an engine was restarted"),
+        (now - 5, "WARNING", "services.rollout", "could not report to the trainer"),
+    )
+    lock = run / LOCK
+    lock.touch()
+    os.utime(lock, (now - 10, now - 10))
+    facts = read_facts(run)
+    assert [line.text for line in facts.lines] == ["an engine was restarted"]
+    assert "could not report" not in text(facts, find(facts))
 
 
 @pytest.mark.integration
@@ -128,6 +162,34 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
     assert finding.name == names.REWARD_DIES
     assert finding.since == pytest.approx(now - 60, abs=0.1)  # when the wait began
     assert "reward-server: error: no memory" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("error: the cursor of the prompts cannot be used: database disk image is malformed · field: state_dir · value: state/data/stream.db · remedy: remove the file: the stream then starts over", "remove the file: the stream then starts over"),
+        ("error: the replay store cannot be read: database disk image is malformed · field: state_dir · value: state/replay/replay.db · remedy: restore the file from a copy", "restore the file from a copy"),
+        ("error: the replay store cannot be read: file is not a database · field: state_dir · value: state/replay/replay.db · remedy: restore the file from a copy", "restore the file from a copy"),
+        ("error: the checkpoint cannot be used: ValueError trainer_state.json has changed since it was written · field: trainer.run_dir · value: checkpoints/step_000002 · remedy: remove it to continue from the beginning", "remove it to continue from the beginning"),
+        ("error: 4 rounds of dynamic sampling left groups of equal rewards in the batch · remedy: raise algorithm.dynamic_sampling_rounds", "raise algorithm.dynamic_sampling_rounds"),
+        ("error: rank 0 is out of GPU memory in step 3: CUDA · field: trainer.micro_batch_tokens · value: 8192 · remedy: lower it", "lower it"),
+        ("error: metrics.jsonl cannot be written: [Errno 28] No space left on device · field: trainer.run_dir", names.REMEDIES[names.DISK_OF_RUN]),
+        ("error: reward-server did not answer POST /grade in time: Cannot connect · remedy: look at the log of reward-server", names.REMEDIES[names.REWARD_DIES]),
+    ],
+)  # fmt: skip
+def test_the_remedy_is_that_of_the_error_which_names_its_file(
+    tmp_path: Path, words: str, remedy: str
+) -> None:
+    run = make_run(tmp_path / "run", 3)
+    now = time.time()
+    log(run, "ppo-trainer-rank0", started(run, now - 100), (now - 2, "CRITICAL", "end", words))
+    assert find(read_facts(run))[0].remedy == remedy
+    if "state_dir" not in words:
+        return
+    # The same words of the service itself, which failed for good: the group ended its trainer.
+    log(run, "data-server-0", (now - 1, "CRITICAL", "end", words))
+    log(run, "ppo-trainer-rank0", (now, "CRITICAL", "end", "interrupted"))
+    assert find(read_facts(run))[0].remedy == remedy
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import pytest
 
 from trainer.evaluation.uncertainty import (
+    accuracy_text,
     maj_at_k,
+    mean_difference,
     paired_difference,
     standard_error,
     wilson_interval,
@@ -72,3 +74,21 @@ def test_ungraded_answers_are_left_out_of_a_comparison() -> None:
     assert (found.difference, found.gained, found.num_samples) == (1, [2], 1)
     with pytest.raises(ValueError, match="no problem was graded for both"):
         paired_difference([None], [True])
+
+
+def test_a_mean_difference_hand_computed() -> None:
+    """Differences of 1, 0, 1, 2: a mean of 1 with a standard error of √(2/3) / 2."""
+    found = mean_difference([2.0, 2.0, 4.0, 6.0], [1.0, 2.0, 3.0, 4.0])
+    assert (found.difference, found.gained, found.lost, found.num_samples) == (1.0, 3, 0, 4)
+    assert (found.low, found.high) == pytest.approx((0.2, 1.8), abs=1e-3)
+    assert found.p_value == pytest.approx(0.0143, abs=1e-4)
+    same = mean_difference([1.0, 2.0], [1.0, 2.0])
+    assert (same.low, same.high, same.p_value) == (0.0, 0.0, 1.0)
+    with pytest.raises(ValueError, match="two problems"):
+        mean_difference([1.0], [0.0])
+
+
+def test_answers_that_are_all_alike_have_an_interval_and_not_an_error_of_0() -> None:
+    assert accuracy_text(0.5, 0.05, 100) == "0.500 ± 0.050"
+    assert accuracy_text(0.0, 0.0, 50) == "0.000 (95 % interval 0.000 to 0.071)"
+    assert accuracy_text(1.0, 0.0, 50) == "1.000 (95 % interval 0.929 to 1.000)"

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
 
 from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config
-from trainer.observe.alarms import Agreement, alarms, other_reference
+from tests.support.groups import make_group
+from trainer.observe.alarms import Agreement, alarms, other_reference, same_prompts
 from trainer.policy.update_metrics import Sums
 
 WELL = replace(
@@ -110,3 +113,17 @@ def test_a_reference_that_differs_in_the_first_step_is_another_model() -> None:
     text = other_reference(0.7, config)["reference"]
     assert "0.7 nats per token in the first step already" in text
     assert "(some/other)" in text
+
+
+def test_different_problems_with_one_prompt_are_named() -> None:
+    """A chat template that leaves out the user's message: the model answers nothing that it sees."""
+    rng = np.random.default_rng(0)
+    first, second = (make_group(rng, [0.0, 1.0], position=i) for i in range(2))
+    assert same_prompts([first, second]) == {}, "one problem, drawn twice"
+    second.prompt = "How far?"
+    assert same_prompts([first, second]) == {}, "two problems with two prompts"
+    second.prompt_token_ids = first.prompt_token_ids
+    assert "2 different problems are the same" in same_prompts([first, second])["same_prompts"]
+    assert same_prompts([first]) == {}
+    trimmed = msgspec.structs.replace(first, prompt=f" {first.prompt}\n")
+    assert same_prompts([first, trimmed]) == {}, "a template may trim white space"

@@ -71,6 +71,30 @@ def test_a_learning_rate_that_changes_nothing_is_named() -> None:
     assert not hints(learning, config(trainer__learning_rate=5e-9))
 
 
+def test_a_policy_that_breaks_in_one_update_is_named_at_once() -> None:
+    """The numbers of the built-in task at a hundred times its learning rate, 0.05, without KL."""
+    whole = HEALTHY | {"reward": 0.125, "accuracy": 0.125, "truncated": 0.0, "unparsable": 0.0}
+    no_token = {"entropy": 0.0, "trained_tokens": 0}
+    broken = whole | {"reward": 0.0, "accuracy": 0.0, "update": no_token}
+    lines = [whole, *(broken | {"truncated": share} for share in (1.0, 0.91, 0.91))]
+    text = "the answers fell apart: 0% were cut or without a final answer in the first step, 91%"
+    rate = {"trainer__learning_rate": 1e-3}
+    assert hints(lines[:2], config(**rate)) == {}, "one odd batch"
+    assert text in only("policy_breaks", lines[:3], **rate)
+    assert "trainer.learning_rate (0.001" in only("policy_breaks", lines, **rate)
+    assert "(5) is so large" in only("policy_breaks", lines[:1], trainer__learning_rate=5.0)
+
+    learns = [whole, whole | {"reward": 0.2}]
+    assert hints(learns, config(trainer__learning_rate=0.03)) == {}, "a tiny model"
+
+    gone = broken | {"truncated": 0.1, "unparsable": 0.7}
+    found = hints([*lines, *[gone] * WINDOW], config(**rate))
+    assert "policy_breaks" in found
+    assert "entropy" not in found, "an update on no token measures no entropy"
+    better = whole | {"truncated": 0.9, "accuracy": 0.3}
+    assert hints([whole, better, better], config(**rate)) == {}
+
+
 def test_without_verdicts_hints_look_at_the_reward() -> None:
     unrated = {"accuracy": None, "solved_groups": None, "failed_groups": None}
     text = only("zero_variance_groups", history(unrated | {"zero_variance_groups": 9}))

@@ -14,7 +14,6 @@ from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.data.sft_examples import Examples, load_examples
 from tests.support.families import FAMILIES
-from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.sft import fine_tune
 from trainer.dashboard.runs import RunReader
@@ -218,7 +217,7 @@ def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: 
     config = settings(policy_dir, tmp_path / "run", "--trainer.max_steps", "1")
     fine_tune(config, load_examples(config), QUIET)
     with pytest.raises(
-        ConfigError, match=r"was made by rlhf-sft · field: trainer.run_dir · value: .*run · remedy"
+        ConfigError, match=r"was made by rlhf sft · field: trainer.run_dir · value: .*run · remedy"
     ):
         Policy.resume(config, Ranks(), tmp_path / "run")
 
@@ -237,7 +236,7 @@ def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: 
 )
 def test_settings_of_training_from_rewards_are_refused(words: list[str], name: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"{name} is set but not read, since rlhf-sft learns from given answers"
+        ConfigError, match=f"{name} is set but not read, since rlhf sft learns from given answers"
     ) as error:
         load(words, {}, subset=SFT_SETTINGS)
     assert error.value.field == name
@@ -258,7 +257,7 @@ def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
 
 def test_the_help_lists_the_settings_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load(["--help-all"], {}, prog="rlhf-sft", subset=SFT_SETTINGS)
+        load(["--help-all"], {}, prog="rlhf sft", subset=SFT_SETTINGS)
     assert SFT_SETTINGS.meanings.keys() <= set(SFT_SETTINGS.reads)
     shown = capsys.readouterr().out
     assert "--trainer.learning_rate" in shown
@@ -281,10 +280,6 @@ def test_a_long_example_stops_the_start(policy_dir: Path, tmp_path: Path) -> Non
     ):
         fine_tune(config, Examples([*examples.train, long], []), QUIET)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_the_command_is_known() -> None:
-    assert 'rlhf-sft = "rlhf_math.commands:sft"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_an_answer_beyond_the_length_at_which_longrope_changes_is_refused(tmp_path: Path) -> None:

@@ -188,7 +188,16 @@ export class Chart {
 
   range(low, high) {
     if (this.what.held_out === "accuracy") return [0, 1.04];
+    const include = (value) => {
+      low = low === null ? value : Math.min(low, value);
+      high = high === null ? value : Math.max(high, value);
+    };
     for (const data of this.view.runs) {
+      for (const each of this.what.held_out ? data.evaluations : []) {
+        const value = this.evaluated(each);
+        const x = data.x(this.view.axis, each.step);
+        if (value !== null && x >= this.view.from && x <= this.view.to) include(value);
+      }
       for (const part of [data.low, data.high]) {
         if (part === null || this.stack) continue;
         for (const name of this.names(data)) {
@@ -196,8 +205,7 @@ export class Chart {
             const value = part[name][i];
             const x = data.xs(this.view.axis)[i];
             if (value === null || x < this.view.from || x > this.view.to) continue;
-            low = low === null ? value : Math.min(low, value);
-            high = high === null ? value : Math.max(high, value);
+            include(value);
           }
         }
       }
@@ -314,7 +322,6 @@ export class Chart {
 
   /** The number of an evaluation that belongs here; null: none. */
   evaluated(evaluation) {
-    if (this.what.held_out === "mean_reward" && isNumber(evaluation.accuracy)) return null; // the accuracy says it
     const value = evaluation[this.what.held_out];
     return isNumber(value) ? value : null;
   }

@@ -331,7 +331,7 @@ export class Overview {
         return el("div", { class: `figure ${state ?? ""}` }, el("span", { class: "title" }, title), value_, el("span", { class: "below" }, below ?? ""));
       }),
     );
-    fill(this.details, el("h2", {}, record ? `Step ${record.step.toLocaleString("en")}` : "Step", when(record?.time)), this.notes(record), table(numbers));
+    fill(this.details, el("h2", {}, record ? `Step ${record.step.toLocaleString("en")}` : "Step", when(record?.time)), this.notes(record), table(numbers, data?.facts?.sections));
   }
 
   notes(record) {
@@ -344,21 +344,29 @@ function when(time) {
   return isNumber(time) ? el("time", { datetime: new Date(1000 * time).toISOString() }, new Date(1000 * time).toLocaleString()) : null;
 }
 
-/** All numbers of a step, by what they belong to. */
-function table(numbers) {
+/** What a number is, in a few words: the title of its chart, or the beginning of what the server says of it. */
+function label({ chart, text: said, unit }) {
+  const words = chart || said.split(/[:;,]/)[0];
+  return unit && unit !== "share" ? `${words}, ${unit}` : words;
+}
+
+/** All numbers of a step, by what they belong to; `sections` describe them, as far as they are known. */
+function table(numbers, sections = {}) {
+  const known = new Map(Object.values(sections ?? {}).flat().map((metric) => [metric.name, metric]));
   const parts = new Map();
   for (const [name, value] of Object.entries(numbers)) {
     if (name === "time" || name.startsWith("alarm") || (name === "gpus" && value === 0)) continue;
     const [part, rest] = name.includes(".") ? [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)] : ["", name];
     if (!parts.has(part)) parts.set(part, []);
-    parts.get(part).push([rest, value]);
+    const metric = known.get(name);
+    parts.get(part).push([metric ? label(metric) : rest.replaceAll("_", " "), value, metric?.text]);
   }
   return [...parts].map(([part, rows]) =>
     el(
       "table",
       {},
-      part ? el("caption", {}, part) : null,
-      el("tbody", {}, rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name.replaceAll("_", " ")), el("td", {}, text(value))))),
+      part ? el("caption", {}, known.get(part)?.text ?? part.replaceAll("_", " ")) : null,
+      el("tbody", {}, rows.map(([name, value, title]) => el("tr", {}, el("th", { scope: "row", title }, name), el("td", {}, text(value))))),
     ),
   );
 }

@@ -41,7 +41,7 @@ function summary({ model, data, recipe, step, total_steps: total, state, note, c
     ["Recipe", recipe ?? "–"],
     ["Steps", step === null ? "none" : `${text(step)}${total ? ` of ${text(total)}` : ""}, ${state}`],
     ["Held-out", before],
-    ["Reward", report.verdict.text || text(more.reward)],
+    ["Reward", report.verdict.text || `${text(more.reward)} (mean of the last 10 steps)`],
     ["Cost", cost(more)],
     ["Changed settings", Object.entries(changed).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join("\n") || "none"],
     ...(note ? [["Note", note]] : []),

@@ -13,9 +13,9 @@ export function cost({ hours, gpu_hours: held }) {
   return duration(3600 * hours) + gpus;
 }
 
-/** How good an evaluation was: what was measured, the number, and its standard error. */
+/** How good an evaluation was: what was measured, the number, and its standard error; that is 0, and says nothing, where all answers are alike. */
 export function heldOut({ accuracy, standard_error: error, mean_reward: reward, loss }) {
-  if (isNumber(accuracy)) return { what: "accuracy", value: percent(accuracy), error: isNumber(error) ? ` ± ${(100 * error).toFixed(1)}` : "" };
+  if (isNumber(accuracy)) return { what: "accuracy", value: percent(accuracy), error: error > 0 ? ` ± ${(100 * error).toFixed(1)}` : "" };
   return isNumber(reward) ? { what: "reward", value: text(reward), error: "" } : { what: "loss", value: text(loss), error: "" };
 }
 
@@ -38,7 +38,7 @@ export class RunsTable {
     if (now === this.shown || this.editing !== null) return;
     this.shown = now;
     this.runs = runs;
-    const heads = ["", "Run", "State", "Model", "Data", "Recipe", "Step", "Held-out", "Reward", "Cost", "Changed settings", "Note"];
+    const heads = ["", "Run", "State", "Model", "Data", "Recipe", "Step", "Held-out", "Reward, last 10 steps", "Cost", "Changed settings", "Note"];
     const focused = document.activeElement?.closest?.("[data-run]")?.dataset.run;
     fill(
       this.element,
@@ -72,7 +72,7 @@ export class RunsTable {
       cell("Recipe", summary.recipe ?? "–"),
       cell("Step", summary.step === null ? "–" : `${text(summary.step)}${total}`),
       cell("Held-out", result(summary.held_out)),
-      cell("Reward", text(summary.reward)),
+      cell("Reward, last 10 steps", text(summary.reward)),
       cell("Cost", cost(summary)),
       cell("Changed settings", this.changes(summary.changed)),
       cell("Note", this.note(data)),

@@ -1,4 +1,4 @@
-"""`python -m jobgroup.render`: writes the job groups that differ from rlhf-math-jobgroup.yaml by an
+"""`make jobgroups`: writes the job groups that differ from rlhf-math-jobgroup.yaml by an
 overlay.
 
 SkyPilot knows no overlays, so what it launches is written out: `overlays/X.yaml` makes
@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml
 
-FOLDER = Path(__file__).resolve().parent
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "jobgroup"
 BASE = FOLDER / "rlhf-math-jobgroup.yaml"
 OVERLAYS = sorted((FOLDER / "overlays").glob("*.yaml"))
 _BETWEEN = "\n---\n"
@@ -35,7 +37,7 @@ def render(overlay: Path) -> str:
 
     comment, _, _ = text.partition("\nevery task:")
     _, _, fields = header.partition("\nname: rlhf-math\n")
-    made = f"# `python -m jobgroup.render` made this from overlays/{overlay.name}: change that.\n"
+    made = f"# `make jobgroups` made this from overlays/{overlay.name}: change that.\n"
     parts = [f"{comment}\n{made}name: rlhf-math-{overlay.stem}\n{fields}"]
     for document in documents:
         own = changes.get(yaml.safe_load(document)["name"], {})

@@ -1,10 +1,10 @@
-"""`.venv-sky/bin/python -m jobgroup.check [YAML…]`: checks that SkyPilot accepts these job groups
+"""`make check-jobgroup YAML=…`: checks that SkyPilot accepts these job groups
 and that they can run.
 
 Uses SkyPilot's own loader and schema, offline and in an empty home, so that the result depends only
 on the files. Then checks what SkyPilot ignores until pods run: misspelt header fields, scripts that
 bash cannot read, tasks that are not restarted, services that end without notice, volumes that
-several nodes cannot mount, settings that do not fit the GPUs (`jobgroup/fit.py`). A YAML is checked
+several nodes cannot mount, settings that do not fit the GPUs (`fit.py`). A YAML is checked
 as it is, once more without its lines that end in `# volume`, and with the image of the services
 (`# image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1: there
 are problems; 2: wrong usage.
@@ -30,10 +30,11 @@ import yaml
 
 from common.errors import ConfigError
 from common.process.cli import CommandParser, fail
-from jobgroup.fit import Placed, missing, problems, warnings
 from jobgroup.spec import assignment, known_variable
+from tests.support.jobgroups.fit import Placed, missing, problems, warnings
+from tests.support.paths import ROOT
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = ROOT / "jobgroup"
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VOLUME = re.compile(r"(?m)^.*# volume\n")
 _IMAGE = re.compile(r"(?m)^( *)# (image_id: .*# image)$")
@@ -337,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        "jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline."
+        "make check-jobgroup", "Checks job-group YAMLs with SkyPilot itself, offline."
     )
     add = parser.add_argument
     groups = "job groups (default: every jobgroup/*-jobgroup.yaml)"
@@ -362,7 +363,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except ImportError as error:
-        command = ".venv-sky/bin/python -m jobgroup.check"
-        remedy = f"run it with {command}, which `make check-jobgroup` makes"
+        remedy = "run `make check-jobgroup`, which makes SkyPilot's environment"
         print(f"{error}: {remedy}", file=sys.stderr)
         sys.exit(2)

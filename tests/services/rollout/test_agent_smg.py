@@ -1,4 +1,4 @@
-"""Two rollout nodes as in `test_agent_node`, with sglang-router: an engine and the router are killed
+"""Two rollout nodes as in `test_agent_node`, with smg: an engine and the router are killed
 and come back."""
 
 import sys
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("nodes"), RLHF_ROLLOUT__ROUTER="sglang-router")
+    cluster = Cluster(tmp_path_factory.mktemp("nodes"), RLHF_ROLLOUT__ROUTER="smg")
     app = create_trainer_app(cluster.board, Metrics("trainer"))
     with BackgroundServer(app, names(2)[f"{TRAINER}-0.{GROUP}"].address, TRAINER_PORT):
         try:
@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             cluster.board.close()
 
 
-async def test_nodes_behind_sglang_router_take_weights_and_survive_kills(cluster: Cluster) -> None:
+async def test_nodes_behind_smg_take_weights_and_survive_kills(cluster: Cluster) -> None:
     await until(
         lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster
     )

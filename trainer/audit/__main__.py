@@ -3,15 +3,17 @@ rewards, advantages, gradients and weights.
 """
 
 import os
-import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, did_you_mean
+from common.process import watchdog
 from common.process.cli import CommandParser, positive, run
 from trainer.audit.comparison import STAGES, Stage, StageOutcome
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  python -m trainer.replay runs/demo-seed0 --step 12
-  python -m trainer.replay runs/demo-seed0 --step 12 --stages completions rewards
+  rlhf audit runs/demo-seed0 --step 12
+  rlhf audit runs/demo-seed0 --step 12 --stages completions rewards
 
 The run must have been made with trainer.audit true. Each stage is re-executed from what the run
 recorded, and compared bit for bit; where bits cannot be compared, the line says why and states the
@@ -32,6 +34,7 @@ exit status: 0 when nothing differs, 1 when a stage differs, 2 when the record i
 _RANK = "RLHF_REPLAY_RANK"
 """Set in the processes that replay a run of several ranks."""
 _LOOK_EVERY_S = 0.1
+_SAY_EVERY_S = 10.0
 _STAGES_BY_WORD = {stage.replace(" ", "-"): stage for stage in STAGES}
 """Stages by their names on the command line."""
 
@@ -39,7 +42,7 @@ _STAGES_BY_WORD = {stage.replace(" ", "-"): stage for stage in STAGES}
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR --step STEP [--stages STAGE …]"
-    made = CommandParser("trainer.replay", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf audit", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the step to re-execute"
@@ -61,24 +64,55 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(words)
     stages = _stages(arguments.stages)
+    is_one_of_several = _RANK in os.environ
 
-    from trainer.audit.replay import StepReplay  # torch: slow to import
+    with _waits_told():
+        from trainer.audit.replay import StepReplay  # torch: slow to import
 
-    lines = _Lines()
-    replay = StepReplay(arguments.run_dir, arguments.step, stages, tell=lines.add)
-    setup = replay.recorded.start.setup
-    if setup.world_size > 1 and _RANK not in os.environ:
+        watchdog.at("reading the record")
+        lines = _Lines()
+        replay = StepReplay(arguments.run_dir, arguments.step, stages, tell=lines.add)
+        setup = replay.recorded.start.setup
+        if not is_one_of_several:
+            lines.begin(replay.run_dir, replay.step, replay.recorded.start)
+    if setup.world_size > 1 and not is_one_of_several:
         raise SystemExit(_run_ranks(setup.world_size, setup.threads, words))
 
     import torch
 
     torch.set_num_threads(setup.threads)
-    with replay.ranks() as ranks:
-        if ranks.is_rank_zero:
-            lines.begin(replay.run_dir, replay.step, replay.recorded.start)
-        outcomes = replay.run(ranks)
-        ranks.barrier()
+    with _waits_told():
+        watchdog.at(f"waiting for {setup.world_size} ranks to join")
+        with replay.ranks() as ranks:
+            outcomes = replay.run(ranks)
+            ranks.barrier()
     raise SystemExit(lines.end(outcomes) if ranks.is_rank_zero else 0)
+
+
+@contextmanager
+def _waits_told() -> Iterator[None]:
+    """Prints to standard error, again and again until the end of the block, what rank 0 is at: on
+    a busy machine the libraries alone take minutes.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    ended = threading.Event()
+    begun = time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(_SAY_EVERY_S):
+            at = watchdog.place()
+            seconds = time.monotonic() - begun
+            print(f"… after {seconds:.0f} s: {at[0] if at else 'ending'}", file=sys.stderr)
+
+    with watchdog.stalls():
+        watchdog.at("loading the libraries")
+        threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def _stages(names: list[str] | None) -> list[Stage]:
@@ -104,7 +138,7 @@ class _Lines:
         setup = start.setup
         ranks = "1 rank" if setup.world_size == 1 else f"{setup.world_size} ranks"
         where = f"{setup.device}, torch {setup.packages.get('torch')}"
-        print(f"step {step} of {run_dir}, made by {start.run_id} on {ranks} ({where})")
+        print(f"step {step} of {run_dir}, made by {start.run_id} on {ranks} ({where})", flush=True)
 
     def add(self, outcome: StageOutcome) -> None:
         """Prints the outcome of a stage."""
@@ -130,17 +164,20 @@ def _run_ranks(count: int, threads: int, words: Sequence[str]) -> int:
     """Runs this command in as many processes as the run had ranks; returns the status of rank 0, or
     that of the first that failed.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    from torch.distributed import TCPStore
+
+    # This process keeps the port: no other program can take it until the ranks have loaded.
+    store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
     shared = os.environ | {
         _RANK: "1",
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-m", "trainer.replay", *words]
+    command = [sys.executable, "-m", "trainer.audit", *words]
     ranks = [
         subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(count)

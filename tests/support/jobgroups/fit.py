@@ -2,7 +2,7 @@
 against volumes.
 
 SkyPilot checks none of this, so mistakes would show only in a running pod. Part of
-`jobgroup/check.py`, which runs in SkyPilot's environment, so this imports nothing that needs the
+`check.py`, which runs in SkyPilot's environment, so this imports nothing that needs the
 project's.
 """
 
