@@ -284,7 +284,8 @@ def _build_leader(
             "little is learned"
         )
         say(text, level=logging.WARNING)
-    if text := _other_rate(policy, run_dir):
+    text = _other_rate(policy, run_dir)
+    if text:
         say(text, level=logging.WARNING)
     trained = TrainedPrompts.of(models.saved or config.model.name)
     trained.style = style_of(prompter.style)
