@@ -214,8 +214,7 @@ class RewardResult(Wire):
     components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
     verified: bool = True
-    """Whether `correct` is a verdict, of a function that gives verdicts; otherwise it means a
-    reward above 0.5."""
+    """Whether `correct` is a verdict, of a function that gives verdicts; otherwise it is false."""
     reason: str = ""
     """Why there is no reward: the error in the reward function, with its file and line."""
 

@@ -340,17 +340,14 @@ class RewardScorer:
             reward = 0.0
             correct = False
 
-        verified = correct is not None
-        if correct is None:
-            correct = reward is not None and reward > 0.5
         return RewardResult(
             reward=reward,
             extracted_answer=whole.answer,
             ground_truth=item.ground_truth,
-            correct=correct and reward is not None,
+            correct=bool(correct) and reward is not None,
             status=whole.status,
             components=whole.components,
-            verified=verified,
+            verified=correct is not None,
             reason=whole.reason,
         )
 
