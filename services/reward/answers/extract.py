@@ -23,7 +23,7 @@ from common.prompts.numerals import in_digits
 from common.prompts.phrases import phrases
 from common.prompts.shown import answering_part
 from services.reward.answers.exact import same_answer
-from services.reward.answers.golds import repaired
+from services.reward.answers.golds import repaired, with_single_backslashes
 
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\ )[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _RATIO = r"(?:/[0-9]+(?![0-9]|\.[0-9]))"
@@ -94,10 +94,20 @@ _ROW_END = re.compile(
     r"\\\\(?!(?:(?!\\begin).)*\\end\{[a-z]*matrix)|\\end\{(?!\w*matrix)\w+\*?\}\s*\Z", re.DOTALL
 )
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}")
-_NUMBER_WORD = re.compile(
-    r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_SMALL_NUMBER = (
+    r"(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
     r"|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-[a-z]+)?)\b(?! of\b)"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-[a-z]+)?)"
+)
+_SIZE = r"(?:hundred|thousand|million)"
+# A whole number in words: "forty-two", "one hundred and twenty".
+_NUMBER_WORD = re.compile(
+    rf"\b(?:{_SMALL_NUMBER}|(?:one|a)\s{_SIZE})"
+    rf"(?:\s(?:{_SIZE}|(?:and\s)?(?:{_SMALL_NUMBER}|one)))*\b(?! of\b)"
+)
+_ASKS = re.compile(
+    r"\b(?:asks?|asked|asking|want(?:s|ed)? to know|need to (?:find|know)|wonder\w*)\b"
+    r"[^.]{0,60}\bhow (?:many|much)\b"
 )
 _OPTIONS = re.compile(r"\(?[A-H]\)?(?:,? or \(?[A-H]\)?)+")
 _OTHERWISE = re.compile(r",?\s+or\s+|,\s+i\.e\.,?\s+")
@@ -107,7 +117,7 @@ def extract_answer(response: str) -> str | None:
     """Returns the final answer of a response, cleaned, or None without one (or with one over
     `MAX_ANSWER_CHARS`, or one that is hedged or denied).
     """
-    text = before_next_question(in_digits(answering_part(response)))
+    text = before_next_question(in_digits(answering_part(with_single_backslashes(response))))
     answer = stated_answer(text)
     if answer is None:
         answer = last_value(text)
@@ -151,6 +161,8 @@ def last_value(text: str) -> str | None:
     window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
+        if _ASKS.search(sentence):  # it restates the question
+            continue
         if "inus" in sentence or "egative" in sentence:
             sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
         end = len(sentence)
