@@ -6,6 +6,7 @@ Every step is linear in the length of any text: responses are untrusted.
 
 import calendar
 import re
+from collections.abc import Iterator
 
 from common.prompts.final_answers import (
     DOUBT,
@@ -160,11 +161,7 @@ def last_value(text: str) -> str | None:
         return None if _HEDGE_AFTER.match(text, words[0].end()) else words[0].group()
     window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
-    for sentence in reversed(SENTENCE_END.split(window)):
-        if _ASKS.search(sentence):  # it restates the question
-            continue
-        if "inus" in sentence or "egative" in sentence:
-            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
+    for sentence in _statements(window):
         end = len(sentence)
         bold = list(_BOLD.finditer(sentence))
         if bold and not _VALUES.search(sentence):
@@ -180,6 +177,18 @@ def last_value(text: str) -> str | None:
             if formula.strip() and len(_WORD.findall(formula)) < 2:
                 return _read(value, spans)
     return None
+
+
+def _statements(window: str) -> Iterator[str]:
+    """Yields the sentences from the last on, with a sign for "minus", without those that restate
+    the question.
+    """
+    for sentence in reversed(SENTENCE_END.split(window)):
+        if _ASKS.search(sentence):
+            continue
+        if "inus" in sentence or "egative" in sentence:
+            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
+        yield sentence
 
 
 def _blank(match: re.Match[str]) -> str:
