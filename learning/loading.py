@@ -351,7 +351,8 @@ def _has_own_head(model: Any, directory: Path, own_names: Mapping[str, str]) -> 
     if len(in_files) < 2:
         return False
     reader = SafetensorsReader(directory)
-    first, second = (reader.read(name, ()) for name in in_files[:2])
+    first = reader.read(in_files[0], ())
+    second = reader.read(in_files[1], ())
     return not torch.equal(first.float(), second.float())
 
 
@@ -379,14 +380,9 @@ def _warn_of_unused(model: Any, names: Iterable[str], source: str) -> None:
         and not any(re.search(pattern, name) for pattern in ignored)
     )
     if unused:
-        log.warning(
-            "the files of %s have %d tensors that %s does not have, and that are left out: %s%s",
-            source,
-            len(unused),
-            type(model).__name__,
-            ", ".join(unused[:_SHOWN]),
-            " …" if len(unused) > _SHOWN else "",
-        )
+        names = ", ".join([*unused[:_SHOWN], *(["…"] if len(unused) > _SHOWN else [])])
+        told = f"{len(unused)} tensors that {type(model).__name__} does not have"
+        log.warning("the files of %s have %s, and that are left out: %s", source, told, names)
 
 
 def _align(model: nn.Module) -> None:

@@ -138,9 +138,11 @@ def _other_rate(policy: Policy, run_dir: Path) -> str:
     """
     settings = policy.config.trainer
     for line in read_lines(run_dir / "metrics.jsonl"):
+        if line["step"] != policy.step:
+            continue
         was = line["update"]["learning_rate"]
         would_be = learning_rate(policy.step - 1, policy.total_steps, settings)
-        if line["step"] == policy.step and not math.isclose(was, would_be, rel_tol=1e-6):
+        if not math.isclose(was, would_be, rel_tol=1e-6):
             rate = learning_rate(policy.step, policy.total_steps, settings)
             return (
                 f"warning: step {policy.step} had the learning rate {was:.3g}, and step "

@@ -94,6 +94,7 @@ class Reading(Database):
         one state.
         """
         condition = "WHERE state = ? OR ? IS NULL ORDER BY key LIMIT ? OFFSET ?"
+        values = (state, state, limit, offset)
         return [
             {
                 "id": record.id,
@@ -108,7 +109,7 @@ class Reading(Database):
                 "times_sampled": record.times_sampled,
                 "created": record.created,
             }
-            for _, record in self.records(condition, state, state, limit, offset)
+            for _, record in self.records(condition, *values)
         ]
 
     def stats(self) -> dict[str, Any]:

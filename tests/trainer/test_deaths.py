@@ -155,7 +155,7 @@ def test_a_model_that_the_engine_cannot_run_is_refused_before_the_first_step(
         ConfigError, match=r"the embedded engine cannot run this model: .*engine='sglang'"
     ) as caught:
         trainer.train()
-    assert caught.value.field == "model_name_or_path"
+    assert caught.value.field == "model"
 
 
 def test_experts_saved_with_their_router_logits_are_trained(

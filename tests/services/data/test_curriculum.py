@@ -278,7 +278,7 @@ def test_plain_stream_has_no_tables_and_no_pass_rates(tmp_path: Path) -> None:
     names = {
         name for (name,) in plain._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
     }
-    assert names == {"identity", "cursors", "answers"}
+    assert names == {"identity", "life", "cursors", "answers"}
     with pytest.raises(InvalidInput, match=r"set data\.curriculum difficulty"):
         plain.report([("p3", 0.5)], "r")
     with pytest.raises(ConfigError, match="belongs to a stream without a curriculum"):

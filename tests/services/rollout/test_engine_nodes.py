@@ -98,7 +98,7 @@ async def test_an_engine_is_started_again_when_a_process_of_this_start_has_ended
 
 
 async def test_a_node_that_falls_silent_is_named() -> None:
-    board = nodes(silent_s=0.05)
+    board = nodes(silent_s=1)
     await started(board)
     assert board.problem() is None
     say(board, OTHERS[0], start="a")
