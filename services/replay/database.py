@@ -165,7 +165,7 @@ class Database:
         if layout != _LAYOUT:
             raise self._unusable(f"its layout is {layout}, this program reads {_LAYOUT}")
 
-    def _unusable(self, why: str) -> ConfigError:
+    def _unusable(self, why: str, code: str | None = None) -> ConfigError:
         remedy = sqlite_remedy(why, "restore the file from a copy, or move it away to start empty")
         trouble = {
             "end the other process": "is in use by another process",
@@ -176,6 +176,7 @@ class Database:
             field="state_dir",
             value=str(self.path),
             remedy=remedy,
+            code=code,
         )
 
     @property
@@ -204,7 +205,8 @@ class Database:
             raise self._unusable(
                 f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of "
                 f"{added} groups: its log was damaged or cut, or the file is an older copy; "
-                f"remove {self._count_path.name} to go on without them"
+                f"remove {self._count_path.name} to go on without them",
+                code="store_damaged",
             )
         with contextlib.suppress(OSError):  # on a full disk the store can still be read
             self._count_file = os.open(self._count_path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 from trainer.diagnosis import names
-from trainer.diagnosis.facts import Facts, Finding, Level
+from trainer.diagnosis.facts import Facts, Finding, Level, finding
 from trainer.observe.hints import MAX_DROPPED
 
 _NEWEST = 3
@@ -75,7 +75,7 @@ def _drops(facts: Facts) -> Iterator[Finding]:
             count -= began
         if count and count >= MAX_DROPPED * (groups + count):
             what = f"{count} groups were dropped ({reason}) in the last {len(facts.steps)} steps"
-            yield _finding(name, what, facts.steps[-1].get("time"))
+            yield finding(name, what, facts.last, level="harm")
 
 
 def _not_finite(facts: Facts) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def _not_finite(facts: Facts) -> Iterator[Finding]:
             what = f"{', '.join(bad)} of step {line['step']}"
             if skipped:
                 what = f"the gradient of step {line['step']}: {skipped} updates were skipped"
-            yield _finding(names.NOT_FINITE, what, line.get("time"))
+            yield finding(names.NOT_FINITE, what, line.get("time"), level="harm")
             return
 
 
@@ -110,13 +110,13 @@ def _drawn_twice(facts: Facts) -> Iterator[Finding]:
             before = positions.setdefault(group["position"], line["step"])
             if before != line["step"]:
                 what = f"position {group['position']} in the steps {before} and {line['step']}"
-                yield _finding(names.DRAWN_TWICE, what, _time_of(facts, line["step"]))
+                yield finding(names.DRAWN_TWICE, what, _time_of(facts, line["step"]), level="harm")
                 return
         prompts = tuple(str(group.get("prompt_id")) for group in known)
         before = seen.setdefault(prompts, line["step"])
         if len(set(prompts)) > 1 and before != line["step"]:
             what = f"step {line['step']} has the prompts of step {before}, in the same order"
-            yield _finding(names.DRAWN_TWICE, what, _time_of(facts, line["step"]))
+            yield finding(names.DRAWN_TWICE, what, _time_of(facts, line["step"]), level="harm")
             return
 
 
@@ -131,7 +131,7 @@ def _equal_rewards(facts: Facts) -> Iterator[Finding]:
         return
     reward = _mean(newest, "reward")
     what = f"all {batch} groups of the last {_NEWEST} steps (mean reward {reward:.3f}): no gradient"
-    yield _finding(names.EQUAL_REWARDS, what, _begin_of_equal(facts))
+    yield finding(names.EQUAL_REWARDS, what, _begin_of_equal(facts), level="harm")
 
 
 def _begin_of_equal(facts: Facts) -> float | None:
@@ -156,7 +156,7 @@ def _old_weights(facts: Facts) -> Iterator[Finding]:
             f"the experience of step {newest['step']} is {newest['staleness']:.1f} versions old, "
             f"more than trainer.max_staleness ({allowed})"
         )
-        yield _finding(names.OLD_WEIGHTS, what, newest.get("time"))
+        yield finding(names.OLD_WEIGHTS, what, newest.get("time"), level="harm")
 
 
 def _mean(lines: Sequence[_Line], name: str) -> float:
@@ -171,24 +171,9 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         seconds = after.get("time", 0.0) - before.get("time", 0.0)
         if seconds < -_JUMP_S:
             what = f"that of the trainer went back by {-seconds:.0f} s before step {after['step']}"
-            found = _finding(names.CLOCK_JUMPS, what, after.get("time"))
-            found.level = "slow"
-            yield found
+            yield finding(names.CLOCK_JUMPS, what, after.get("time"), level="slow")
             return
 
 
 def _time_of(facts: Facts, step: int) -> float | None:
     return next((line.get("time") for line in facts.steps if line.get("step") == step), None)
-
-
-def _finding(
-    name: str, what: str, since: float | None, evidence: list[str] | None = None
-) -> Finding:
-    return Finding(
-        name=name,
-        what=what,
-        since=since,
-        evidence=evidence or [],
-        remedy=names.REMEDIES[name],
-        level="harm",
-    )

@@ -4,9 +4,18 @@ from collections.abc import Iterator
 
 from common.process.watchdog import Awaited
 from trainer.diagnosis import names
-from trainer.diagnosis.facts import Facts, Finding, ProcessFacts, RankFacts, ServiceFacts
+from trainer.diagnosis.facts import (
+    Facts,
+    Finding,
+    Level,
+    ProcessFacts,
+    RankFacts,
+    ServiceFacts,
+    finding,
+)
 from trainer.diagnosis.health import ROUTER
-from trainer.diagnosis.unreachable import Problem
+from trainer.diagnosis.names import Fault, of_service
+from trainer.timing import WAITS_FOR_BATCH
 
 _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
@@ -14,7 +23,6 @@ _STEPS_OF_STALL = 5.0
 _MAX_CLOCK_S = 5.0
 _WAITS_S = 3.0
 """Longer than polls take."""
-_WAITS_FOR_BATCH = "waiting for the batch"
 _COMMANDS = {
     "services.engine": "engine",
     "router": "router",
@@ -57,8 +65,8 @@ def _stopped_processes(facts: Facts) -> Iterator[Finding]:
         kind = _kind(process)
         if not process.is_stopped or not kind:
             continue
-        name = {"rank": names.RANK_STUCK, "agent": names.AGENT_HANGS}.get(kind, "")
-        name = name or names.of_service(kind, "silent")
+        own = {"rank": names.RANK_STUCK, "agent": names.AGENT_HANGS}
+        name = own.get(kind) or of_service(kind, "silent")
         who = process.name if kind in process.name else f"{kind} of {process.name}"
         yield _finding(
             name,
@@ -86,12 +94,12 @@ def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
         if service.problem == "not_ready" and not stall_s:
             continue  # a part of a start, or of an update
         name, what = _of_service(service)
-        since = facts.now - service.since_s if service.since_s > 1 else None
         evidence = [f"{service.name}: {service.text}", *_who_waits(facts, service.name)]
-        found = _finding(name, what, facts, evidence=evidence)
-        found.since = since or found.since
-        if not stall_s:
-            found.level = "harm"
+        found = _finding(
+            name, what, facts, evidence=evidence, level="stalled" if stall_s else "harm"
+        )
+        if service.since_s > 1:
+            found.since = facts.now - service.since_s
         yield found
 
 
@@ -105,27 +113,26 @@ def _who_waits(facts: Facts, service: str) -> Iterator[str]:
                 break
 
 
-def _of_service(service: ServiceFacts) -> tuple[str, str]:
+def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
     """Returns the name and the sentence of what is wrong with a service."""
     text = service.text
     who = service.name
-    problem: Problem = service.problem
-    if who.startswith("rollout-server"):
-        if text.startswith("its engine does not answer") or "did not report its load" in text:
-            return names.of_service("engine", problem), f"that of {who}: {text}"
-        if "cannot be written" in text or "No space left" in text:
-            return names.DISK_OF_NODE, f"{who}: {text}"
-        if text.startswith("stale"):
-            return names.OLD_WEIGHTS, f"{who} is {text}"
-        if text.startswith(("failed", "starting")):
-            return names.ENGINE_DIES, f"that of {who} is {text}"
-        if problem == "not_ready":
-            return names.ENGINE_HANGS, f"{who}: {text}"
-    if problem == "not_ready" and who == "router":
+    problem = service.problem
+    if service.of_engine:
+        return of_service("engine", problem), f"that of {who}: {text}"
+    if names.foreign(text) == names.DISK_OF_RUN:
+        return of_service(who, "disk_full"), f"{who}: {text}"
+    if service.reported == "stale":
+        return names.OLD_WEIGHTS, f"{who} is {text}"
+    if service.reported in ("failed", "starting"):
+        return names.ENGINE_DIES, f"that of {who} is {text}"
+    if problem == "not_ready" and who.startswith("rollout-server"):
+        return names.ENGINE_HANGS, f"{who}: {text}"
+    if problem == "not_ready" and who == ROUTER:
         return names.ENGINE_DIES, f"the router {text}"
     if problem in ("not_ready", "error"):
         return names.SERVICE_HANGS, f"{who} is not ready: {text}"
-    return names.of_service(who, problem), f"{who}: {text}"
+    return of_service(who, problem), f"{who}: {text}"
 
 
 def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -169,15 +176,18 @@ def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
         yield _finding(names.RANK_STUCK, what, facts, evidence=["GET /ranks has no answer"])
     elif problem == "unauthorized":
         what = "the trainer rejects the token of this command"
-        evidence = ["API_TOKEN of this shell is not that of the run"]
-        found = _finding(names.WRONG_TOKEN, what, facts, evidence=evidence)
-        found.level = "slow"
-        found.remedy = "set API_TOKEN to that of the run; it is not known what its services do"
-        yield found
+        yield _finding(
+            names.WRONG_TOKEN,
+            what,
+            facts,
+            evidence=["API_TOKEN of this shell is not that of the run"],
+            remedy="set API_TOKEN to that of the run; it is not known what its services do",
+            level="slow",
+        )
 
 
 def _is_served(rank: RankFacts) -> bool:
-    return rank.place.startswith(_WAITS_FOR_BATCH) or bool(rank.awaited)
+    return rank.place.startswith(WAITS_FOR_BATCH) or bool(rank.awaited)
 
 
 def innermost(stacks: str) -> str:
@@ -189,7 +199,7 @@ def innermost(stacks: str) -> str:
 
 def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
     leader = next((rank for rank in facts.ranks if rank.rank == 0 and rank.answered), None)
-    if not stall_s or leader is None or not leader.place.startswith(_WAITS_FOR_BATCH):
+    if not stall_s or leader is None or not leader.place.startswith(WAITS_FOR_BATCH):
         return
     calls = [
         f"{each.call} from {each.service} for {each.seconds:.0f} s ({each.count} calls)"
@@ -218,7 +228,7 @@ def no_step(facts: Facts) -> Iterator[Finding]:
     ]
     places = [f"{rank.name} is at: {rank.place}" for rank in facts.ranks if rank.answered]
     newest = [line for line in facts.lines if (line.time or 0.0) > facts.now - stall_s][-1:]
-    said = [f"{line.source}: {line.text.partition(chr(10))[0]}" for line in newest]
+    said = [line.said for line in newest]
     unknown = ["its processes were not asked, and its logs do not say why"]
     yield _finding(names.NO_STEP, what, facts, evidence=[*waits, *places] or said or unknown)
 
@@ -235,10 +245,7 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
             ahead = "ahead of" if service.clock_s > 0 else "behind"
             seconds = abs(service.clock_s)
             what = f"that of {service.name} is {seconds:.0f} s {ahead} that of this machine"
-            found = _finding(names.CLOCKS_DIFFER, what, facts)
-            found.since = None
-            found.level = "slow"
-            yield found
+            yield finding(names.CLOCKS_DIFFER, what, None, level="slow")
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
@@ -250,26 +257,18 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     }
     if own and others:
         listed = ", ".join(f"{name} has {release}" for name, release in others.items())
-        found = _finding(names.VERSIONS_DIFFER, f"the trainer has {own}, {listed}", facts)
-        found.since = facts.started
-        found.level = "harm"
-        yield found
+        what = f"the trainer has {own}, {listed}"
+        yield finding(names.VERSIONS_DIFFER, what, facts.started, level="harm")
 
 
 def _finding(
-    name: str,
+    fault: Fault,
     what: str,
     facts: Facts,
     *,
-    evidence: list[str] | None = None,
+    evidence: list[str],
     remedy: str = "",
+    level: Level = "stalled",
 ) -> Finding:
-    last = facts.steps[-1].get("time") if facts.steps else None
-    return Finding(
-        name=name,
-        what=what,
-        since=max(filter(None, (last, facts.started)), default=None),
-        evidence=evidence or [],
-        remedy=remedy or names.REMEDIES[name],
-        level="stalled",
-    )
+    since = max(filter(None, (facts.last, facts.started)), default=None)
+    return finding(fault, what, since, level=level, evidence=evidence, remedy=remedy)

@@ -78,6 +78,8 @@ def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
         "time": facts.now,
         "state": facts.state,
         "exit_reason": facts.exit_reason,
+        "exit_code": facts.exit_code,
+        "exit_fields": facts.exit_fields,
         "exited": facts.exited,
         "step": facts.step,
         "total_steps": facts.total_steps,
@@ -116,7 +118,7 @@ def page(name: str) -> str:
 
 def last_lines(facts: Facts) -> list[str]:
     """Returns the last lines of the logs that matter, those of the trainer among them."""
-    of_trainer = [line for line in facts.lines if line.source.startswith("ppo-trainer")]
+    of_trainer = [line for line in facts.lines if line.is_of_trainer]
     chosen = [*of_trainer[-_SHOWN_LINES:], *facts.lines[-_SHOWN_LINES:]]
     found = []
     for line in facts.lines:

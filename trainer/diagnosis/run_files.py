@@ -104,6 +104,8 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         lines=lines,
         exit_reason=reason.text.partition("\ndiagnosis: ")[0] if reason else "",
         exited=reason.time if reason else None,
+        exit_code=reason.code if reason else "",
+        exit_fields=reason.fields if reason else {},
         holder=holder,
         versions=known.get("versions") or {},
     )
@@ -194,9 +196,10 @@ def _lines(files: list[Path], since: float) -> Iterator[LogLine]:
     found: list[LogLine] = []
     for path in files:
         for line in read_log(path, since):
-            key = (line.time, line.text.partition("\n")[0])
+            # What a process also printed has neither its time nor its code in the node's log.
+            key = (line.time if line.logger else None, line.message)
             if key not in known:
-                known.add(key)
+                known |= {key, (None, line.message)}
                 found.append(line)
     yield from sorted(found, key=lambda line: line.time or 0.0)
 
@@ -207,8 +210,7 @@ def _exit_reason(lines: list[LogLine], started: float | None) -> LogLine | None:
         if (line.time or 0.0) < (started or 0.0):
             continue
         is_last_word = line.logger in ("end", "uncaught") and line.level == "CRITICAL"
-        is_output = not line.logger and line.level == ""
-        if line.source.startswith(("ppo-trainer", "sft")) and (is_last_word or is_output):
+        if line.is_of_trainer and (is_last_word or not line.logger):
             return line
     return None
 
@@ -219,7 +221,13 @@ def _own_report(run_dir: Path, since: float) -> LogLine | None:
     exited = report.get("exited")
     if not report.get("exit_reason") or not isinstance(exited, float) or exited < since:
         return None
-    return LogLine(source="ppo-trainer", time=exited, text=str(report["exit_reason"]))
+    return LogLine(
+        source="ppo-trainer",
+        time=exited,
+        text=str(report["exit_reason"]),
+        code=report.get("exit_code", ""),
+        fields=report.get("exit_fields", {}),
+    )
 
 
 def _holder(path: Path) -> tuple[dict[str, Any], bool]:

@@ -14,6 +14,7 @@ from common.process.topology import Topology
 from common.settings.config import Config
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import ask
+from trainer.diagnosis.names import INTERRUPTED
 from trainer.diagnosis.report import JSON_FILE, TEXT_FILE, first_line, write
 from trainer.diagnosis.run_files import read_facts
 
@@ -40,14 +41,14 @@ def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -
     try:
         yield
     except Exception as error:
-        said = diagnose(run_dir, config, topology, reason=_words(error))
+        said = diagnose(run_dir, config, topology, error=error)
         if said:
             error.add_note(said)
         raise
     except (KeyboardInterrupt, SystemExit) as ending:
         # A trainer of a job group says by itself that it was interrupted.
         if topology is None:
-            diagnose(run_dir, config, reason=_words(ending))
+            diagnose(run_dir, config, error=ending)
         raise
     else:
         for name in (TEXT_FILE, JSON_FILE):
@@ -58,7 +59,12 @@ def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -
 
 
 def diagnose(
-    run_dir: Path, config: Config, topology: Topology | None = None, reason: str = ""
+    run_dir: Path,
+    config: Config,
+    topology: Topology | None = None,
+    *,
+    reason: str = "",
+    error: BaseException | None = None,
 ) -> str:
     """Writes the diagnosis of this process's run and returns the line that names it; empty if that
     is impossible. Never raises: the run has its own reason to end.
@@ -67,8 +73,10 @@ def diagnose(
         run_dir: directory of the run.
         config: its settings.
         topology: finds the services; None: they are not asked.
-        reason: why the run ends; empty when it goes on.
+        reason: why the run ends; empty when it goes on, or when `error` says it.
+        error: with which it ends.
     """
+    reason = reason if error is None else _words(error)
     try:
         facts = read_facts(run_dir)
         facts.state = "running"
@@ -80,6 +88,14 @@ def diagnose(
             facts.state = "ended"
             facts.exit_reason = reason
             facts.exited = time.time()
+            facts.exit_code = ""
+            facts.exit_fields = {}
+        if isinstance(error, ServiceError):
+            fields = {name: str(value) for name, value in error.event().items()}
+            facts.exit_code = fields.pop("code")
+            facts.exit_fields = fields
+        elif isinstance(error, KeyboardInterrupt):
+            facts.exit_code = INTERRUPTED.codes[0]
         findings = find(facts)
         said = f"diagnosis: {first_line(facts, findings)}"
         try:

@@ -5,19 +5,17 @@ from typing import get_args
 
 import pytest
 
+from common.clients.base import Unreachable
+from common.clients.unreachable import Problem, problem_of
+from common.errors import NotReady, ServiceError, ServiceLost, Unauthorized
+from common.process.storage import StorageFailed
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from trainer.diagnosis import names
-from trainer.diagnosis.unreachable import Problem, problem_of
 from trainer.observe.alarms import limits
 from trainer.observe.hints import _DROPS, _SLOW
 
 PAGES = ROOT / "docs" / "how-to"
-NAMES = sorted(
-    value
-    for name, value in vars(names).items()
-    if name.isupper() and not name.startswith("_") and isinstance(value, str)
-)
 TASKS = (
     "data-server",
     "reward-server",
@@ -35,10 +33,15 @@ def headings(page: str) -> set[str]:
     return set(re.findall(r"^### (.*)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_a_heading_and_has_a_remedy(name: str) -> None:
-    assert name in headings("operations.md")
-    assert names.REMEDIES[name]
+@pytest.mark.parametrize("fault", names.FAULTS)
+def test_a_fault_is_a_heading_and_has_a_remedy(fault: names.Fault) -> None:
+    assert fault in headings("operations.md")
+    assert fault.remedy
+
+
+def test_a_code_belongs_to_one_fault() -> None:
+    codes = [code for fault in names.FAULTS for code in fault.codes]
+    assert len(codes) == len(set(codes))
 
 
 def test_alarms_and_hints_are_headings() -> None:
@@ -52,7 +55,7 @@ def test_alarms_and_hints_are_headings() -> None:
 )
 @pytest.mark.parametrize("service", TASKS)
 def test_every_problem_of_every_service_has_a_name(service: str, problem: Problem) -> None:
-    assert names.of_service(service, problem) in NAMES
+    assert names.of_service(service, problem) in names.FAULTS
     assert names.of_service(service, problem) != names.ENDED
 
 
@@ -62,7 +65,7 @@ def test_every_problem_of_every_service_has_a_name(service: str, problem: Proble
         set(
             re.findall(
                 r"\b(?:trainer|reward|sampling|rollout|model|data)\.[a-z_]+",
-                " ".join(names.REMEDIES.values()),
+                " ".join(fault.remedy for fault in names.FAULTS),
             )
         )
     ),
@@ -73,18 +76,21 @@ def test_the_settings_of_the_remedies_exist(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("error", "problem"),
     [
-        ("Cannot connect to host 127.0.0.1:8002 ssl:default [Connect call failed ('127.0.0.1', 8002)]", "refused"),
-        ("Cannot connect to host data-server-0.x:8000 ssl:default [Name or service not known]", "unknown_name"),
-        ("Cannot connect to host data-server-0.x:8000 ssl:default [Temporary failure in name resolution]", "unknown_name"),
-        ("HTTP 401: the token is wrong", "unauthorized"),
-        ("HTTP 507: groups cannot be written: [Errno 28] No space left on device", "disk_full"),
-        ("TimeoutError", "silent"),
-        ("Server disconnected", "silent"),
-        ("HTTP 503: the reward workers are starting", "not_ready"),
-        ("something else", "error"),
+        (OSError("Cannot connect to host 127.0.0.1:8002 ssl:default [Connect call failed ('127.0.0.1', 8002)]"), "refused"),
+        (OSError("Cannot connect to host data-server-0.x:8000 ssl:default [Name or service not known]"), "unknown_name"),
+        (OSError("Cannot connect to host data-server-0.x:8000 ssl:default [Temporary failure in name resolution]"), "unknown_name"),
+        (TimeoutError(), "silent"),
+        (OSError("Server disconnected"), "silent"),
+        (Unauthorized("any words"), "unauthorized"),
+        (StorageFailed("any words", code="disk_full", status=507), "disk_full"),
+        (NotReady("any words"), "not_ready"),
+        (ServiceLost("any words"), "lost"),
+        (ServiceError("any words", code="certificate"), "certificate"),
+        (Unreachable("any words", about={"problem": "refused"}), "refused"),
+        (ServiceError("No space left in a sentence of ours"), "error"),
     ],
 )  # fmt: skip
-def test_the_problem_is_read_from_the_error_of_a_call(text: str, problem: Problem) -> None:
-    assert problem_of(text) == problem
+def test_the_problem_of_a_call_is_in_its_error(error: Exception, problem: Problem) -> None:
+    assert problem_of(error) == problem
