@@ -7,22 +7,11 @@ from typing import Any
 
 from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, Finding, Level, finding
-from trainer.observe.hints import MAX_DROPPED
+from trainer.observe.notes import HINTS, SLOW
 
 _NEWEST = 3
 """A condition holds if it holds in so many steps in a row."""
 _SOLVED = 0.95
-_SLOW_HINTS = frozenset(
-    {
-        "generation_bound",
-        "rollout_idle",
-        "publish_bound",
-        "stragglers",
-        "reward_bound",
-        "replay_bound",
-        "nothing_active",
-    }
-)
 _JUMP_S = 5.0
 _Line = dict[str, Any]
 
@@ -51,7 +40,7 @@ def _texts(facts: Facts, kind: str) -> Iterator[Finding]:
             if name not in (line.get(kind) or {}):
                 break
             since = line.get("time")
-        level: Level = "slow" if name in _SLOW_HINTS else "harm"
+        level: Level = "slow" if name in SLOW else "harm"
         evidence = [f"step {newest.get('step')}: {kind[:-1]} {name}"]
         yield Finding(
             name=name,
@@ -73,7 +62,7 @@ def _drops(facts: Facts) -> Iterator[Finding]:
         count = newest.get(reason, 0)
         if count >= began:  # otherwise the process, and its counts, began anew meanwhile
             count -= began
-        if count and count >= MAX_DROPPED * (groups + count):
+        if count and count >= HINTS[f"dropped_{reason}"].limit * (groups + count):
             what = f"{count} groups were dropped ({reason}) in the last {len(facts.steps)} steps"
             yield finding(name, what, facts.last, level="harm")
 

@@ -4,6 +4,7 @@ import re
 from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from common.clients.base import Unreachable
 from common.clients.unreachable import Problem, problem_of
@@ -12,9 +13,10 @@ from common.process.storage import StorageFailed
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from trainer.diagnosis import names
-from trainer.observe.alarms import limits
-from trainer.observe.hints import _DROPS, _SLOW
+from trainer.observe.notes import ALARMS, HINTS
 
+SECTIONS = [name for name, each in Config() if isinstance(each, BaseModel)]
+SETTING = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)")
 PAGES = ROOT / "docs" / "how-to"
 TASKS = (
     "data-server",
@@ -44,10 +46,21 @@ def test_a_code_belongs_to_one_fault() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_alarms_and_hints_are_headings() -> None:
-    said = " ".join(headings("troubleshooting.md"))
-    for name in (*limits(old=True), *_SLOW, *(f"dropped_{reason}" for reason in _DROPS)):
-        assert f"`{name}`" in said
+@pytest.mark.parametrize("name", [*HINTS, *ALARMS])
+def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name: str) -> None:
+    row = (HINTS | ALARMS)[name]
+    page = (PAGES / "troubleshooting.md").read_text(encoding="utf-8")
+    sections = page.split("\n### ")[1:]
+    heading = f"`{name.partition(',')[0]}`"
+    about = [text for text in sections if heading in text.partition("\n")[0]]
+    assert about
+    assert all(row.threshold in " ".join(text.split()) for text in about)
+    words = " ".join([row.seen, row.remedy, *row.unless.values()])
+    for section, key in SETTING.findall(words):
+        assert key in type(getattr(Config(), section)).model_fields
+    named = {f"{section}.{key}" for section, key in SETTING.findall(row.remedy)}
+    explained = {f"{section}.{key}" for text in about for section, key in SETTING.findall(text)}
+    assert not named or named & explained
 
 
 @pytest.mark.parametrize(
