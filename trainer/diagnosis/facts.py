@@ -113,13 +113,8 @@ class Facts(BaseModel):
     """The prompts of the newest lines of `groups.jsonl`."""
     lines: list[LogLine] = []
     """Lines of the logs of the newest attempt that may matter, the oldest first."""
-    exit_reason: str = ""
-    """Why rank 0 ended, in its own words."""
-    exited: float | None = None
-    """When it wrote that."""
-    exit_code: str = ""
-    exit_fields: dict[str, str] = {}
-    """Code and fields of that error."""
+    end: LogLine | None = None
+    """The last word of rank 0: why it ended, and when it wrote that."""
     restarts: bool | None = None
     """Whether the local runner lives, which starts tasks again; None without one, as on a
     cluster."""
@@ -135,15 +130,9 @@ class Facts(BaseModel):
     versions: dict[str, str] = {}
 
     @property
-    def end(self) -> LogLine:
-        """The last word of rank 0."""
-        return LogLine(
-            source="ppo-trainer",
-            time=self.exited,
-            text=self.exit_reason,
-            code=self.exit_code,
-            fields=self.exit_fields,
-        )
+    def exited(self) -> float | None:
+        """When rank 0 ended, if it said so."""
+        return self.end.time if self.end else None
 
     @property
     def last(self) -> float | None:

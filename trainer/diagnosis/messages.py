@@ -32,8 +32,8 @@ def from_messages(facts: Facts) -> Iterator[Finding]:
     yield from lost
     if lost:
         return
-    if facts.exit_reason and not facts.lives:
-        yield from _of_exit(facts, recent)
+    if facts.end and not facts.lives:
+        yield from _of_exit(facts, facts.end, recent)
     elif facts.state == "killed":
         yield _killed(facts, recent)
     elif facts.state in ("empty", "starting"):
@@ -94,7 +94,7 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     for line in _with_code(lines, "rank_lost"):
         how = line.fields.get("how")
         is_rank_zero = line.fields.get("rank", "").startswith("rank 0 ")
-        if how == "stopped" or (how == "failed" and is_rank_zero and facts.exit_reason):
+        if how == "stopped" or (how == "failed" and is_rank_zero and facts.end):
             continue  # rank 0 says more itself
         fault = names.RANK_DIES if how == "died" else names.RANK_STUCK
         if how == "failed":
@@ -123,8 +123,7 @@ def _places(lines: Iterable[LogLine]) -> Iterator[str]:
         yield f"{line.fields.get('rank')} was in {calls[-1] if calls else 'no Python code'}"
 
 
-def _of_exit(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
-    end = facts.end
+def _of_exit(facts: Facts, end: LogLine, lines: list[LogLine]) -> Iterator[Finding]:
     fault = fault_of(end)
     if fault == names.INTERRUPTED:
         yield from _failed_tasks(facts, lines)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from common.process.watchdog import Awaited
 from trainer.diagnosis import names
 from trainer.diagnosis.facts import (
     Facts,
@@ -94,7 +93,7 @@ def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
         if service.problem == "not_ready" and not stall_s:
             continue  # a part of a start, or of an update
         name, what = _of_service(service)
-        evidence = [f"{service.name}: {service.text}", *_who_waits(facts, service.name)]
+        evidence = [f"{service.name}: {service.text}", *_waits(facts, service.name)]
         found = _finding(
             name, what, facts, evidence=evidence, level="stalled" if stall_s else "harm"
         )
@@ -103,14 +102,16 @@ def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
         yield found
 
 
-def _who_waits(facts: Facts, service: str) -> Iterator[str]:
-    """Yields the ranks and services that wait for this one."""
-    task = "rollout-server" if service == ROUTER else service
-    for name, awaited in _waiting(facts):
-        for call in awaited:
-            if call.service == task and call.seconds > _WAITS_S:
-                yield f"{name} waits for {call.call} for {call.seconds:.0f} s"
-                break
+def _waits(facts: Facts, task: str = "") -> list[str]:
+    """Returns the calls that ranks and services wait for, of this task or of all."""
+    if task == ROUTER:
+        task = "rollout-server"
+    return [
+        f"{each.name} waits for {call.call} from {call.service} for {call.seconds:.0f} s"
+        for each in [*facts.ranks, *facts.services]
+        for call in each.awaited
+        if call.seconds > _WAITS_S and task in ("", call.service)
+    ]
 
 
 def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
@@ -144,29 +145,23 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
 
     silent = [rank for rank in facts.ranks if not rank.answered]
     waiting = [rank for rank in facts.ranks if rank.collective]
-    if silent:
-        who = " and ".join(rank.name for rank in silent)
-        waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
-        yield _finding(names.RANK_STUCK, f"{who} does not answer", facts, evidence=waits)
-        return
-    if not waiting:
-        return
-
-    if len(waiting) == len(facts.ranks):
-        calls = {rank.collective for rank in waiting}
-        if len(calls) > 1:
-            where = [f"{rank.name} in {rank.collective} ({rank.place})" for rank in waiting]
-            what = "the ranks are in different collectives"
-            yield _finding(names.RANK_STUCK, what, facts, evidence=where)
-        return
-
     late = [rank for rank in facts.ranks if rank.answered and not rank.collective]
-    if any(_is_served(rank) for rank in late):
+    if silent:
+        what = f"{_names(silent)} does not answer"
+    elif not waiting or any(_is_served(rank) for rank in late):
         return  # rank 0 waits for a service, and the others for rank 0
-    who = " and ".join(rank.name for rank in late)
-    evidence = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
-    what = f"{who} is at: {late[0].place}, in {innermost(late[0].stacks)}"
-    yield _finding(names.RANK_STUCK, what, facts, evidence=evidence)
+    elif late:
+        what = f"{_names(late)} is at: {late[0].place}, in {innermost(late[0].stacks)}"
+    elif len({rank.collective for rank in waiting}) > 1:
+        what = "the ranks are in different collectives"
+    else:
+        return
+    waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
+    yield _finding(names.RANK_STUCK, what, facts, evidence=waits)
+
+
+def _names(ranks: list[RankFacts]) -> str:
+    return " and ".join(rank.name for rank in ranks)
 
 
 def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -201,15 +196,11 @@ def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
     leader = next((rank for rank in facts.ranks if rank.rank == 0 and rank.answered), None)
     if not stall_s or leader is None or not leader.place.startswith(WAITS_FOR_BATCH):
         return
-    calls = [
-        f"{each.call} from {each.service} for {each.seconds:.0f} s ({each.count} calls)"
-        for each in leader.awaited
-    ]
     slow = [each for each in leader.awaited if each.seconds > _SHORTEST_STALL_S / 2]
     what = f"rank 0 is at: {leader.place}, for {leader.since_s:.0f} s"
     if slow:
         what += f"; {slow[0].service} has not answered {slow[0].call}"
-    yield _finding(names.NO_BATCH, what, facts, evidence=calls or ["no call is in flight"])
+    yield _finding(names.NO_BATCH, what, facts, evidence=_waits(facts) or ["no call is in flight"])
 
 
 def no_step(facts: Facts) -> Iterator[Finding]:
@@ -220,23 +211,13 @@ def no_step(facts: Facts) -> Iterator[Finding]:
     if not stall_s:
         return
     what = f"{stall_s:.0f} s without a step, and one usually takes {facts.usual_step_s:.2g} s"
-    waits = [
-        f"{who} waits for {call.call} from {call.service} for {call.seconds:.0f} s"
-        for who, awaited in _waiting(facts)
-        for call in awaited
-        if call.seconds > _WAITS_S
-    ]
     places = [f"{rank.name} is at: {rank.place}" for rank in facts.ranks if rank.answered]
     newest = [line for line in facts.lines if (line.time or 0.0) > facts.now - stall_s][-1:]
     said = [line.said for line in newest]
     unknown = ["its processes were not asked, and its logs do not say why"]
-    yield _finding(names.NO_STEP, what, facts, evidence=[*waits, *places] or said or unknown)
-
-
-def _waiting(facts: Facts) -> list[tuple[str, list[Awaited]]]:
-    """Returns the pending calls of every rank and service."""
-    waiting = [(rank.name, rank.awaited) for rank in facts.ranks]
-    return waiting + [(each.name, each.awaited) for each in facts.services]
+    yield _finding(
+        names.NO_STEP, what, facts, evidence=[*_waits(facts), *places] or said or unknown
+    )
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
 from common import VERSION
 from common.errors import ConfigError
@@ -92,7 +93,6 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     holder, held = _holder(run_dir / LOCK)
     attempt = _newest(run_dir / ATTEMPTS)
     begin = max(started or 0.0, attempt.get("time", 0.0))
-    reason = _exit_reason(lines, started) or _own_report(run_dir, begin)
     facts = Facts(
         directory=str(run_dir),
         now=time.time(),
@@ -102,10 +102,7 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         steps=list(_last_lines(run_dir / "metrics.jsonl", _STEPS)),
         groups=list(map(_places, _last_lines(run_dir / LINES, _STEPS))),
         lines=lines,
-        exit_reason=reason.text.partition("\ndiagnosis: ")[0] if reason else "",
-        exited=reason.time if reason else None,
-        exit_code=reason.code if reason else "",
-        exit_fields=reason.fields if reason else {},
+        end=_exit_reason(lines, started) or _own_report(run_dir, begin),
         holder=holder,
         versions=known.get("versions") or {},
     )
@@ -217,17 +214,10 @@ def _exit_reason(lines: list[LogLine], started: float | None) -> LogLine | None:
 
 def _own_report(run_dir: Path, since: float) -> LogLine | None:
     """Returns why the run ended, from its own report of that; a run in one process has no log."""
-    report = _json(run_dir / JSON_FILE)
-    exited = report.get("exited")
-    if not report.get("exit_reason") or not isinstance(exited, float) or exited < since:
-        return None
-    return LogLine(
-        source="ppo-trainer",
-        time=exited,
-        text=str(report["exit_reason"]),
-        code=report.get("exit_code", ""),
-        fields=report.get("exit_fields", {}),
-    )
+    with suppress(ValidationError):
+        end = LogLine.model_validate(_json(run_dir / JSON_FILE).get("end"))
+        return end if (end.time or 0.0) >= since else None
+    return None
 
 
 def _holder(path: Path) -> tuple[dict[str, Any], bool]:
@@ -274,9 +264,9 @@ def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any])
     if held:
         has_begun = attempt.get("time", 0.0) >= (facts.started or 0.0)
         return "running" if has_begun else "starting"
-    if is_done and not facts.exit_reason:
+    if is_done and not facts.end:
         return "finished"
-    if facts.exit_reason:
+    if facts.end:
         return "ended"
     if facts.holder:
         return "killed"

@@ -12,6 +12,7 @@ from common.errors import ServiceError
 from common.process import watchdog
 from common.process.topology import Topology
 from common.settings.config import Config
+from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import ask
 from trainer.diagnosis.names import INTERRUPTED
@@ -86,16 +87,7 @@ def diagnose(
                 asyncio.run(asyncio.wait_for(asking, _PATIENCE_S))
         if reason:
             facts.state = "ended"
-            facts.exit_reason = reason
-            facts.exited = time.time()
-            facts.exit_code = ""
-            facts.exit_fields = {}
-        if isinstance(error, ServiceError):
-            fields = {name: str(value) for name, value in error.event().items()}
-            facts.exit_code = fields.pop("code")
-            facts.exit_fields = fields
-        elif isinstance(error, KeyboardInterrupt):
-            facts.exit_code = INTERRUPTED.codes[0]
+            facts.end = _last_word(reason, error)
         findings = find(facts)
         said = f"diagnosis: {first_line(facts, findings)}"
         try:
@@ -105,6 +97,19 @@ def diagnose(
     except Exception as error:
         log.warning("the run could not be diagnosed: %r", error)
         return ""
+
+
+def _last_word(reason: str, error: BaseException | None) -> LogLine:
+    code = INTERRUPTED.codes[0] if isinstance(error, KeyboardInterrupt) else ""
+    known = error.event() if isinstance(error, ServiceError) else {"code": code}
+    fields = {name: str(value) for name, value in known.items()}
+    return LogLine(
+        source="ppo-trainer",
+        time=time.time(),
+        text=reason,
+        code=fields.pop("code"),
+        fields=fields,
+    )
 
 
 def _words(error: BaseException) -> str:

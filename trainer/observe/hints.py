@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from common.settings.config import Config
-from trainer.observe.notes import HINTS, NEVER_ENDS
+from trainer.observe.notes import HINTS, MAX_DROPPED, NEVER_ENDS
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import numbers
 
@@ -358,7 +358,7 @@ def _takes(stage: str, name: str, steps: _Steps) -> _Measured:
 def _dropped(reason: str, steps: _Steps) -> _Measured:
     count = steps.dropped(reason)
     share = count / (steps.groups + count)
-    return {"count": count, "share": share} if share >= HINTS[f"dropped_{reason}"].limit else None
+    return {"count": count, "share": share} if share >= MAX_DROPPED else None
 
 
 _MEASURES: dict[str, Callable[[_Steps], _Measured]] = {

@@ -46,6 +46,8 @@ class Note:
         )
 
 
+MAX_DROPPED = 0.1
+"""Share of the groups; `rlhf diagnose` has the same limit."""
 _USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
 _RATE = "trainer.learning_rate ({config.trainer.learning_rate:g})"
 _UNREAD = (
@@ -87,7 +89,7 @@ def _same(remedy: str) -> Note:
 
 def _dropped(reason: str, remedy: str) -> Note:
     seen = f"{{count}} groups ({{share:.0%}}) were dropped ({reason}): {remedy}"
-    return Note(seen, "", 0.1, "of the groups")
+    return Note(seen, "", MAX_DROPPED, "of the groups")
 
 
 def _lost(status: str, remedy: str) -> Note:

@@ -50,7 +50,8 @@ def test_a_reworded_run_has_the_same_findings(each: dict[str, Any]) -> None:
     before = [(finding.name, finding.level, finding.since) for finding in find(facts)]
     for line in facts.lines:
         line.text = "words"
-    facts.exit_reason = facts.exit_reason and "words"
+    if facts.end:
+        facts.end.text = "words"
     for service in facts.services:
         service.text = "words"
     after = [(finding.name, finding.level, finding.since) for finding in find(facts)]
@@ -223,9 +224,8 @@ def test_the_service_that_an_error_names_is_quoted_and_no_other() -> None:
     facts = healthy()
     facts.state = "ended"
     facts.steps = []
-    facts.exit_reason = "error: something that is new"
-    facts.exit_fields = {"service": "reward-server"}
-    facts.exited = facts.now
+    facts.end = LogLine(source="ppo-trainer", time=facts.now, text="error: something that is new")
+    facts.end.fields = {"service": "reward-server"}
     facts.lines = [
         LogLine(source=source, time=facts.now, level="ERROR", logger="x", text=text)
         for source, text in (("reward-server", "the cause"), ("data-server", "unrelated"))
@@ -286,9 +286,8 @@ def test_rank_zero_says_itself_why_it_failed() -> None:
     facts = recorded("disk_of_run")
     facts.steps = []
     why = "a reward function failed for a made-up answer: reward: TypeError"
-    facts.exit_reason = f"error: {why}"
-    facts.exit_code = "config"
-    facts.exit_fields = {"field": "reward.functions", "remedy": "correct the function"}
+    facts.end = LogLine(source="ppo-trainer", time=facts.now, text=f"error: {why}", code="config")
+    facts.end.fields = {"field": "reward.functions", "remedy": "correct the function"}
     repeated = (
         f"rank 0 on ppo-trainer-0 (127.0.0.1) has failed: ConfigError: {why}. rank 1 on "
         "ppo-trainer-1 (127.0.0.2) ends too. The job's recovery starts every trainer node again"

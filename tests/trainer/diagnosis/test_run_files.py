@@ -163,7 +163,8 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
     facts = read_facts(run)
     finding = find(facts)[0]
     assert facts.state == "ended"
-    assert facts.exit_reason == f"error: {gave_up}"
+    assert facts.end is not None
+    assert facts.end.text == f"error: {gave_up}"
     assert finding.name == names.REWARD_DIES
     assert finding.since == pytest.approx(now - 60, abs=0.1)  # when the wait began
     assert "reward-server: error: no memory" in finding.evidence
