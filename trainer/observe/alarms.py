@@ -6,44 +6,10 @@ from typing import TYPE_CHECKING
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.observe.notes import ALARMS, OWN_DEFAULTS
+from trainer.observe.notes import ALARMS, OWN_DEFAULTS, limits
 
-if TYPE_CHECKING:  # the dashboard reads the limits without torch
+if TYPE_CHECKING:
     from trainer.policy.update_metrics import UpdateMetrics
-
-_ONE_SIDED = 0.5
-"""Share of |Δ logprob| that has one sign, above which the engine samples from another
-distribution; rounding has both signs."""
-_MAX_FILTERED = 1.0
-"""Nats: filters leave out less. Other weights give an engine's own samples far higher ones, too."""
-_JUMP = 5.0
-"""Ratio to the step before above which |Δ logprob| did not grow but jump."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Bound of an alarm."""
-
-    metric: str
-    """Field of `UpdateMetrics`."""
-    value: float
-    above: bool = True
-    """Whether the alarm is raised above the value; False: below it."""
-
-    def passed(self, metrics: "UpdateMetrics") -> bool:
-        measured: float = getattr(metrics, self.metric)
-        return measured > self.value if self.above else measured < self.value
-
-
-def limits(old: bool) -> dict[str, Limit]:
-    """Returns the limits by alarm name. `old`: an earlier policy sampled some of the experience."""
-    kl = ALARMS["kl_rollout"]
-    sample_size = ALARMS["effective_sample_size"].limit
-    return {
-        "delta_logprob": Limit("delta_logprob_current", ALARMS["delta_logprob"].limit),
-        "kl_rollout": Limit("kl_rollout", kl.also["with older experience"] if old else kl.limit),
-        "effective_sample_size": Limit("effective_sample_size", sample_size, above=False),
-    }
 
 
 @dataclass(frozen=True)
@@ -74,26 +40,16 @@ def alarms(
             numbers.
         agreement: how engine and trainer agreed before.
     """
-    old = staleness > 0
-    bounds = limits(old)
     mismatch = _dropout(dropout) if dropout else _mismatch(metrics, config, agreement)
-    if old:
-        cause = _age(staleness, config)
-    elif dropout:
-        cause = _dropout(dropout)
-    else:
-        cause = mismatch
-    raised = {
-        name: ALARMS[name].text(
-            config,
-            measured=getattr(metrics, limit.metric),
-            bound=limit.value,
-            mismatch=mismatch,
-            cause=cause,
-        )
-        for name, limit in bounds.items()
-        if limit.passed(metrics)
-    }
+    cause = _age(staleness, config) if staleness > 0 else mismatch
+    raised = {}
+    for name, bound in limits(is_old=staleness > 0).items():
+        row = ALARMS[name]
+        measured = getattr(metrics, row.metric)
+        if measured < bound if row.is_least else measured > bound:
+            raised[name] = row.text(
+                config, measured=measured, bound=bound, mismatch=mismatch, cause=cause
+            )
     # Tokens that were not sampled from the policy, although their log-probabilities are right.
     row = ALARMS["likelihood"]
     gap = metrics.likelihood_gap
@@ -107,9 +63,10 @@ def alarms(
 def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) -> str:
     """Returns the likely cause of a difference between engine and trainer on the same weights."""
     delta = metrics.delta_logprob_current
+    bounds = ALARMS["delta_logprob"].also
     if not agreement.step:
-        is_one_sided = metrics.logprob_gap > _ONE_SIDED * delta
-        if is_one_sided and delta < _MAX_FILTERED:
+        is_one_sided = metrics.logprob_gap > bounds["one-sided share"] * delta
+        if is_one_sided and delta < bounds["most that a filter leaves out"]:
             return (
                 f"the engine's log-probabilities are higher, by {metrics.logprob_gap:.2g} on "
                 f"average: it truncates {OWN_DEFAULTS}"
@@ -119,7 +76,7 @@ def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) ->
             "at rollout.engine_args), a sampling filter in the engine that the trainer does not "
             "know, or weights that did not arrive whole"
         )
-    if delta < _JUMP * agreement.delta:
+    if delta < bounds["jump"] * agreement.delta:
         return (
             f"it grew from {agreement.delta:.2g} in step {agreement.step}: numbers that drift "
             "apart as the weights change, as with a quantised engine or one of lower precision "

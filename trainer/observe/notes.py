@@ -26,6 +26,10 @@ class Note:
     """Further remedies, each left out when its setting is already switched on."""
     slow: bool = False
     """Whether it is about speed; otherwise what the run learns is in danger."""
+    metric: str = ""
+    """Field of `UpdateMetrics` that the limit bounds; empty for a row that is measured in code."""
+    is_least: bool = False
+    """Whether the metric must be above the limit, not below."""
 
     def text(self, config: Config, **measured: Any) -> str:
         """Returns the sentence, or two: what is seen, and the remedy."""
@@ -48,6 +52,7 @@ class Note:
 
 MAX_DROPPED = 0.1
 """Share of the groups; `rlhf diagnose` has the same limit."""
+_OLD = "with older experience"
 _USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
 _RATE = "trainer.learning_rate ({config.trainer.learning_rate:g})"
 _UNREAD = (
@@ -345,6 +350,10 @@ ALARMS = {
         # SkyRL's tests allow 0.0104 (synchronous) and 0.0193 (asynchronous) in bfloat16.
         0.02,
         "mean |Δ logprob| on the same weights",
+        # Rounding has both signs, a filter one. Other weights give an engine's own samples a far
+        # higher difference than a filter does, and let it jump, not grow.
+        also={"one-sided share": 0.5, "most that a filter leaves out": 1, "jump": 5},
+        metric="delta_logprob_current",
     ),
     # NeMo-RL calls 1e-3 between engine and trainer a problem; stale experience exceeds it.
     "kl_rollout": Note(
@@ -352,7 +361,8 @@ ALARMS = {
         "Likely: {cause}",
         1e-3,
         "nats per token",
-        also={"with older experience": 1e-2},
+        also={_OLD: 1e-2},
+        metric="kl_rollout",
     ),
     "effective_sample_size": Note(
         "the effective sample size is {measured:.2f} of the tokens (alarm below {note.limit:g}): "
@@ -360,6 +370,8 @@ ALARMS = {
         "Likely: {cause}",
         0.5,
         "of the tokens",
+        metric="effective_sample_size",
+        is_least=True,
     ),
     "likelihood": Note(
         "the sampled tokens are likelier than sampling from the policy makes them, by {gap:.2g} "
@@ -405,3 +417,14 @@ ALARMS = {
 
 SLOW = frozenset(name for name, row in HINTS.items() if row.slow)
 """The hints that are about speed."""
+
+
+def limits(*, is_old: bool) -> dict[str, float]:
+    """Returns the limits of the metrics of an update by alarm. `is_old`: an earlier policy sampled
+    some of the experience.
+    """
+    return {
+        name: row.also.get(_OLD, row.limit) if is_old else row.limit
+        for name, row in ALARMS.items()
+        if row.metric
+    }
