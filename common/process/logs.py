@@ -169,13 +169,16 @@ class JsonFormatter(logging.Formatter):
             entry |= {"code": fields.pop("code"), "fields": fields}
         return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace").decode()
 
-    def line(self, logger: str, text: str, level: int = logging.INFO) -> str:
+    def line(
+        self, logger: str, text: str, level: int = logging.INFO, **extra: Mapping[str, object]
+    ) -> str:
         """Formats a line that did not come from logging: output of a child process, or why nothing
-        could be logged.
+        could be logged. `extra` as for a logger (`event`).
         """
         record = logging.LogRecord(
             logger, level, pathname="", lineno=0, msg=text, args=None, exc_info=None
         )
+        record.__dict__.update(extra)
         return self.format(record)
 
 
@@ -302,8 +305,10 @@ def log_exit_reason(text: str, code: str, **fields: object) -> None:
         logging.getLogger("end").critical("%s", text, extra=SHOWN | facts)
     if as_json is None:
         too_early = not handled and os.environ.get("LOG_FORMAT") == "json"
-        line = JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text
-        if path and not handled:  # no log file has the code of this rank, its node's log may
+        line = text
+        if too_early:
+            line = JsonFormatter().line("end", text, logging.CRITICAL, **facts)
+        elif path and not handled:  # no log file has the code of this rank, its node's log may
             line = f"{line}{_in_text(facts['event'])}"
         print(line, file=sys.stderr, flush=True)
 

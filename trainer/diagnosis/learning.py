@@ -39,17 +39,20 @@ def _since(lines: Sequence[_Line], holds: Callable[[_Line], bool]) -> float | No
 
 def _texts(facts: Facts, kind: str) -> Iterator[Finding]:
     """Yields the alarms or hints of the newest step."""
-    newest = facts.steps[-1]
-    for name, text in (newest.get(kind) or {}).items():
-        what, _, remedy = str(text).partition(". ")
-        yield Finding(
-            name=name,
-            what=what,
-            since=_since(facts.steps, lambda line, name=name: name in (line.get(kind) or {})),
-            evidence=[f"step {newest.get('step')}: {kind[:-1]} {name}"],
-            remedy=remedy or "see the page of this name",
-            level="slow" if name in SLOW else "harm",
-        )
+    for name, text in (facts.steps[-1].get(kind) or {}).items():
+        yield _text(facts, kind, name, str(text))
+
+
+def _text(facts: Facts, kind: str, name: str, text: str) -> Finding:
+    what, _, remedy = text.partition(". ")
+    return Finding(
+        name=name,
+        what=what,
+        since=_since(facts.steps, lambda line: name in (line.get(kind) or {})),
+        evidence=[f"step {facts.step}: {kind[:-1]} {name}"],
+        remedy=remedy or "see the page of this name",
+        level="slow" if name in SLOW else "harm",
+    )
 
 
 def _drops(facts: Facts) -> Iterator[Finding]:

@@ -106,9 +106,10 @@ def _waits(facts: Facts, task: str = "") -> list[str]:
     """Returns the calls that ranks and services wait for, of this task or of all."""
     if task == ROUTER:
         task = "rollout-server"
+    waiting: list[RankFacts | ServiceFacts] = [*facts.ranks, *facts.services]
     return [
         f"{each.name} waits for {call.call} from {call.service} for {call.seconds:.0f} s"
-        for each in [*facts.ranks, *facts.services]
+        for each in waiting
         for call in each.awaited
         if call.seconds > _WAITS_S and task in ("", call.service)
     ]

@@ -72,20 +72,15 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
 
 def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the report for programs."""
-    found = [{**finding.model_dump(), "page": page(finding.name)} for finding in findings]
+    known = {"state", "end", "ranks", "services", "processes", "versions"}
     return {
+        **facts.model_dump(include=known),
         "run": facts.directory,
         "time": facts.now,
-        "state": facts.state,
-        "end": facts.end and facts.end.model_dump(),
         "step": facts.step,
         "total_steps": facts.total_steps,
         "first_line": first_line(facts, findings),
-        "findings": found,
-        "ranks": [rank.model_dump() for rank in facts.ranks],
-        "services": [service.model_dump() for service in facts.services],
-        "processes": [process.model_dump() for process in facts.processes],
-        "versions": facts.versions,
+        "findings": [finding.model_dump() | {"page": page(finding.name)} for finding in findings],
         "lines": last_lines(facts),
     }
 

@@ -102,7 +102,7 @@ def _lost(status: str, remedy: str) -> Note:
     return Note(seen, "", 0.1, "of the episodes")
 
 
-def _slow(seen: str, remedy: str, limit: float, **more: Mapping[str, Any]) -> Note:
+def _slow(seen: str, remedy: str, limit: float, **more: Any) -> Note:
     return Note(seen, remedy, limit, "of the time", slow=True, **more)
 
 
