@@ -102,8 +102,8 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         remedy = ""
         if fault == names.RANK_DIES and facts.restarts is False:
             remedy = names.KILLED.remedy
-        if fault == names.ENDED:
-            remedy = line.fields.get("remedy", "")
+        if fault == names.ENDED:  # what the rank that ends goes on to say is no part of it
+            remedy = line.fields.get("remedy", "").partition(". ")[0]
         signals = [each.message for each in _with_code(lines, "rank_killed")]
         yield finding(
             fault,

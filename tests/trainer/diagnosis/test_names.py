@@ -46,6 +46,25 @@ def test_a_code_belongs_to_one_fault() -> None:
     assert len(codes) == len(set(codes))
 
 
+EVENTS = (
+    "waiting",
+    "group_dropped",
+    "rank_lost",
+    "rank_place",
+    "reward_function_failed",
+    "started",
+)
+"""Codes of log lines that `trainer.diagnosis.messages` and `logs` read."""
+
+
+def test_every_code_that_is_read_is_one_that_is_written() -> None:
+    folders = ("common", "learning", "services", "trainer")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    written = "".join(path.read_text() for path in files if path.parent.name != "diagnosis")
+    for code in (*names.BY_CODE, *EVENTS):
+        assert f'"{code}"' in written or f"code: {code}" in written, code
+
+
 @pytest.mark.parametrize("name", [*HINTS, *ALARMS])
 def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name: str) -> None:
     row = (HINTS | ALARMS)[name]
