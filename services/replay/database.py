@@ -254,7 +254,7 @@ class Database:
                 f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of "
                 f"{added} groups: its log was damaged or cut, or the file is an older copy; "
                 f"remove {self._count_path.name} to go on without them",
-                code="store_damaged",
+                code="damaged",
             )
         with contextlib.suppress(OSError):  # on a full disk the store can still be read
             self._count_file = os.open(self._count_path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -173,7 +173,7 @@ CHECKPOINT_DAMAGED = Fault(
 SQLITE_DAMAGED = Fault(
     "An SQLite file or its log is damaged, cut or removed",
     "restore the file that the reason names from a copy, or move it away",
-    codes=("store_damaged",),
+    codes=("damaged",),
     foreign=r"disk image is malformed|file is not a database|btreeInitPage",
 )
 NOT_GRADED = Fault(
