@@ -4,7 +4,7 @@ it.
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _MAX_VALUE_CHARS = 200
@@ -54,6 +54,10 @@ class ServiceError(Exception):
     Domain code raises a subclass and does not depend on HTTP: `services.http.app` turns it into the
     status and `{"error": {code, message, field?, value?, remedy?}}`, and `common.clients.base`
     turns that body back into this exception, with the id of the `request` that both sides log.
+
+    `about` has further facts for programs, such as the `service` that did not answer. A log line
+    about this error carries its code and all of these (`common.process.logs`), which is what
+    `rlhf diagnose` reads: the message may be reworded.
     """
 
     status = 500
@@ -69,6 +73,7 @@ class ServiceError(Exception):
         code: str | None = None,
         status: int | None = None,
         request: str | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self.message = shorten(message, _MAX_TEXT_CHARS)
         self.field = None if field is None else shorten(field)
@@ -77,6 +82,7 @@ class ServiceError(Exception):
         self.code = code or type(self).code
         self.status = status or type(self).status
         self.request = request
+        self.about = dict(about or {})
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -89,9 +95,15 @@ class ServiceError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON body of the response: the one error shape."""
+        return {"error": {"code": self.code, "message": self.message, **self._known()}}
+
+    def event(self) -> dict[str, Any]:
+        """Returns the code and the fields of a log line about this error."""
+        return {"code": self.code, **self._known(), **self.about}
+
+    def _known(self) -> dict[str, str]:
         optional = {key: getattr(self, key) for key in ("field", "value", "remedy")}
-        known = {key: text for key, text in optional.items() if text is not None}
-        return {"error": {"code": self.code, "message": self.message, **known}}
+        return {key: text for key, text in optional.items() if text is not None}
 
 
 class InvalidInput(ServiceError):

@@ -28,8 +28,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
-from common.errors import shorten
+from common.errors import ServiceError, shorten
 from common.process import progress, watchdog
+from common.process.logs import SEPARATOR, event
 from common.process.progress import Progress
 from common.process.security import is_loopback
 from common.process.topology import LOST, TRAINER, Topology
@@ -51,6 +52,8 @@ discards sent data."""
 _MAX_LINE_BYTES = 1 << 16
 _MAX_STACKS_CHARS = 40_000
 _MAX_AWAITED = 20
+_CODE = f"{SEPARATOR}code: "
+"""Stands between the reason and the code of the error with which a rank failed."""
 _MAX_STUCK_CHARS = 2000
 _ANSWER_S = 2.0
 """Seconds in which a rank says where it is; its thread is free unless the process is stopped."""
@@ -159,11 +162,13 @@ class Liveness:
             how = "stopped"
         else:
             how = "failed"
-            reason = f"{type(value).__name__}: {value}".partition("\n")[0]
+            code = value.code if isinstance(value, ServiceError) else type(value).__name__
+            words = f"{type(value).__name__}: {value}".partition("\n")[0]
+            reason = f"{shorten(words)}{_CODE}{code}"
         if self._ranks.is_rank_zero:
             # A rank that joins late would find the connection closed, and take this one for lost.
             self._all_joined.wait(self._lost_after_s)
-        self._final_message = f"gone {self._ranks.rank} {how} {shorten(reason)}"
+        self._final_message = f"gone {self._ranks.rank} {how} {reason}"
         self._thread.join()
 
     def where_others_are(self) -> list[RankWhere]:
@@ -340,11 +345,13 @@ class Liveness:
             "%s; the job's recovery (max_restarts_on_errors) starts them again, and the run "
             "continues from its newest checkpoint",
             reason,
+            extra=event("rank_lost", rank="", how="stuck"),
         )
         await self._exit(reason, reports=self._ranks.is_rank_zero)
 
     async def _end(self, rank: int, how: str, reason: str) -> None:
         """Ends this process, because nothing else can end the collective in the main thread."""
+        reason, _, code = reason.partition(_CODE)
         what = {
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
             "failed": f"has failed: {reason}",
@@ -358,6 +365,7 @@ class Liveness:
             "%s. The job's recovery (max_restarts_on_errors) starts every trainer "
             "node again, and the run continues from its newest checkpoint",
             reason,
+            extra=event("rank_lost", rank=self._name(rank), how=how, cause=code),
         )
         # One rank writes the report: rank 0, or the next one if that is lost and cannot.
         writer = 1 if rank == 0 and how in ("died", "silent") else 0
@@ -365,7 +373,8 @@ class Liveness:
 
     async def _exit(self, reason: str, *, reports: bool) -> None:
         own_name = self._name(self._ranks.rank)
-        log.error("%s was here:\n%s", own_name, self._failed_at or watchdog.stacks())
+        place = self._failed_at or watchdog.stacks()
+        log.error("%s was here:\n%s", own_name, place, extra=event("rank_place", rank=own_name))
         await self._close()
         if reports:
             said = await asyncio.to_thread(self.before_end, reason=reason)

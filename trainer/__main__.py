@@ -49,7 +49,8 @@ def main() -> None:
     except KeyboardInterrupt:
         log_exit_reason(
             "interrupted; start again with the same run directory to continue from its newest "
-            "checkpoint"
+            "checkpoint",
+            code="interrupted",
         )
         raise SystemExit(130) from None
 

@@ -183,6 +183,7 @@ class OwnSGLang:
                 field="engine",
                 value=self.url,
                 remedy=f"look at {self.log_file}, then start again",
+                about={"cause": "engine_failed"},
             )
 
     async def start(self, stack: AsyncExitStack) -> None:

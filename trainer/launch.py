@@ -14,6 +14,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.process.cli import fail
 from common.process.exits import SIGNALLED, how_ended
+from common.process.logs import SEPARATOR
 from common.process.topology import Topology
 
 
@@ -72,7 +73,9 @@ def _run_torchrun(arguments: list[str], *, several: bool) -> int:
     except ChildFailedError as end:
         rank, failure = end.get_first_failure()
         if failure.exitcode < 0:
-            print(f"rank {rank} {how_ended(failure.exitcode)}", file=sys.stderr)
+            # Its own log cannot say it: this is a line of the node's log, with a code.
+            ended = f"error: rank {rank} {how_ended(failure.exitcode)}"
+            print(f"{ended}{SEPARATOR}code: rank_killed", file=sys.stderr)
             return SIGNALLED - int(failure.exitcode)
         if several and failure.error_file_data:
             print(f"rank {rank}: {failure.message}", file=sys.stderr)

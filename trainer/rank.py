@@ -11,7 +11,7 @@ import torch
 
 from common import VERSION
 from common.process import watchdog
-from common.process.logs import setup_logging
+from common.process.logs import event, setup_logging
 from common.process.run_lock import RunLock
 from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
@@ -46,6 +46,7 @@ def started(
         place,
         config.model.name,
         settings.run_dir,
+        extra=event("started"),
     )
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])

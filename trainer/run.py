@@ -38,7 +38,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
 from trainer.rollouts.rollouts import Rollouts
-from trainer.timing import StageClock
+from trainer.timing import WAITS_FOR_BATCH, StageClock
 from trainer.weights.gpu_lease import GpuLease
 from trainer.weights.sync import WeightSync
 
@@ -155,7 +155,7 @@ class Run:
         if self.lock is not None:
             self.lock.check()
         self.listener.on_event(self, "step_begin")
-        watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
+        watchdog.at(f"{WAITS_FOR_BATCH} of step {self.policy.step + 1}")
 
     def end_step(self, record: Mapping[str, Any]) -> None:
         """Writes a checkpoint if one is due, after the step's line, so that a run that resumes from

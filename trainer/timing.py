@@ -14,6 +14,8 @@ PUBLISHING = "publishing"
 active."""
 WAITING = "waiting"
 """The time in which no stage is active."""
+WAITS_FOR_BATCH = "waiting for the batch"
+"""Begins the name of the place at which the loop waits for groups, which a diagnosis knows."""
 
 
 class StageClock:

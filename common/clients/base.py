@@ -20,6 +20,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from common.clients.network import Network
+from common.clients.unreachable import Problem, problem_of, problem_of_status
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
 from common.process.progress import Progress
@@ -146,6 +147,8 @@ class Client:
         self.deadline_s = deadline_s
         self.progress = 0
         """What the service last said of its progress while it was not healthy."""
+        self.problem: Problem = ""
+        """Why it was not healthy then."""
         self._last_warning = 0.0
         self._made = time.monotonic()
         self._answered = False
@@ -198,6 +201,7 @@ class Client:
         patience = _Patience(patience_s)
         delay = 0.05
         reason = ""
+        problem: Problem = "silent"
 
         while patience.left_s > 0:
             retry_after_s = 0.0
@@ -215,6 +219,7 @@ class Client:
                 # An attempt that the deadline cut off says less than the one before.
                 if not reason or patience.left_s > 0:
                     reason = str(error) or type(error).__name__
+                    problem = problem_of(error)
             else:
                 self._answered = True
                 if response.is_success:
@@ -223,9 +228,10 @@ class Client:
                 if not self._is_retryable(response):
                     raise self._error(response)
                 reason = _retry_reason(response)
+                problem = problem_of_status(response.status_code)
                 retry_after_s = parse_retry_after(response)
 
-            self._warn(start, f"{method} {path}: {reason}")
+            self._warn(start, f"{method} {path}: {reason}", problem)
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, patience.left_s)))
             delay = min(delay * 2, _MAX_BACKOFF_S)
@@ -241,6 +247,7 @@ class Client:
             value=self.base_url,
             remedy=f"look at the log of {self.service}",
             request=logs.request_id(),
+            about={"service": self.service, "problem": problem},
         )
 
     @asynccontextmanager
@@ -299,12 +306,14 @@ class Client:
         said = answer.headers.get(ASKED_ATTEMPT)
         return None if said is None else said == WORKING
 
-    def _warn(self, start: float, text: str) -> None:
+    def _warn(self, start: float, text: str, problem: Problem = "silent") -> None:
         """Logs that a call has waited since `start`: one line for all calls that wait."""
         now = time.monotonic()
         if now - max(start, self._last_warning) > _WARN_EVERY_S:
-            waited = f"waited {now - start:.0f} s so far for {self.service} to answer {text}"
-            log.log(self.severity, "%s", waited)
+            waited_s = round(now - start)
+            waited = f"waited {waited_s} s so far for {self.service} to answer {text}"
+            facts = logs.event("waiting", service=self.service, problem=problem, seconds=waited_s)
+            log.log(self.severity, "%s", waited, extra=facts)
             self._last_warning = now
 
     async def _exchange(
@@ -397,6 +406,7 @@ class Client:
                     "code": Unauthorized.code,
                     "remedy": "set the same API_TOKEN in every task",
                 }
+        detail["about"] = {"service": self.service}
         if detail.get("code") == ServiceLost.code:
             return ServiceLost(f"{self.service}: {message}", **detail)
         request = logs.sent_headers().get(logs.REQUEST_HEADER)
@@ -429,11 +439,13 @@ class Client:
             response = await self.http.get("/health", timeout=5)
         except _NETWORK_ERRORS as error:
             self._check_trust(error)
+            self.problem = problem_of(error)
             return str(error) or type(error).__name__
         if response.is_success:
             return None
         if response.status_code == Unauthorized.status:
             raise self._error(response)
+        self.problem = problem_of_status(response.status_code)
         try:
             answer = response.json()
             reason = str(answer["reason"])
@@ -442,7 +454,7 @@ class Client:
         except (ValueError, KeyError, TypeError, AttributeError):
             return f"HTTP {response.status_code}"
         if lost:
-            raise ServiceLost(f"{self.service}: {reason}")
+            raise ServiceLost(f"{self.service}: {reason}", about={"service": self.service})
         return reason
 
     async def flush(self, deadline_s: float | None = None) -> None:
@@ -521,7 +533,12 @@ async def wait_healthy(
             message = f"not healthy after {limit_s:g} s without progress: {text}"
             if limit_s >= watchdog.LONG_S:
                 watchdog.deadline_passed(message)
-            raise Unreachable(message, remedy="look at the logs of these tasks")
+            first = next(iter(unhealthy))
+            raise Unreachable(
+                message,
+                remedy="look at the logs of these tasks",
+                about={"service": first.service, "problem": first.problem},
+            )
 
         now = time.monotonic()
         waited_s = max(wait.waited_s for wait in waits.values())

@@ -75,7 +75,8 @@ class CommandParser(argparse.ArgumentParser):
 def fail(error: Exception, status: int = 2) -> NoReturn:
     """Prints the error, with its notes in lines of their own, and exits."""
     notes = getattr(error, "__notes__", [])
-    log_exit_reason("\n".join([f"error: {error}", *notes]))
+    facts = error.event() if isinstance(error, ServiceError) else {"code": type(error).__name__}
+    log_exit_reason("\n".join([f"error: {error}", *notes]), **facts)
     raise SystemExit(status)
 
 

@@ -14,14 +14,14 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError, shorten
 from common.process.security import SecretRedactor
 from common.process.topology import Topology
 
@@ -34,6 +34,8 @@ _OWN = ("common", "learning", "services", "trainer", "jobgroup")
 """Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint."""
 _USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TEXT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
+SEPARATOR = " · "
+"""Between the parts of an error's text (`common.errors`)."""
 _request: ContextVar[str] = ContextVar("request", default="")
 _run: ContextVar[str] = ContextVar("run", default="")
 _own_run = ""
@@ -89,8 +91,38 @@ def sent_headers() -> dict[str, str]:
     return {REQUEST_HEADER: request_id() or new_request_id(), **run}
 
 
+def event(code: str, **fields: object) -> dict[str, Any]:
+    """Returns the `extra` of a log line that programs know by its code and fields. A line with a
+    ServiceError among its arguments has those of the error without this.
+    """
+    return {"event": {"code": code, **fields}}
+
+
+def _event_of(record: logging.LogRecord) -> Mapping[str, object]:
+    """Returns the code and the fields of what a line reports; empty without any."""
+    given: Mapping[str, object] = getattr(record, "event", {})
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    trace = record.exc_info or ()
+    errors = [each for each in (*arguments, *trace) if isinstance(each, ServiceError)]
+    return {**errors[0].event(), **given} if errors else given
+
+
+def _in_text(facts: Mapping[str, object]) -> str:
+    """Returns the code, and the fields that an error's own text does not have, for the end of a
+    text line.
+    """
+    found = {
+        name: " ".join(shorten(value).split()).replace(SEPARATOR, ", ")
+        for name, value in facts.items()
+        if name not in ("field", "value", "remedy")
+    }
+    return "".join(f"{SEPARATOR}{name}: {value}" for name, value in found.items())
+
+
 class TextFormatter(logging.Formatter):
-    """Formats lines as text, with the secrets of the environment redacted, tracebacks included."""
+    """Formats lines as text, with the secrets of the environment redacted, tracebacks included. A
+    line with a code ends with it: `… · code: unreachable · service: reward-server`.
+    """
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
@@ -98,7 +130,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         identifier = request_id()
         record.request = f" [{identifier}]" if identifier else ""
-        return SecretRedactor().redact(super().format(record))
+        line, newline, rest = super().format(record).partition("\n")
+        return SecretRedactor().redact(f"{line}{_in_text(_event_of(record))}{newline}{rest}")
 
 
 class JsonFormatter(logging.Formatter):
@@ -131,15 +164,21 @@ class JsonFormatter(logging.Formatter):
         for name, value in entry.items():
             if isinstance(value, str):
                 entry[name] = redactor.redact(value)
+        fields = {name: redactor.redact(shorten(each)) for name, each in _event_of(record).items()}
+        if fields:
+            entry |= {"code": fields.pop("code"), "fields": fields}
         return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace").decode()
 
-    def line(self, logger: str, text: str, level: int = logging.INFO) -> str:
+    def line(
+        self, logger: str, text: str, level: int = logging.INFO, **extra: Mapping[str, object]
+    ) -> str:
         """Formats a line that did not come from logging: output of a child process, or why nothing
-        could be logged.
+        could be logged. `extra` as for a logger (`event`).
         """
         record = logging.LogRecord(
             logger, level, pathname="", lineno=0, msg=text, args=None, exc_info=None
         )
+        record.__dict__.update(extra)
         return self.format(record)
 
 
@@ -253,19 +292,24 @@ def structured() -> JsonFormatter | None:
     return next((formatter for formatter in found if isinstance(formatter, JsonFormatter)), None)
 
 
-def log_exit_reason(text: str) -> None:
+def log_exit_reason(text: str, code: str, **fields: object) -> None:
     """Writes why the process ends to standard error and the log files, in the log's format."""
+    facts = event(code, **fields)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    handled = bool(logging.getLogger().handlers)
     if path:  # torchrun repeats it after the other ranks' output
         entry = {"message": text, "timestamp": int(time.time())}
         Path(path).write_text(json.dumps(entry), encoding="utf-8")
-    handled = bool(logging.getLogger().handlers)
     as_json = structured()
     if handled:
-        logging.getLogger("end").critical("%s", text, extra=SHOWN)
+        logging.getLogger("end").critical("%s", text, extra=SHOWN | facts)
     if as_json is None:
         too_early = not handled and os.environ.get("LOG_FORMAT") == "json"
-        line = JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text
+        line = text
+        if too_early:
+            line = JsonFormatter().line("end", text, logging.CRITICAL, **facts)
+        elif path and not handled:  # no log file has the code of this rank, its node's log may
+            line = f"{line}{_in_text(facts['event'])}"
         print(line, file=sys.stderr, flush=True)
 
 

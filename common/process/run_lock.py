@@ -197,6 +197,7 @@ class RunLock:
     def _in_use(self, holder: dict[str, Any]) -> ConfigError:
         return ConfigError(
             f"{_who(holder)} is using this directory",
+            code="run_in_use",
             field=self._field,
             value=str(self._path.parent),
             remedy="end that run, or give this one its own directory",

@@ -36,6 +36,8 @@ _ALIGNED = 64
 class UnfitModel(ConfigError):
     """The engine cannot run this kind of model, at any start."""
 
+    code = "unfit_model"
+
 
 class Decoder:
     """A causal language model of transformers with its KV cache, on the device of its weights.
@@ -144,6 +146,7 @@ class Decoder:
                 field="--model-path",
                 value=self.config.model_type,
                 remedy=remedy(error),
+                code=UnfitModel.code,
             ) from error
         if not self.cache.tensors():
             raise UnfitModel(

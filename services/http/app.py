@@ -23,6 +23,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from common import VERSION
 from common.errors import ConfigError, NotReady, ServiceLost
 from common.process import progress, watchdog
+from common.process.logs import event
 from common.process.metrics import Metrics
 from common.process.security import check_certificate, is_loopback, tls, token
 from common.wire import codec
@@ -351,7 +352,8 @@ def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, end)
     shown = f": {settings}" if settings else ""
-    log.info("%s %s listens on %s%s", app.title, VERSION, server.url, shown)
+    started = event("started")
+    log.info("%s %s listens on %s%s", app.title, VERSION, server.url, shown, extra=started)
     _collect_garbage_less_often()
     uvloop.run(server.serve(sockets=[sock]))
     if not server.started:

@@ -213,7 +213,7 @@ class Database:
         (lone,) = self.db.execute("SELECT COUNT(*) FROM experiences").fetchone()
         return counted | {"lone": (0, lone)}
 
-    def _unusable(self, why: str) -> ConfigError:
+    def _unusable(self, why: str, code: str | None = None) -> ConfigError:
         remedy = sqlite_remedy(why, _REMEDY)
         trouble = {
             "end the other process": "is in use by another process",
@@ -224,6 +224,7 @@ class Database:
             field="state_dir",
             value=str(self.path),
             remedy=remedy,
+            code=code,
         )
 
     @property
@@ -252,7 +253,8 @@ class Database:
             raise self._unusable(
                 f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of "
                 f"{added} groups: its log was damaged or cut, or the file is an older copy; "
-                f"remove {self._count_path.name} to go on without them"
+                f"remove {self._count_path.name} to go on without them",
+                code="damaged",
             )
         with contextlib.suppress(OSError):  # on a full disk the store can still be read
             self._count_file = os.open(self._count_path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
+from common.process.logs import event
 from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.fair_slots import FairSlots
@@ -123,12 +124,12 @@ class Host(ABC):
             return await self._call(completions, columns, batch)
         except CallFailed as error:
             if len(items) == 1 or error.always:
-                self._report("has no score", str(error))
+                self._report("has no score", error)
                 return [Score(None, error.status, reason=str(error))] * len(items)
-            self._report(f"failed for {len(items)} answers, now one by one", str(error))
+            self._report(f"failed for {len(items)} answers, now one by one", error)
         return await self._score_chunks([[item] for item in items], batch)
 
-    def _report(self, outcome: str, reason: str) -> None:
+    def _report(self, outcome: str, reason: CallFailed) -> None:
         """Logs an outcome with its reason only once, because a function often fails in the same way
         for many answers.
         """
@@ -137,7 +138,8 @@ class Host(ABC):
         if not known:
             self._reasons.add(text)
         level = logging.DEBUG if known else logging.WARNING
-        log.log(level, "the reward function %s %s", self.name, text)
+        facts = event("reward_function_failed", function=self.name)
+        log.log(level, "the reward function %s %s", self.name, text, extra=facts)
 
     @abstractmethod
     async def _call(

@@ -38,10 +38,8 @@ _READ_BYTES = 65536
 
 class ChildFailed(ServiceError):
     """A child process failed several times in a row: at its start, or soon after it with an error
-    of its own.
+    of its own. Its code names the child: `engine_failed`.
     """
-
-    code = "child_failed"
 
 
 class Child:
@@ -274,6 +272,7 @@ class Supervised:
                     f"{self.name} {failures} in a row, most recently: {reason}\n"
                     f"the end of its output:\n{tail}",
                     remedy=f"see {self._log_file}",
+                    code=f"{self.name}_failed",
                 )
 
             backoff_s = self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1)

@@ -97,7 +97,8 @@ def test_a_taken_port_of_torchrun_is_one_line_with_the_remedy() -> None:
         (
             "import os; os.kill(os.getpid(), 9)",
             137,
-            "rank 0 was killed by SIGKILL (status 137; the kernel does so when memory runs out)",
+            "error: rank 0 was killed by SIGKILL (status 137; the kernel does so when memory runs out)"
+            " · code: rank_killed",
         ),
     ],
 )

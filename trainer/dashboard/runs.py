@@ -19,9 +19,9 @@ from trainer.diagnosis.find import find
 from trainer.diagnosis.live import collect
 from trainer.diagnosis.report import first_line
 from trainer.diagnosis.run_files import read_facts
-from trainer.observe.alarms import limits
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.metrics import SECTIONS
+from trainer.observe.notes import ALARMS, limits
 from trainer.observe.run_dir import ATTEMPTS, no_run
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import flatten, numbers
@@ -199,11 +199,11 @@ class RunReader:
         config, _ = self._config()
         is_old = config.get("trainer.max_staleness") or config.get("replay.reuse_ratio")
         shown_limits = {}
-        for name, limit in limits(bool(is_old)).items():
-            shown_limits[f"update.{limit.metric}"] = {
+        for name, limit in limits(is_old=bool(is_old)).items():
+            shown_limits[f"update.{ALARMS[name].metric}"] = {
                 "alarm": name,
-                "value": limit.value,
-                "above": limit.above,
+                "value": limit,
+                "above": not ALARMS[name].is_least,
             }
         return {
             "config": config or None,

@@ -1,12 +1,16 @@
 """What is known of a run when it is diagnosed. Pure data, which a test can record and read."""
 
+import re
+from collections.abc import Iterable
 from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from common.process.logs import SEPARATOR
 from common.process.watchdog import Awaited
 from trainer.diagnosis.health import ServiceHealth
+from trainer.diagnosis.names import Fault
 
 State = Literal["empty", "starting", "running", "finished", "ended", "killed"]
 """`ended`: by itself or by a signal that it handled; `killed`: it had no time to say why."""
@@ -27,6 +31,31 @@ class LogLine(BaseModel):
     level: str = ""
     logger: str = ""
     text: str
+    code: str = ""
+    """That of the error or event that the line reports; empty without one."""
+    fields: dict[str, str] = {}
+    """What the line says of it: `field`, `value`, `remedy`, `service`, `problem` …"""
+
+    @property
+    def message(self) -> str:
+        """The first line, without the parts that `fields` has."""
+        text = re.sub(r"^(rank \d+: )?error: ", "", self.text)
+        return text.partition("\n")[0].partition(SEPARATOR)[0]
+
+    @property
+    def seconds(self) -> float:
+        """How long it says that a call had waited."""
+        text = self.fields.get("seconds", "")
+        return float(text) if text.isdecimal() else 0.0
+
+    @property
+    def said(self) -> str:
+        """The line as evidence."""
+        return f"{self.source}: {self.text.partition(chr(10))[0]}"[:400]
+
+    @property
+    def is_of_trainer(self) -> bool:
+        return self.source.startswith(("ppo-trainer", "sft"))
 
 
 class RankFacts(BaseModel):
@@ -84,10 +113,8 @@ class Facts(BaseModel):
     """The prompts of the newest lines of `groups.jsonl`."""
     lines: list[LogLine] = []
     """Lines of the logs of the newest attempt that may matter, the oldest first."""
-    exit_reason: str = ""
-    """Why rank 0 ended, in its own words."""
-    exited: float | None = None
-    """When it wrote that."""
+    end: LogLine | None = None
+    """The last word of rank 0: why it ended, and when it wrote that."""
     restarts: bool | None = None
     """Whether the local runner lives, which starts tasks again; None without one, as on a
     cluster."""
@@ -101,6 +128,16 @@ class Facts(BaseModel):
     services: list[ServiceFacts] = []
     processes: list[ProcessFacts] = []
     versions: dict[str, str] = {}
+
+    @property
+    def exited(self) -> float | None:
+        """When rank 0 ended, if it said so."""
+        return self.end.time if self.end else None
+
+    @property
+    def last(self) -> float | None:
+        """When the newest step ended; None before the first."""
+        return self.steps[-1].get("time") if self.steps else None
 
     @property
     def step(self) -> int:
@@ -119,8 +156,7 @@ class Facts(BaseModel):
     @property
     def silent_s(self) -> float:
         """Seconds since the newest step, or since the start if that was later."""
-        last = self.steps[-1].get("time", 0.0) if self.steps else 0.0
-        begin = max(last, self.started or 0.0)
+        begin = max(self.last or 0.0, self.started or 0.0)
         return self.now - begin if begin else 0.0
 
     @property
@@ -140,3 +176,23 @@ class Finding(BaseModel):
     evidence: list[str] = []
     remedy: str
     level: Level
+
+
+def finding(
+    fault: Fault,
+    what: str,
+    since: float | None,
+    *,
+    level: Level,
+    evidence: Iterable[str] = (),
+    remedy: str = "",
+) -> Finding:
+    """Returns the finding of a fault, with the remedy of its row unless a better one is known."""
+    return Finding(
+        name=fault,
+        what=what,
+        since=since,
+        evidence=list(evidence),
+        remedy=remedy or fault.remedy,
+        level=level,
+    )

@@ -12,7 +12,8 @@ import httpx
 from pydantic import BaseModel
 
 from common.clients.base import Client
-from common.errors import ServiceError, shorten
+from common.clients.unreachable import Problem, problem_of
+from common.errors import ServiceError, Unauthorized, shorten
 from common.process import watchdog
 from common.process.topology import (
     CRITIC,
@@ -26,7 +27,6 @@ from common.process.topology import (
 )
 from common.process.watchdog import Where
 from common.settings.config import Config
-from trainer.diagnosis.unreachable import Problem, problem_of
 
 PATIENCE_S = 2.0
 """A service that does not answer within this time is dead; the page then shows it within five
@@ -50,6 +50,10 @@ class ServiceHealth(BaseModel):
     """Its current work, or why it is not healthy."""
     problem: Problem = ""
     """What kind of reason that is."""
+    of_engine: bool = False
+    """Whether it is that of a rollout node's engine, whose agent answers."""
+    reported: str = ""
+    """The state that a rollout node's agent reports."""
     since_s: float = 0.0
     """Observed time in this state."""
     version: int | None = None
@@ -196,12 +200,9 @@ async def _check(target: _Target) -> ServiceHealth:
     except TimeoutError:
         found.text = f"no answer within {PATIENCE_S:.0f} s"
         found.problem = "silent"
-    except ServiceError as error:
-        found.text = shorten(str(error))
-        found.problem = problem_of(found.text)
-    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+    except (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError) as error:
         found.text = shorten(_network_text(error))
-        found.problem = problem_of(str(error) or type(error).__name__)
+        found.problem = problem_of(error)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         found.text = f"an unexpected answer: {error!r}"
         found.problem = "error"
@@ -249,7 +250,7 @@ def _service(path: str, fields_of: Callable[[Any], dict[str, Any]]) -> Check:
             fields = {"state": "healthy"} | fields_of(await _get(target.client, path))
             return ServiceHealth(name=target.name, **fields)
         if response.status_code == 401:
-            raise ServiceError("it rejects the API_TOKEN of the trainer")
+            raise Unauthorized("it rejects the API_TOKEN of the trainer")
         found = ServiceHealth(name=target.name, state="warning", problem="not_ready")
         found.text = f"/health says {response.status_code}"
         with suppress(ValueError, KeyError, TypeError):
@@ -318,6 +319,7 @@ async def _check_rollout_node(target: _Target) -> ServiceHealth:
         state="warning",
         text=": ".join(filter(None, (state, report["detail"]))),
         version=report["version"],
+        reported=state,
     )
     if state == "failed":
         found.state = "dead"
@@ -340,11 +342,13 @@ async def _check_rollout_node(target: _Target) -> ServiceHealth:
         except TimeoutError:
             found.state = "warning"
             found.problem = "silent"
+            found.of_engine = True
             found.text = (
                 f"ready, but its engine did not report its load within {_ENGINE_PATIENCE_S:.0f} s"
             )
         except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
             found.state = "dead"
-            found.problem = problem_of(str(error))
+            found.problem = problem_of(error)
+            found.of_engine = True
             found.text = shorten(f"its engine does not answer: {_network_text(error)}")
     return found

@@ -1,28 +1,18 @@
 """Findings from the numbers of a run: its alarms and hints, and what neither of them says. Pure."""
 
 import math
-from collections.abc import Iterator, Sequence
-from statistics import mean
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, takewhile
+from statistics import fmean
 from typing import Any
 
 from trainer.diagnosis import names
-from trainer.diagnosis.facts import Facts, Finding, Level
-from trainer.observe.hints import MAX_DROPPED
+from trainer.diagnosis.facts import Facts, Finding, finding
+from trainer.observe.notes import MAX_DROPPED, SLOW
 
 _NEWEST = 3
 """A condition holds if it holds in so many steps in a row."""
 _SOLVED = 0.95
-_SLOW_HINTS = frozenset(
-    {
-        "generation_bound",
-        "rollout_idle",
-        "publish_bound",
-        "stragglers",
-        "reward_bound",
-        "replay_bound",
-        "nothing_active",
-    }
-)
 _JUMP_S = 5.0
 _Line = dict[str, Any]
 
@@ -41,26 +31,28 @@ def from_numbers(facts: Facts) -> Iterator[Finding]:
     yield from _clock(facts)
 
 
+def _since(lines: Sequence[_Line], holds: Callable[[_Line], bool]) -> float | None:
+    """Returns the time of the first of the newest steps in a row for which this holds."""
+    in_a_row = list(takewhile(holds, reversed(lines)))
+    return in_a_row[-1].get("time") if in_a_row else None
+
+
 def _texts(facts: Facts, kind: str) -> Iterator[Finding]:
     """Yields the alarms or hints of the newest step."""
-    newest = facts.steps[-1]
-    for name, text in (newest.get(kind) or {}).items():
-        what, _, remedy = str(text).partition(". ")
-        since = facts.steps[-1].get("time")
-        for line in reversed(facts.steps):
-            if name not in (line.get(kind) or {}):
-                break
-            since = line.get("time")
-        level: Level = "slow" if name in _SLOW_HINTS else "harm"
-        evidence = [f"step {newest.get('step')}: {kind[:-1]} {name}"]
-        yield Finding(
-            name=name,
-            what=what,
-            since=since,
-            evidence=evidence,
-            remedy=remedy or "see the page of this name",
-            level=level,
-        )
+    for name, text in (facts.steps[-1].get(kind) or {}).items():
+        yield _text(facts, kind, name, str(text))
+
+
+def _text(facts: Facts, kind: str, name: str, text: str) -> Finding:
+    what, _, remedy = text.partition(". ")
+    return Finding(
+        name=name,
+        what=what,
+        since=_since(facts.steps, lambda line: name in (line.get(kind) or {})),
+        evidence=[f"step {facts.step}: {kind[:-1]} {name}"],
+        remedy=remedy or "see the page of this name",
+        level="slow" if name in SLOW else "harm",
+    )
 
 
 def _drops(facts: Facts) -> Iterator[Finding]:
@@ -68,81 +60,78 @@ def _drops(facts: Facts) -> Iterator[Finding]:
     oldest = facts.steps[0].get("dropped") or {}
     newest = facts.steps[-1].get("dropped") or {}
     groups = len(facts.steps) * int(facts.config.get("trainer.batch_size") or 0)
-    for reason, name in names.DROPS.items():
+    for reason, fault in names.DROPS.items():
         began = oldest.get(reason, 0) if len(facts.steps) > 1 else 0
         count = newest.get(reason, 0)
         if count >= began:  # otherwise the process, and its counts, began anew meanwhile
             count -= began
         if count and count >= MAX_DROPPED * (groups + count):
             what = f"{count} groups were dropped ({reason}) in the last {len(facts.steps)} steps"
-            yield _finding(name, what, facts.steps[-1].get("time"))
+            yield finding(fault, what, facts.last, level="harm")
 
 
 def _not_finite(facts: Facts) -> Iterator[Finding]:
     for line in facts.steps[-_NEWEST:]:
-        bad = [name for name in ("reward", "completion_tokens") if not _is_finite(line.get(name))]
         update = line.get("update") or {}
-        bad += [f"update.{name}" for name, value in update.items() if not _is_finite(value)]
+        measured = {name: line.get(name) for name in ("reward", "completion_tokens")}
+        measured |= {f"update.{name}": value for name, value in update.items()}
+        bad = [
+            name
+            for name, value in measured.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
+        what = f"{', '.join(bad)} of step {line['step']}"
         skipped = int(update.get("skipped") or 0)
+        if skipped:
+            what = f"the gradient of step {line['step']}: {skipped} updates were skipped"
         if bad or skipped:
-            what = f"{', '.join(bad)} of step {line['step']}"
-            if skipped:
-                what = f"the gradient of step {line['step']}: {skipped} updates were skipped"
-            yield _finding(names.NOT_FINITE, what, line.get("time"))
+            yield finding(names.NOT_FINITE, what, line.get("time"), level="harm")
             return
-
-
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _drawn_twice(facts: Facts) -> Iterator[Finding]:
     """Yields two steps that trained on one position of the stream, or on the same prompts in the
     same order.
     """
-    seen: dict[tuple[str, ...], int] = {}
-    positions: dict[int, int] = {}
+    seen: dict[object, int] = {}
+    times = {line.get("step"): line.get("time") for line in facts.steps}
     for line in facts.groups:
-        fresh = [group for group in line.get("groups", ()) if not group.get("reused")]
-        known = [group for group in fresh if isinstance(group.get("position"), int)]
+        step = line["step"]
+        known = [
+            group
+            for group in line.get("groups", ())
+            if not group.get("reused") and isinstance(group.get("position"), int)
+        ]
         known.sort(key=lambda group: group["position"])
-        for group in known:
-            before = positions.setdefault(group["position"], line["step"])
-            if before != line["step"]:
-                what = f"position {group['position']} in the steps {before} and {line['step']}"
-                yield _finding(names.DRAWN_TWICE, what, _time_of(facts, line["step"]))
-                return
         prompts = tuple(str(group.get("prompt_id")) for group in known)
-        before = seen.setdefault(prompts, line["step"])
-        if len(set(prompts)) > 1 and before != line["step"]:
-            what = f"step {line['step']} has the prompts of step {before}, in the same order"
-            yield _finding(names.DRAWN_TWICE, what, _time_of(facts, line["step"]))
-            return
+        drawn: list[object] = [group["position"] for group in known]
+        if len(set(prompts)) > 1:
+            drawn.append(prompts)
+        for each in drawn:
+            before = seen.setdefault(each, step)
+            if before != step:
+                what = f"position {each} in the steps {before} and {step}"
+                if each is prompts:
+                    what = f"step {step} has the prompts of step {before}, in the same order"
+                yield finding(names.DRAWN_TWICE, what, times.get(step), level="harm")
+                return
 
 
 def _equal_rewards(facts: Facts) -> Iterator[Finding]:
+    batch = facts.config.get("trainer.batch_size") or math.inf
+
+    def is_equal(line: _Line) -> bool:
+        return bool(line.get("zero_variance_groups", 0) >= batch)
+
     newest = facts.steps[-_NEWEST:]
-    batch = facts.config.get("trainer.batch_size")
-    all_equal = batch and all(line.get("zero_variance_groups", 0) >= batch for line in newest)
-    if len(newest) < _NEWEST or not all_equal or facts.config.get("algorithm.advantage") == "none":
+    is_solved = (newest[-1].get("accuracy") or 0.0) >= _SOLVED
+    teaches = len(newest) < _NEWEST or not all(map(is_equal, newest))
+    if teaches or is_solved or facts.config.get("algorithm.advantage") == "none":
         return
-    accuracy = newest[-1].get("accuracy")
-    if accuracy is not None and accuracy >= _SOLVED:
-        return
-    reward = _mean(newest, "reward")
+    reward = fmean(line.get("reward") or 0.0 for line in newest)
     what = f"all {batch} groups of the last {_NEWEST} steps (mean reward {reward:.3f}): no gradient"
-    yield _finding(names.EQUAL_REWARDS, what, _begin_of_equal(facts))
-
-
-def _begin_of_equal(facts: Facts) -> float | None:
-    """Returns the time of the first of the newest steps in a row whose groups are all equal."""
-    batch = facts.config.get("trainer.batch_size")
-    since = None
-    for line in reversed(facts.steps):
-        if line.get("zero_variance_groups") != batch:
-            break
-        since = line.get("time")
-    return since
+    since = _since(facts.steps, is_equal)
+    yield finding(names.EQUAL_REWARDS, what, since, level="harm")
 
 
 def _old_weights(facts: Facts) -> Iterator[Finding]:
@@ -150,45 +139,19 @@ def _old_weights(facts: Facts) -> Iterator[Finding]:
     allowed = facts.config.get("trainer.max_staleness")
     if allowed is None or facts.config.get("trainer.when_stale") == "train":
         return
-    newest = facts.steps[-1]
-    if (newest.get("staleness") or 0.0) > allowed + 0.5:
+    age = facts.steps[-1].get("staleness") or 0.0
+    if age > allowed + 0.5:
         what = (
-            f"the experience of step {newest['step']} is {newest['staleness']:.1f} versions old, "
-            f"more than trainer.max_staleness ({allowed})"
+            f"the experience of step {facts.step} is {age:.1f} versions old, more than "
+            f"trainer.max_staleness ({allowed})"
         )
-        yield _finding(names.OLD_WEIGHTS, what, newest.get("time"))
-
-
-def _mean(lines: Sequence[_Line], name: str) -> float:
-    """Returns the mean of a number; NaN when a line lacks it."""
-    values = [line.get(name) for line in lines]
-    known = [float(value) for value in values if isinstance(value, int | float)]
-    return mean(known) if known and len(known) == len(values) else math.nan
+        yield finding(names.OLD_WEIGHTS, what, facts.last, level="harm")
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
-    for before, after in zip(facts.steps, facts.steps[1:], strict=False):
+    for before, after in pairwise(facts.steps):
         seconds = after.get("time", 0.0) - before.get("time", 0.0)
         if seconds < -_JUMP_S:
             what = f"that of the trainer went back by {-seconds:.0f} s before step {after['step']}"
-            found = _finding(names.CLOCK_JUMPS, what, after.get("time"))
-            found.level = "slow"
-            yield found
+            yield finding(names.CLOCK_JUMPS, what, after.get("time"), level="slow")
             return
-
-
-def _time_of(facts: Facts, step: int) -> float | None:
-    return next((line.get("time") for line in facts.steps if line.get("step") == step), None)
-
-
-def _finding(
-    name: str, what: str, since: float | None, evidence: list[str] | None = None
-) -> Finding:
-    return Finding(
-        name=name,
-        what=what,
-        since=since,
-        evidence=evidence or [],
-        remedy=names.REMEDIES[name],
-        level="harm",
-    )

@@ -13,6 +13,7 @@ import aiohttp
 import httpx
 
 from common.clients.base import Client
+from common.clients.unreachable import problem_of
 from common.errors import ServiceError
 from common.process.security import TOKEN, authorization
 from common.process.topology import ROLLOUT, TRAINER, Topology
@@ -21,7 +22,6 @@ from common.settings.config import Config, from_mapping
 from trainer.diagnosis.facts import Facts, RankFacts, ServiceFacts
 from trainer.diagnosis.health import Health
 from trainer.diagnosis.run_files import log_folders, read_facts, read_topology, token_file
-from trainer.diagnosis.unreachable import problem_of
 
 _TRAINER_PATIENCE_S = 3.5
 """Rank 0 waits two seconds for the others."""
@@ -113,10 +113,8 @@ async def _ask_trainer(
             return [RankWhere.model_validate(rank) for rank in ranks], nodes, ""
     except TimeoutError:
         return [], nodes, "silent"
-    except ServiceError as error:
-        return [], nodes, problem_of(str(error))
-    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-        return [], nodes, problem_of(str(error) or type(error).__name__)
+    except (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+        return [], nodes, problem_of(error)
     except (ValueError, LookupError, TypeError):
         return [], nodes, "error"
 
@@ -124,7 +122,7 @@ async def _ask_trainer(
 async def _get(client: Client, path: str) -> Any:
     response = await client.http.get(path, timeout=_TRAINER_PATIENCE_S)
     if not response.is_success:
-        raise ServiceError(f"{path} says {response.status_code}")
+        raise ServiceError(f"{path} says {response.status_code}", status=response.status_code)
     return response.json()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from common.process.logs import SEPARATOR
 from trainer.diagnosis.facts import LogLine
 
 _READ_BYTES = 400_000
@@ -22,13 +23,14 @@ _TEXT = re.compile(
     re.DOTALL,
 )
 _SERIOUS = ("WARNING", "ERROR", "CRITICAL")
-_STARTS = re.compile(r"(starts: rank \d+ of|listens on http)")
-"""The first message of a process."""
+STARTED = "started"
+"""Code of the first line of a process."""
 _RAW = re.compile(
-    r"(?:error: |rank \d+: error: |rank \d+ was ended|[\w.]*(?:Error|Exception|Interrupt)\b"
+    r"(?:error: |rank \d+: error: |[\w.]*(?:Error|Exception|Interrupt)\b"
     r"|interrupted|Killed|Fatal Python error|terminate called)"
 )
-"""Output that is no line of a log and says why a program ended."""
+"""Output that is no line of a log and says why a program ended: our errors, and the words of
+Python, the shell and C++."""
 
 
 def log_files(folders: list[Path]) -> list[Path]:
@@ -53,7 +55,7 @@ def read_log(path: Path, since: float) -> list[LogLine]:
             line.time = last or changed
         else:
             last = line.time
-        if _STARTS.search(line.text) and line.logger:
+        if line.code == STARTED:
             found = []
         if line.time is not None and line.time < since:
             continue
@@ -67,7 +69,7 @@ def last_start(path: Path) -> float | None:
     newest = None
     for text in _messages(_end(path)):
         line = _parse(path.stem, text)
-        if line.logger and _STARTS.search(line.text):
+        if line.code == STARTED:
             newest = line.time
     return newest
 
@@ -104,25 +106,36 @@ def _parse(source: str, text: str) -> LogLine:
     if text.startswith("{"):
         try:
             entry = json.loads(text.partition("\n")[0])
-            return LogLine(
-                source=source,
-                time=datetime.fromisoformat(entry["time"]).timestamp(),
-                level=entry["level"],
-                logger=entry["logger"],
-                text=_cut(entry["message"]),
-            )
-        except (ValueError, KeyError, TypeError):
+            at = datetime.fromisoformat(entry["time"]).timestamp()
+            line = _line(source, at, entry["message"], entry["level"], entry["logger"])
+            line.code = str(entry.get("code", ""))
+            fields = entry.get("fields", {})
+            line.fields |= {name: str(value) for name, value in fields.items()}
+            return line
+        except (ValueError, KeyError, TypeError, AttributeError):
             pass
     match = _TEXT.match(text)
     time = None if match is None else _seconds(match["time"])
     if match is None or time is None:
-        return LogLine(source=source, time=None, text=_cut(text))
+        return _line(source, None, text)
+    return _line(source, time, match["text"], match["level"], match["logger"])
+
+
+def _line(source: str, time: float | None, text: str, level: str = "", logger: str = "") -> LogLine:
+    """Returns a line with the code and fields that its text ends with: `… · field: url · value:
+    http://… · code: unreachable · service: router`.
+    """
+    first, newline, rest = text.partition("\n")
+    fields = dict(part.partition(": ")[::2] for part in first.split(SEPARATOR)[1:])
+    text = f"{first.partition(f'{SEPARATOR}code: ')[0]}{newline}{rest}"
     return LogLine(
         source=source,
         time=time,
-        level=match["level"],
-        logger=match["logger"],
-        text=_cut(match["text"]),
+        level=level,
+        logger=logger,
+        text=text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}…",
+        code=fields.pop("code", ""),
+        fields=fields,
     )
 
 
@@ -131,7 +144,3 @@ def _seconds(text: str) -> float | None:
         return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
     except ValueError:
         return None
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}…"

@@ -2,11 +2,19 @@
 
 from collections.abc import Iterator
 
-from common.process.watchdog import Awaited
 from trainer.diagnosis import names
-from trainer.diagnosis.facts import Facts, Finding, ProcessFacts, RankFacts, ServiceFacts
+from trainer.diagnosis.facts import (
+    Facts,
+    Finding,
+    Level,
+    ProcessFacts,
+    RankFacts,
+    ServiceFacts,
+    finding,
+)
 from trainer.diagnosis.health import ROUTER
-from trainer.diagnosis.unreachable import Problem
+from trainer.diagnosis.names import Fault, of_service
+from trainer.timing import WAITS_FOR_BATCH
 
 _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
@@ -14,7 +22,6 @@ _STEPS_OF_STALL = 5.0
 _MAX_CLOCK_S = 5.0
 _WAITS_S = 3.0
 """Longer than polls take."""
-_WAITS_FOR_BATCH = "waiting for the batch"
 _COMMANDS = {
     "services.engine": "engine",
     "router": "router",
@@ -57,8 +64,8 @@ def _stopped_processes(facts: Facts) -> Iterator[Finding]:
         kind = _kind(process)
         if not process.is_stopped or not kind:
             continue
-        name = {"rank": names.RANK_STUCK, "agent": names.AGENT_HANGS}.get(kind, "")
-        name = name or names.of_service(kind, "silent")
+        own = {"rank": names.RANK_STUCK, "agent": names.AGENT_HANGS}
+        name = own.get(kind) or of_service(kind, "silent")
         who = process.name if kind in process.name else f"{kind} of {process.name}"
         yield _finding(
             name,
@@ -86,46 +93,48 @@ def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
         if service.problem == "not_ready" and not stall_s:
             continue  # a part of a start, or of an update
         name, what = _of_service(service)
-        since = facts.now - service.since_s if service.since_s > 1 else None
-        evidence = [f"{service.name}: {service.text}", *_who_waits(facts, service.name)]
-        found = _finding(name, what, facts, evidence=evidence)
-        found.since = since or found.since
-        if not stall_s:
-            found.level = "harm"
+        evidence = [f"{service.name}: {service.text}", *_waits(facts, service.name)]
+        found = _finding(
+            name, what, facts, evidence=evidence, level="stalled" if stall_s else "harm"
+        )
+        if service.since_s > 1:
+            found.since = facts.now - service.since_s
         yield found
 
 
-def _who_waits(facts: Facts, service: str) -> Iterator[str]:
-    """Yields the ranks and services that wait for this one."""
-    task = "rollout-server" if service == ROUTER else service
-    for name, awaited in _waiting(facts):
-        for call in awaited:
-            if call.service == task and call.seconds > _WAITS_S:
-                yield f"{name} waits for {call.call} for {call.seconds:.0f} s"
-                break
+def _waits(facts: Facts, task: str = "") -> list[str]:
+    """Returns the calls that ranks and services wait for, of this task or of all."""
+    if task == ROUTER:
+        task = "rollout-server"
+    waiting: list[RankFacts | ServiceFacts] = [*facts.ranks, *facts.services]
+    return [
+        f"{each.name} waits for {call.call} from {call.service} for {call.seconds:.0f} s"
+        for each in waiting
+        for call in each.awaited
+        if call.seconds > _WAITS_S and task in ("", call.service)
+    ]
 
 
-def _of_service(service: ServiceFacts) -> tuple[str, str]:
+def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
     """Returns the name and the sentence of what is wrong with a service."""
     text = service.text
     who = service.name
-    problem: Problem = service.problem
-    if who.startswith("rollout-server"):
-        if text.startswith("its engine does not answer") or "did not report its load" in text:
-            return names.of_service("engine", problem), f"that of {who}: {text}"
-        if "cannot be written" in text or "No space left" in text:
-            return names.DISK_OF_NODE, f"{who}: {text}"
-        if text.startswith("stale"):
-            return names.OLD_WEIGHTS, f"{who} is {text}"
-        if text.startswith(("failed", "starting")):
-            return names.ENGINE_DIES, f"that of {who} is {text}"
-        if problem == "not_ready":
-            return names.ENGINE_HANGS, f"{who}: {text}"
-    if problem == "not_ready" and who == "router":
+    problem = service.problem
+    if service.of_engine:
+        return of_service("engine", problem), f"that of {who}: {text}"
+    if names.foreign(text) == names.DISK_OF_RUN:
+        return of_service(who, "disk_full"), f"{who}: {text}"
+    if service.reported == "stale":
+        return names.OLD_WEIGHTS, f"{who} is {text}"
+    if service.reported in ("failed", "starting"):
+        return names.ENGINE_DIES, f"that of {who} is {text}"
+    if problem == "not_ready" and who.startswith("rollout-server"):
+        return names.ENGINE_HANGS, f"{who}: {text}"
+    if problem == "not_ready" and who == ROUTER:
         return names.ENGINE_DIES, f"the router {text}"
     if problem in ("not_ready", "error"):
         return names.SERVICE_HANGS, f"{who} is not ready: {text}"
-    return names.of_service(who, problem), f"{who}: {text}"
+    return of_service(who, problem), f"{who}: {text}"
 
 
 def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -137,29 +146,23 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
 
     silent = [rank for rank in facts.ranks if not rank.answered]
     waiting = [rank for rank in facts.ranks if rank.collective]
-    if silent:
-        who = " and ".join(rank.name for rank in silent)
-        waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
-        yield _finding(names.RANK_STUCK, f"{who} does not answer", facts, evidence=waits)
-        return
-    if not waiting:
-        return
-
-    if len(waiting) == len(facts.ranks):
-        calls = {rank.collective for rank in waiting}
-        if len(calls) > 1:
-            where = [f"{rank.name} in {rank.collective} ({rank.place})" for rank in waiting]
-            what = "the ranks are in different collectives"
-            yield _finding(names.RANK_STUCK, what, facts, evidence=where)
-        return
-
     late = [rank for rank in facts.ranks if rank.answered and not rank.collective]
-    if any(_is_served(rank) for rank in late):
+    if silent:
+        what = f"{_names(silent)} does not answer"
+    elif not waiting or any(_is_served(rank) for rank in late):
         return  # rank 0 waits for a service, and the others for rank 0
-    who = " and ".join(rank.name for rank in late)
-    evidence = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
-    what = f"{who} is at: {late[0].place}, in {innermost(late[0].stacks)}"
-    yield _finding(names.RANK_STUCK, what, facts, evidence=evidence)
+    elif late:
+        what = f"{_names(late)} is at: {late[0].place}, in {innermost(late[0].stacks)}"
+    elif len({rank.collective for rank in waiting}) > 1:
+        what = "the ranks are in different collectives"
+    else:
+        return
+    waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
+    yield _finding(names.RANK_STUCK, what, facts, evidence=waits)
+
+
+def _names(ranks: list[RankFacts]) -> str:
+    return " and ".join(rank.name for rank in ranks)
 
 
 def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -169,15 +172,18 @@ def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
         yield _finding(names.RANK_STUCK, what, facts, evidence=["GET /ranks has no answer"])
     elif problem == "unauthorized":
         what = "the trainer rejects the token of this command"
-        evidence = ["API_TOKEN of this shell is not that of the run"]
-        found = _finding(names.WRONG_TOKEN, what, facts, evidence=evidence)
-        found.level = "slow"
-        found.remedy = "set API_TOKEN to that of the run; it is not known what its services do"
-        yield found
+        yield _finding(
+            names.WRONG_TOKEN,
+            what,
+            facts,
+            evidence=["API_TOKEN of this shell is not that of the run"],
+            remedy="set API_TOKEN to that of the run; it is not known what its services do",
+            level="slow",
+        )
 
 
 def _is_served(rank: RankFacts) -> bool:
-    return rank.place.startswith(_WAITS_FOR_BATCH) or bool(rank.awaited)
+    return rank.place.startswith(WAITS_FOR_BATCH) or bool(rank.awaited)
 
 
 def innermost(stacks: str) -> str:
@@ -189,17 +195,13 @@ def innermost(stacks: str) -> str:
 
 def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
     leader = next((rank for rank in facts.ranks if rank.rank == 0 and rank.answered), None)
-    if not stall_s or leader is None or not leader.place.startswith(_WAITS_FOR_BATCH):
+    if not stall_s or leader is None or not leader.place.startswith(WAITS_FOR_BATCH):
         return
-    calls = [
-        f"{each.call} from {each.service} for {each.seconds:.0f} s ({each.count} calls)"
-        for each in leader.awaited
-    ]
     slow = [each for each in leader.awaited if each.seconds > _SHORTEST_STALL_S / 2]
     what = f"rank 0 is at: {leader.place}, for {leader.since_s:.0f} s"
     if slow:
         what += f"; {slow[0].service} has not answered {slow[0].call}"
-    yield _finding(names.NO_BATCH, what, facts, evidence=calls or ["no call is in flight"])
+    yield _finding(names.NO_BATCH, what, facts, evidence=_waits(facts) or ["no call is in flight"])
 
 
 def no_step(facts: Facts) -> Iterator[Finding]:
@@ -210,23 +212,13 @@ def no_step(facts: Facts) -> Iterator[Finding]:
     if not stall_s:
         return
     what = f"{stall_s:.0f} s without a step, and one usually takes {facts.usual_step_s:.2g} s"
-    waits = [
-        f"{who} waits for {call.call} from {call.service} for {call.seconds:.0f} s"
-        for who, awaited in _waiting(facts)
-        for call in awaited
-        if call.seconds > _WAITS_S
-    ]
     places = [f"{rank.name} is at: {rank.place}" for rank in facts.ranks if rank.answered]
     newest = [line for line in facts.lines if (line.time or 0.0) > facts.now - stall_s][-1:]
-    said = [f"{line.source}: {line.text.partition(chr(10))[0]}" for line in newest]
+    said = [line.said for line in newest]
     unknown = ["its processes were not asked, and its logs do not say why"]
-    yield _finding(names.NO_STEP, what, facts, evidence=[*waits, *places] or said or unknown)
-
-
-def _waiting(facts: Facts) -> list[tuple[str, list[Awaited]]]:
-    """Returns the pending calls of every rank and service."""
-    waiting = [(rank.name, rank.awaited) for rank in facts.ranks]
-    return waiting + [(each.name, each.awaited) for each in facts.services]
+    yield _finding(
+        names.NO_STEP, what, facts, evidence=[*_waits(facts), *places] or said or unknown
+    )
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:
@@ -235,10 +227,7 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
             ahead = "ahead of" if service.clock_s > 0 else "behind"
             seconds = abs(service.clock_s)
             what = f"that of {service.name} is {seconds:.0f} s {ahead} that of this machine"
-            found = _finding(names.CLOCKS_DIFFER, what, facts)
-            found.since = None
-            found.level = "slow"
-            yield found
+            yield finding(names.CLOCKS_DIFFER, what, None, level="slow")
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
@@ -250,26 +239,18 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     }
     if own and others:
         listed = ", ".join(f"{name} has {release}" for name, release in others.items())
-        found = _finding(names.VERSIONS_DIFFER, f"the trainer has {own}, {listed}", facts)
-        found.since = facts.started
-        found.level = "harm"
-        yield found
+        what = f"the trainer has {own}, {listed}"
+        yield finding(names.VERSIONS_DIFFER, what, facts.started, level="harm")
 
 
 def _finding(
-    name: str,
+    fault: Fault,
     what: str,
     facts: Facts,
     *,
-    evidence: list[str] | None = None,
+    evidence: list[str],
     remedy: str = "",
+    level: Level = "stalled",
 ) -> Finding:
-    last = facts.steps[-1].get("time") if facts.steps else None
-    return Finding(
-        name=name,
-        what=what,
-        since=max(filter(None, (last, facts.started)), default=None),
-        evidence=evidence or [],
-        remedy=remedy or names.REMEDIES[name],
-        level="stalled",
-    )
+    since = max(filter(None, (facts.last, facts.started)), default=None)
+    return finding(fault, what, since, level=level, evidence=evidence, remedy=remedy)

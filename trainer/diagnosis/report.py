@@ -72,21 +72,15 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
 
 def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the report for programs."""
-    found = [{**finding.model_dump(), "page": page(finding.name)} for finding in findings]
+    known = {"state", "end", "ranks", "services", "processes", "versions"}
     return {
+        **facts.model_dump(include=known),
         "run": facts.directory,
         "time": facts.now,
-        "state": facts.state,
-        "exit_reason": facts.exit_reason,
-        "exited": facts.exited,
         "step": facts.step,
         "total_steps": facts.total_steps,
         "first_line": first_line(facts, findings),
-        "findings": found,
-        "ranks": [rank.model_dump() for rank in facts.ranks],
-        "services": [service.model_dump() for service in facts.services],
-        "processes": [process.model_dump() for process in facts.processes],
-        "versions": facts.versions,
+        "findings": [finding.model_dump() | {"page": page(finding.name)} for finding in findings],
         "lines": last_lines(facts),
     }
 
@@ -116,7 +110,7 @@ def page(name: str) -> str:
 
 def last_lines(facts: Facts) -> list[str]:
     """Returns the last lines of the logs that matter, those of the trainer among them."""
-    of_trainer = [line for line in facts.lines if line.source.startswith("ppo-trainer")]
+    of_trainer = [line for line in facts.lines if line.is_of_trainer]
     chosen = [*of_trainer[-_SHOWN_LINES:], *facts.lines[-_SHOWN_LINES:]]
     found = []
     for line in facts.lines:

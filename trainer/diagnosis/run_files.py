@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
 from common import VERSION
 from common.errors import ConfigError
@@ -87,7 +88,6 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     holder, held = _holder(run_dir / LOCK)
     attempt = _newest(run_dir / ATTEMPTS)
     begin = max(started or 0.0, attempt.get("time", 0.0))
-    reason = _exit_reason(lines, started) or _own_report(run_dir, begin)
     facts = Facts(
         directory=str(run_dir),
         now=time.time(),
@@ -97,8 +97,7 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         steps=list(_last_lines(run_dir / "metrics.jsonl", _STEPS)),
         groups=list(map(_places, _last_lines(run_dir / LINES, _STEPS))),
         lines=lines,
-        exit_reason=reason.text.partition("\ndiagnosis: ")[0] if reason else "",
-        exited=reason.time if reason else None,
+        end=_exit_reason(lines, started) or _own_report(run_dir, begin),
         holder=holder,
         versions=known.get("versions") or {},
     )
@@ -189,9 +188,10 @@ def _lines(files: list[Path], since: float) -> Iterator[LogLine]:
     found: list[LogLine] = []
     for path in files:
         for line in read_log(path, since):
-            key = (line.time, line.text.partition("\n")[0])
+            # What a process also printed has neither its time nor its code in the node's log.
+            key = (line.time if line.logger else None, line.message)
             if key not in known:
-                known.add(key)
+                known |= {key, (None, line.message)}
                 found.append(line)
     yield from sorted(found, key=lambda line: line.time or 0.0)
 
@@ -202,19 +202,17 @@ def _exit_reason(lines: list[LogLine], started: float | None) -> LogLine | None:
         if (line.time or 0.0) < (started or 0.0):
             continue
         is_last_word = line.logger in ("end", "uncaught") and line.level == "CRITICAL"
-        is_output = not line.logger and line.level == ""
-        if line.source.startswith(("ppo-trainer", "sft")) and (is_last_word or is_output):
+        if line.is_of_trainer and (is_last_word or not line.logger):
             return line
     return None
 
 
 def _own_report(run_dir: Path, since: float) -> LogLine | None:
     """Returns why the run ended, from its own report of that; a run in one process has no log."""
-    report = _json(run_dir / JSON_FILE)
-    exited = report.get("exited")
-    if not report.get("exit_reason") or not isinstance(exited, float) or exited < since:
-        return None
-    return LogLine(source="ppo-trainer", time=exited, text=str(report["exit_reason"]))
+    with suppress(ValidationError):
+        end = LogLine.model_validate(_json(run_dir / JSON_FILE).get("end"))
+        return end if (end.time or 0.0) >= since else None
+    return None
 
 
 def _holder(path: Path) -> tuple[dict[str, Any], bool]:
@@ -261,9 +259,9 @@ def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any])
     if held:
         has_begun = attempt.get("time", 0.0) >= (facts.started or 0.0)
         return "running" if has_begun else "starting"
-    if is_done and not facts.exit_reason:
+    if is_done and not facts.end:
         return "finished"
-    if facts.exit_reason:
+    if facts.end:
         return "ended"
     if facts.holder:
         return "killed"

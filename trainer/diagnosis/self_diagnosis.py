@@ -12,8 +12,10 @@ from common.errors import ServiceError
 from common.process import watchdog
 from common.process.topology import Topology
 from common.settings.config import Config
+from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import ask
+from trainer.diagnosis.names import INTERRUPTED
 from trainer.diagnosis.report import JSON_FILE, TEXT_FILE, first_line, write
 from trainer.diagnosis.run_files import read_facts
 
@@ -40,14 +42,14 @@ def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -
     try:
         yield
     except Exception as error:
-        said = diagnose(run_dir, config, topology, reason=_words(error))
+        said = diagnose(run_dir, config, topology, error=error)
         if said:
             error.add_note(said)
         raise
     except (KeyboardInterrupt, SystemExit) as ending:
         # A trainer of a job group says by itself that it was interrupted.
         if topology is None:
-            diagnose(run_dir, config, reason=_words(ending))
+            diagnose(run_dir, config, error=ending)
         raise
     else:
         for name in (TEXT_FILE, JSON_FILE):
@@ -58,7 +60,12 @@ def diagnosed(run_dir: Path, config: Config, topology: Topology | None = None) -
 
 
 def diagnose(
-    run_dir: Path, config: Config, topology: Topology | None = None, reason: str = ""
+    run_dir: Path,
+    config: Config,
+    topology: Topology | None = None,
+    *,
+    reason: str = "",
+    error: BaseException | None = None,
 ) -> str:
     """Writes the diagnosis of this process's run and returns the line that names it; empty if that
     is impossible. Never raises: the run has its own reason to end.
@@ -67,8 +74,10 @@ def diagnose(
         run_dir: directory of the run.
         config: its settings.
         topology: finds the services; None: they are not asked.
-        reason: why the run ends; empty when it goes on.
+        reason: why the run ends; empty when it goes on, or when `error` says it.
+        error: with which it ends.
     """
+    reason = reason if error is None else _words(error)
     try:
         facts = read_facts(run_dir)
         facts.state = "running"
@@ -78,8 +87,7 @@ def diagnose(
                 asyncio.run(asyncio.wait_for(asking, _PATIENCE_S))
         if reason:
             facts.state = "ended"
-            facts.exit_reason = reason
-            facts.exited = time.time()
+            facts.end = _last_word(reason, error)
         findings = find(facts)
         said = f"diagnosis: {first_line(facts, findings)}"
         try:
@@ -89,6 +97,19 @@ def diagnose(
     except Exception as error:
         log.warning("the run could not be diagnosed: %r", error)
         return ""
+
+
+def _last_word(reason: str, error: BaseException | None) -> LogLine:
+    code = INTERRUPTED.codes[0] if isinstance(error, KeyboardInterrupt) else ""
+    known = error.event() if isinstance(error, ServiceError) else {"code": code}
+    fields = {name: str(value) for name, value in known.items()}
+    return LogLine(
+        source="ppo-trainer",
+        time=time.time(),
+        text=reason,
+        code=fields.pop("code"),
+        fields=fields,
+    )
 
 
 def _words(error: BaseException) -> str:

@@ -9,10 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.settings.config import Config
 from common.wire.schemas import Group
-
-IMPOSSIBLE = 20.0
-"""Nats of surprise above which equal answers are no coincidence: e^-20 is 2e-9."""
+from trainer.observe.notes import ALARMS
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,9 @@ def copies(groups: Sequence[Group]) -> Copies:
     return Copies(copied / max(1, possible), surprise, math.exp(rarest))
 
 
-def copied_answers(found: Copies) -> dict[str, str]:
+def copied_answers(found: Copies, config: Config) -> dict[str, str]:
     """Returns the alarm about equal answers that are no coincidence."""
-    if found.surprise < IMPOSSIBLE:
+    row = ALARMS["copied_answers"]
+    if found.surprise < row.limit:
         return {}
-    return {
-        "copied_answers": (
-            f"{found.share:.0%} of the answers are the same as another one of their group, token "
-            f"for token, and that is no coincidence: the model gives such an answer a probability "
-            f"of {found.example:.1g}. They were sampled with one seed, or greedily (a top_k 1 or a "
-            "temperature 0 among the engine's own defaults), or one answer was returned several "
-            "times: make the engine sample every answer with a seed of its own"
-        )
-    }
+    return {"copied_answers": row.text(config, share=found.share, example=found.example)}

@@ -177,12 +177,13 @@ class LeaderRunLog(RunLog):
         if step == 1:
             raised |= other_reference(update.metrics.kl_reference, self._config)
         if not self._config.environment.name:  # an environment may keep the problem to itself
-            raised |= same_prompts(batch.fresh)
-        raised |= copied_answers(equal_answers)
+            raised |= same_prompts(batch.fresh, self._config)
+        raised |= copied_answers(equal_answers, self._config)
         raised |= refused_calls(
             refused - self._refused_before,
             drops.refusal,
             rewards=[answer.reward for answer in answers],
+            config=self._config,
         )
 
         seconds = self._clock.lap()

@@ -349,6 +349,7 @@ def cannot_resume(error: Exception, path: Path) -> ConfigError:
     reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
     return ConfigError(
         f"the checkpoint cannot be used: {reason}".splitlines()[0],
+        code="checkpoint_changed" if isinstance(error, _Changed) else None,
         field="trainer.run_dir",
         value=str(path),
         remedy=f"restore it from a copy; or remove it to continue from {earlier}; "

@@ -218,7 +218,9 @@ class Collector:
     def _drop(self, error: GroupFailed, group: Group) -> None:
         self.drops.add([group], error.reason, error.detail)
         self.drops.in_a_row += 1
-        log.warning("dropped the group of prompt %s: %s", group.prompt_id, error)
+        facts = error.event()
+        dropped = logs.event("group_dropped", prompt=group.prompt_id, **facts)
+        log.warning("dropped the group of prompt %s: %s", group.prompt_id, error, extra=dropped)
         if self.drops.in_a_row >= self._config.trainer.max_failed_groups:
             raise CollectFailed(
                 f"{self.drops.in_a_row} groups in a row were dropped, the last one because of "
@@ -226,6 +228,8 @@ class Collector:
                 field="trainer.max_failed_groups",
                 value=self._config.trainer.max_failed_groups,
                 remedy=_REMEDIES.get(error.reason, "look at the log above"),
+                code="groups_dropped",
+                about=facts,
             )
 
     def _retry(self, drawn: Drawn) -> None:

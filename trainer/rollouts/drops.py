@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from common.errors import ServiceError
 from common.wire.schemas import Episode, Group
 
 _MAX_REMEMBERED = 1024
@@ -18,6 +19,12 @@ class GroupFailed(Exception):
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}")
+
+    def event(self) -> dict[str, object]:
+        """Returns the reason and the `cause`, code and facts of the error behind it."""
+        cause = self.__cause__
+        known = {"cause": cause.code, **cause.about} if isinstance(cause, ServiceError) else {}
+        return {"reason": self.reason, **known}
 
 
 class DroppedGroup(NamedTuple):

@@ -192,6 +192,7 @@ class LeaderRollouts(Rollouts):
         raise CollectFailed(
             f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal "
             "rewards in the batch",
+            code="equal_rewards",
             field="algorithm.dynamic_sampling_rounds",
             value=algorithm.dynamic_sampling_rounds,
             remedy="the prompts are too easy or too hard for the model: use others, or turn "
@@ -238,6 +239,7 @@ class LeaderRollouts(Rollouts):
         watchdog.deadline_passed(message)
         raise CollectFailed(
             message,
+            code="no_batch",
             field="trainer.stuck_after_s",
             value=settings.stuck_after_s,
             remedy="look at the logs of rollout-server and reward-server, or raise the limit",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from common.errors import NotFound, ServiceError, TooLarge
-from common.process import watchdog
+from common.process import logs, watchdog
 from common.process.daemon_threads import in_daemon_thread
 from common.process.progress import Progress, moved
 from common.weights import spares
@@ -33,6 +33,7 @@ from common.wire.schemas import (
 from trainer.weights.versions import version_name
 
 log = logging.getLogger(__name__)
+_BEHIND = "nodes_behind"
 _KEEP = 3
 """Versions that stay on disk: a slow node may still download the one before the newest."""
 _SILENT_S = 30.0
@@ -423,6 +424,7 @@ class WeightBoard:
                 if not serving:
                     raise PublishFailed(
                         f"no progress for {limit_s:g} s: {waited}",
+                        code=_BEHIND,
                         field="trainer.fence_after_s",
                         value=limit_s,
                         remedy="look at the log of rollout-server",
@@ -432,6 +434,7 @@ class WeightBoard:
                     "them until they catch up",
                     limit_s,
                     waited,
+                    extra=logs.event(_BEHIND),
                 )
                 return [*self._exclude(missing), *self._exclude_silent()]
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from common.clients.base import Unreachable
+from common.clients.unreachable import problem_of
 from common.errors import ServiceError
 from common.process import logs
 from common.process.metrics import Metrics
@@ -414,7 +415,8 @@ class WeightFollower:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
         self._updates.labels("failed").inc()
         self._state.update_failed(reason, engine_failed=stage == "load")
-        log.error("this node is stale and receives no traffic: %s", reason)
+        facts = logs.event("node_stale", problem=problem_of(error))
+        log.error("this node is stale and receives no traffic: %s", reason, extra=facts)
         if stage == "load":
             self.refused = wanted
         if stage == "load" and (self._partial or self._api.asleep):

@@ -25,6 +25,7 @@ from common.process.logs import setup_logging
 from services.http.app import create_app
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
+from trainer.diagnosis.logs import read_log
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_line_has_everything_and_no_secret(
         except ValueError:
             log.exception("it failed: %s", "ä\nö\ud800")
     log.debug("not shown")
-    logs.log_exit_reason("error: the end")
+    logs.log_exit_reason("error: the end", code="config")
     written = (tmp_path / "thing-3.log").read_text()
     assert written == capfd.readouterr().err
     failed, ended = (json.loads(line) for line in written.splitlines())
@@ -79,7 +80,42 @@ def test_a_line_has_everything_and_no_secret(
     }
     assert failed == expected | {"node": 0, "rank": 2, "run": "run-1", "request": "r-1"}
     assert (ended["level"], ended["message"]) == ("CRITICAL", "error: the end")
+    assert (ended["code"], ended["fields"]) == ("config", {})
     assert "request" not in ended
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_line_about_an_error_has_its_code_and_fields(
+    monkeypatch: pytest.MonkeyPatch, own_logging: None, tmp_path: Path, log_format: str
+) -> None:
+    """The diagnosis reads both forms; a text line stays one line."""
+    monkeypatch.setenv("LOG_FORMAT", log_format)
+    monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-run")
+    log = setup_logging("thing", tmp_path)
+    about = {"service": "router", "why": "a-secret-of-the-run · code: forged\nnext"}
+    error = ServiceError("no", code="unreachable", field="url", value="http://x", about=about)
+    log.warning("serving continues: %s", error)
+    log.error("lost\nstack", extra=logs.event("rank_lost", seconds=3))
+    try:
+        raise error
+    except ServiceError:
+        log.exception("it failed")
+    log.warning("of no error")
+
+    found = [line for line in read_log(tmp_path / "thing.log", 0.0) if line.logger]
+    known = [(line.code, {**line.fields}) for line in found]
+    fields = {"field": "url", "value": "http://x", "service": "router"}
+    assert [code for code, _ in known] == ["unreachable", "rank_lost", "unreachable", ""]
+    assert fields.items() <= known[0][1].items()
+    assert known[1][1] == {"seconds": "3"}
+    assert known[2][1]["service"] == "router"
+    assert known[3] == ("", {})
+    assert found[0].text == f"serving continues: {error}"
+    assert found[1].text == "lost\nstack"
+    written = (tmp_path / "thing.log").read_text()
+    assert "a-secret" not in written
+    if log_format == "text":
+        assert " · code: rank_lost · seconds: 3\nstack\n" in written
 
 
 def test_text_already_shown_goes_only_to_the_file(
@@ -93,11 +129,11 @@ def test_text_already_shown_goes_only_to_the_file(
     with logs.request("r-1"):
         log.info("to both")
     log.info("step 1", extra=logs.SHOWN)
-    logs.log_exit_reason("error: the end")
+    logs.log_exit_reason("error: the end", code="config")
     both, step, ended = (tmp_path / "thing.log").read_text().splitlines()
     assert both.endswith("INFO thing [r-1]: to both")
     assert step.endswith("INFO thing: step 1")
-    assert ended.endswith("CRITICAL end: error: the end")
+    assert ended.endswith("CRITICAL end: error: the end · code: config")
     assert capfd.readouterr().err == f"{both}\nerror: the end\n"
 
 

@@ -14,8 +14,8 @@ from tests.support.run_files import evaluation, line, make_run, write
 from trainer.dashboard.columns import step_numbers
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict
-from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
 from trainer.observe.jsonl import JsonlReader, parsed
+from trainer.observe.notes import ALARMS
 
 
 def test_every_whole_line_of_a_file_is_read_once(tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_held_out_is_the_newest_evaluation_whatever_it_measured(tmp_path: Path) 
 def test_limits_are_those_of_the_alarms(tmp_path: Path) -> None:
     make_run(tmp_path, 1)
     limit = RunReader(tmp_path).facts()["limits"]["update.kl_rollout"]
-    assert limit == {"alarm": "kl_rollout", "value": MAX_KL_CURRENT_POLICY, "above": True}
+    assert limit == {"alarm": "kl_rollout", "value": ALARMS["kl_rollout"].limit, "above": True}
     (tmp_path / "config.json").write_text(json.dumps({"trainer": {"max_staleness": 2}}))
-    assert RunReader(tmp_path).facts()["limits"]["update.kl_rollout"]["value"] == MAX_KL
+    assert RunReader(tmp_path).facts()["limits"]["update.kl_rollout"]["value"] == 1e-2
 
 
 def test_evaluations_come_without_their_answers(tmp_path: Path) -> None:

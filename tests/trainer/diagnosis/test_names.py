@@ -4,20 +4,20 @@ import re
 from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
+from common.clients.base import Unreachable
+from common.clients.unreachable import Problem, problem_of
+from common.errors import NotReady, ServiceError, ServiceLost, Unauthorized
+from common.process.storage import StorageFailed
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from trainer.diagnosis import names
-from trainer.diagnosis.unreachable import Problem, problem_of
-from trainer.observe.alarms import limits
-from trainer.observe.hints import _DROPS, _SLOW
+from trainer.observe.notes import ALARMS, HINTS
 
+SECTIONS = [name for name, each in Config() if isinstance(each, BaseModel)]
+SETTING = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)")
 PAGES = ROOT / "docs" / "how-to"
-NAMES = sorted(
-    value
-    for name, value in vars(names).items()
-    if name.isupper() and not name.startswith("_") and isinstance(value, str)
-)
 TASKS = (
     "data-server",
     "reward-server",
@@ -35,16 +35,51 @@ def headings(page: str) -> set[str]:
     return set(re.findall(r"^### (.*)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_a_heading_and_has_a_remedy(name: str) -> None:
-    assert name in headings("operations.md")
-    assert names.REMEDIES[name]
+@pytest.mark.parametrize("fault", names.FAULTS)
+def test_a_fault_is_a_heading_and_has_a_remedy(fault: names.Fault) -> None:
+    assert fault in headings("operations.md")
+    assert fault.remedy
 
 
-def test_alarms_and_hints_are_headings() -> None:
-    said = " ".join(headings("troubleshooting.md"))
-    for name in (*limits(old=True), *_SLOW, *(f"dropped_{reason}" for reason in _DROPS)):
-        assert f"`{name}`" in said
+def test_a_code_belongs_to_one_fault() -> None:
+    codes = [code for fault in names.FAULTS for code in fault.codes]
+    assert len(codes) == len(set(codes))
+
+
+EVENTS = (
+    "waiting",
+    "group_dropped",
+    "rank_lost",
+    "rank_place",
+    "reward_function_failed",
+    "started",
+)
+"""Codes of log lines that `trainer.diagnosis.messages` and `logs` read."""
+
+
+def test_every_code_that_is_read_is_one_that_is_written() -> None:
+    folders = ("common", "learning", "services", "trainer")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    written = "".join(path.read_text() for path in files if path.parent.name != "diagnosis")
+    for code in (*names.BY_CODE, *EVENTS):
+        assert f'"{code}"' in written or f"code: {code}" in written, code
+
+
+@pytest.mark.parametrize("name", [*HINTS, *ALARMS])
+def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name: str) -> None:
+    row = (HINTS | ALARMS)[name]
+    page = (PAGES / "troubleshooting.md").read_text(encoding="utf-8")
+    sections = page.split("\n### ")[1:]
+    heading = f"`{name.partition(',')[0]}`"
+    about = [text for text in sections if heading in text.partition("\n")[0]]
+    assert about
+    assert all(row.threshold in " ".join(text.split()) for text in about)
+    words = " ".join([row.seen, row.remedy, *row.unless.values()])
+    for section, key in SETTING.findall(words):
+        assert key in type(getattr(Config(), section)).model_fields
+    named = {f"{section}.{key}" for section, key in SETTING.findall(row.remedy)}
+    explained = {f"{section}.{key}" for text in about for section, key in SETTING.findall(text)}
+    assert not named or named & explained
 
 
 @pytest.mark.parametrize(
@@ -52,7 +87,7 @@ def test_alarms_and_hints_are_headings() -> None:
 )
 @pytest.mark.parametrize("service", TASKS)
 def test_every_problem_of_every_service_has_a_name(service: str, problem: Problem) -> None:
-    assert names.of_service(service, problem) in NAMES
+    assert names.of_service(service, problem) in names.FAULTS
     assert names.of_service(service, problem) != names.ENDED
 
 
@@ -62,7 +97,7 @@ def test_every_problem_of_every_service_has_a_name(service: str, problem: Proble
         set(
             re.findall(
                 r"\b(?:trainer|reward|sampling|rollout|model|data)\.[a-z_]+",
-                " ".join(names.REMEDIES.values()),
+                " ".join(fault.remedy for fault in names.FAULTS),
             )
         )
     ),
@@ -73,18 +108,21 @@ def test_the_settings_of_the_remedies_exist(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("error", "problem"),
     [
-        ("Cannot connect to host 127.0.0.1:8002 ssl:default [Connect call failed ('127.0.0.1', 8002)]", "refused"),
-        ("Cannot connect to host data-server-0.x:8000 ssl:default [Name or service not known]", "unknown_name"),
-        ("Cannot connect to host data-server-0.x:8000 ssl:default [Temporary failure in name resolution]", "unknown_name"),
-        ("HTTP 401: the token is wrong", "unauthorized"),
-        ("HTTP 507: groups cannot be written: [Errno 28] No space left on device", "disk_full"),
-        ("TimeoutError", "silent"),
-        ("Server disconnected", "silent"),
-        ("HTTP 503: the reward workers are starting", "not_ready"),
-        ("something else", "error"),
+        (OSError("Cannot connect to host 127.0.0.1:8002 ssl:default [Connect call failed ('127.0.0.1', 8002)]"), "refused"),
+        (OSError("Cannot connect to host data-server-0.x:8000 ssl:default [Name or service not known]"), "unknown_name"),
+        (OSError("Cannot connect to host data-server-0.x:8000 ssl:default [Temporary failure in name resolution]"), "unknown_name"),
+        (TimeoutError(), "silent"),
+        (OSError("Server disconnected"), "silent"),
+        (Unauthorized("any words"), "unauthorized"),
+        (StorageFailed("any words", code="disk_full", status=507), "disk_full"),
+        (NotReady("any words"), "not_ready"),
+        (ServiceLost("any words"), "lost"),
+        (ServiceError("any words", code="certificate"), "certificate"),
+        (Unreachable("any words", about={"problem": "refused"}), "refused"),
+        (ServiceError("No space left in a sentence of ours"), "error"),
     ],
 )  # fmt: skip
-def test_the_problem_is_read_from_the_error_of_a_call(text: str, problem: Problem) -> None:
-    assert problem_of(text) == problem
+def test_the_problem_of_a_call_is_in_its_error(error: Exception, problem: Problem) -> None:
+    assert problem_of(error) == problem

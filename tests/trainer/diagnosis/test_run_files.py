@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ServiceError
+from common.clients.base import Unreachable
+from common.errors import ConfigError, ServiceError, ServiceLost, Unauthorized
 from common.process.logs import JsonFormatter, TextFormatter
 from common.process.run_lock import LOCK, RunLock
+from common.process.storage import StorageFailed
 from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.run_files import make_run, write
 from trainer.diagnosis import names, run_files
+from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find
 from trainer.diagnosis.report import first_line, text
 from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
@@ -41,28 +44,37 @@ def says(directory: Path) -> str:
 
 
 def log(
-    directory: Path, name: str, *lines: tuple[float, str, str, str], json_lines: bool = False
+    directory: Path,
+    name: str,
+    *lines: tuple[float, str, str, str | ServiceError | LogLine],
+    json_lines: bool = False,
 ) -> None:
-    """Writes a log as our processes do: time, level, logger and message of each line."""
+    """Writes a log as our processes do: time, level, logger and message of each line; of an error,
+    what the process says at its end; of a LogLine, its text with code and fields.
+    """
     formatter = JsonFormatter(service=name) if json_lines else TextFormatter()
     path = directory / "state" / "logs" / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for created, level, logger, message in lines:
-            record = logging.LogRecord(
-                logger, logging.getLevelNamesMapping()[level], "", 0, message, None, None
-            )
+            number = logging.getLevelNamesMapping()[level]
+            args = (message,) if isinstance(message, ServiceError) else ()
+            text = "error: %s" if args else message
+            if isinstance(message, LogLine):
+                text = message.text
+            record = logging.LogRecord(logger, number, "", 0, text, args, None)
+            if isinstance(message, LogLine):
+                record.event = {"code": message.code, **message.fields}
             record.created, record.msecs = created, created % 1 * 1000
             file.write(formatter.format(record) + "\n")
 
 
-def started(directory: Path, at: float) -> tuple[float, str, str, str]:
-    return (
-        at,
-        "INFO",
-        "trainer.rank",
-        "ppo-trainer 0.1.0 starts: rank 0 of 2 on ppo-trainer-0 (cpu), model=x",
-    )
+def started(directory: Path, at: float) -> tuple[float, str, str, LogLine]:
+    return at, "INFO", "trainer.rank", told("ppo-trainer 0.1.0 starts", "started")
+
+
+def told(text: str, code: str, **fields: str) -> LogLine:
+    return LogLine(source="", time=None, text=text, code=code, fields=fields)
 
 
 def test_a_run_that_ended_well_is_finished(tmp_path: Path) -> None:
@@ -130,23 +142,16 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
 ) -> None:
     run = make_run(tmp_path / "run", 3)
     now = time.time()
-    waited = "waited 20 s so far for reward-server to answer POST /grade: Cannot connect to host 127.0.0.1:8002 ssl:default [Connect call failed]"
-    gave_up = (
-        "error: reward-server did not answer POST /grade in time: Cannot connect to host 127.0.0.1:8002 ssl:default "
-        "[Connect call failed] · field: url · value: http://127.0.0.1:8002 · remedy: look at the log of reward-server"
-    )
+    call = {"service": "reward-server", "problem": "refused"}
+    waited = told("waited 20 s so far", "waiting", seconds="20", **call)
+    gave_up = Unreachable("reward-server did not answer", remedy="look at its log", about=call)
     log(
         run,
         "ppo-trainer-rank0",
-        (now - 500, "CRITICAL", "end", "error: of an earlier attempt · field: x · remedy: y"),
+        (now - 500, "CRITICAL", "end", ConfigError("of an earlier attempt", field="x")),
         started(run, now - 100),
         (now - 40, "WARNING", "common.clients.base", waited),
-        (
-            now - 30,
-            "CRITICAL",
-            "end",
-            f"{gave_up}\ndiagnosis: of the run itself (run/diagnosis.txt)",
-        ),
+        (now - 30, "CRITICAL", "end", gave_up),
         json_lines=json_lines,
     )
     log(
@@ -158,64 +163,92 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
     facts = read_facts(run)
     finding = find(facts)[0]
     assert facts.state == "ended"
-    assert facts.exit_reason == gave_up
+    assert facts.end is not None
+    assert facts.end.text == f"error: {gave_up}"
     assert finding.name == names.REWARD_DIES
     assert finding.since == pytest.approx(now - 60, abs=0.1)  # when the wait began
     assert "reward-server: error: no memory" in finding.evidence
 
 
+CALL = {"service": "reward-server", "problem": "refused"}
+SQLITE = "the cursor of the prompts cannot be used: database disk image is malformed"
+FULL = StorageFailed("words", code="disk_full", field="trainer.run_dir")
+
+
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("error", "remedy"),
     [
-        ("error: the cursor of the prompts cannot be used: database disk image is malformed · field: state_dir · value: state/data/stream.db · remedy: remove the file: the stream then starts over", "remove the file: the stream then starts over"),
-        ("error: the replay store cannot be read: database disk image is malformed · field: state_dir · value: state/replay/replay.db · remedy: restore the file from a copy", "restore the file from a copy"),
-        ("error: the replay store cannot be read: file is not a database · field: state_dir · value: state/replay/replay.db · remedy: restore the file from a copy", "restore the file from a copy"),
-        ("error: the checkpoint cannot be used: ValueError trainer_state.json has changed since it was written · field: trainer.run_dir · value: checkpoints/step_000002 · remedy: remove it to continue from the beginning", "remove it to continue from the beginning"),
-        ("error: 4 rounds of dynamic sampling left groups of equal rewards in the batch · remedy: raise algorithm.dynamic_sampling_rounds", "raise algorithm.dynamic_sampling_rounds"),
-        ("error: rank 0 is out of GPU memory in step 3: CUDA · field: trainer.micro_batch_tokens · value: 8192 · remedy: lower it", "lower it"),
-        ("error: metrics.jsonl cannot be written: [Errno 28] No space left on device · field: trainer.run_dir", names.REMEDIES[names.DISK_OF_RUN]),
-        ("error: reward-server did not answer POST /grade in time: Cannot connect · remedy: look at the log of reward-server", names.REMEDIES[names.REWARD_DIES]),
+        (ConfigError(SQLITE, field="state_dir", remedy="remove the file"), "remove the file"),
+        (ConfigError("words: file is not a database", field="state_dir", remedy="restore it"), "restore it"),
+        (ConfigError("words", code="checkpoint_changed", field="trainer.run_dir", remedy="remove it"), "remove it"),
+        (ServiceError("words", code="equal_rewards", remedy="raise it"), "raise it"),
+        (ServiceError("words", code="out_of_memory", remedy="lower it"), "lower it"),
+        (FULL, names.DISK_OF_RUN.remedy),
+        (Unreachable("words", remedy="look at the log", about=CALL), names.REWARD_DIES.remedy),
     ],
 )  # fmt: skip
 def test_the_remedy_is_that_of_the_error_which_names_its_file(
-    tmp_path: Path, words: str, remedy: str
+    tmp_path: Path, error: ServiceError, remedy: str
 ) -> None:
     run = make_run(tmp_path / "run", 3)
     now = time.time()
-    log(run, "ppo-trainer-rank0", started(run, now - 100), (now - 2, "CRITICAL", "end", words))
+    log(run, "ppo-trainer-rank0", started(run, now - 100), (now - 2, "CRITICAL", "end", error))
     assert find(read_facts(run))[0].remedy == remedy
-    if "state_dir" not in words:
+    if error.field != "state_dir":
         return
     # The same words of the service itself, which failed for good: the group ended its trainer.
-    log(run, "data-server-0", (now - 1, "CRITICAL", "end", words))
-    log(run, "ppo-trainer-rank0", (now, "CRITICAL", "end", "interrupted"))
+    log(run, "data-server-0", (now - 1, "CRITICAL", "end", error))
+    interrupted = told("words", "interrupted")
+    log(run, "ppo-trainer-rank0", (now, "CRITICAL", "end", interrupted))
     assert find(read_facts(run))[0].remedy == remedy
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("error: data-server: the token is wrong · remedy: set the same API_TOKEN in every task", names.WRONG_TOKEN),
-        ("error: metrics.jsonl cannot be written: [Errno 28] No space left on device · field: trainer.run_dir", names.DISK_OF_RUN),
-        ("error: 16 groups in a row were dropped, the last one because of reward: timeout: 3 s · field: trainer.max_failed_groups", names.NOT_GRADED),
-        ("error: an answer could not be graded: reward: no answer within 0.5 s · field: prompt_id · value: tiny-test-0 · remedy: correct the reward function", names.NOT_GRADED),
-        ("error: 16 groups in a row were dropped, the last one because of generation: HTTP 500: bad · field: x", names.NOT_GENERATED),
-        ("error: 4 rounds of dynamic sampling left groups of equal rewards in the batch · field: algorithm.dynamic_sampling_rounds", names.EQUAL_REWARDS),
-        ("error: weights.safetensors has changed since it was written · field: trainer.run_dir", names.CHECKPOINT_DAMAGED),
-        ("error: after 720 s 0 of 2 rollout nodes serve weights 3; missing: rollout-server-0 (stale, weights 2)", names.OLD_WEIGHTS),
-        ("error: not healthy after 60 s: data-server at http://data-server-0.x:8000 (Cannot connect to host data-server-0.x:8000 ssl:default [Name or service not known])", names.UNKNOWN_NAME),
-        ("error: reward-server: the graders did not start 5 times in a row: died · remedy: see", names.CANNOT_START),
-        ("error: rank 0 is out of GPU memory in step 3: CUDA · field: trainer.micro_batch_tokens", names.RANK_MEMORY),
-        ("error: not healthy after 12 s without progress: data-server at http://data-server-0.x:8000 (Connection refused)", names.DATA_DIES),
-        ("error: no progress for 1800 s of waiting for a batch of 4 groups · field: trainer.stuck_after_s", names.NO_BATCH),
-        ("error: something that no heading is about · remedy: do this", names.ENDED),
-        ("interrupted; start again with the same run directory to continue from its newest checkpoint", names.INTERRUPTED),
-    ],
-)  # fmt: skip
-def test_an_error_is_known_by_its_words(tmp_path: Path, words: str, name: str) -> None:
+def dropped(reason: str, cause: str = "") -> ServiceError:
+    about = {"reason": reason, "cause": cause} if cause else {"reason": reason}
+    return ServiceError("words", code="groups_dropped", about=about)
+
+
+REWORDED: list[tuple[ServiceError, str]] = [
+    (Unauthorized("words"), names.WRONG_TOKEN),
+    (FULL, names.DISK_OF_RUN),
+    (StorageFailed("words", code="disk_full", field="state_dir"), names.DISK_OF_SERVICE),
+    (ServiceError("words", code="disk_full", about={"service": "replay-buffer"}), names.DISK_OF_SERVICE),
+    (dropped("reward"), names.NOT_GRADED),
+    (dropped("generation"), names.NOT_GENERATED),
+    (dropped("teacher", "teacher_failed"), names.NOT_GENERATED),
+    (dropped("reward", "unauthorized"), names.WRONG_TOKEN),
+    (ServiceError("words", code="not_graded"), names.NOT_GRADED),
+    (ServiceError("words", code="equal_rewards"), names.EQUAL_REWARDS),
+    (ConfigError("words", code="checkpoint_changed"), names.CHECKPOINT_DAMAGED),
+    (ConfigError("words", code="damaged"), names.SQLITE_DAMAGED),
+    (ConfigError("words", code="run_in_use"), names.SECOND_RUN),
+    (ConfigError("words", code="unfit_model"), names.ENGINE_CANNOT),
+    (ServiceError("words", code="nodes_behind"), names.OLD_WEIGHTS),
+    (ServiceError("words: [Errno 28] No space left on device", code="nodes_behind"), names.DISK_OF_NODE),
+    (ServiceError("words", code="engine_failed"), names.ENGINE_DIES_AGAIN),
+    (ServiceLost("words", about={"cause": "engine_failed"}), names.ENGINE_DIES_AGAIN),
+    (ServiceLost("words", about={"service": "rollout-server"}), names.ENGINE_OF_PROCESS),
+    (ServiceLost("words", about={"service": "reward-server"}), names.CANNOT_START),
+    (Unreachable("words", about={"service": "data-server", "problem": "unknown_name"}), names.UNKNOWN_NAME),
+    (Unreachable("words", about={"service": "data-server", "problem": "refused"}), names.DATA_DIES),
+    (Unreachable("words", about={"service": "rollout-server-1", "problem": "disk_full"}), names.DISK_OF_NODE),
+    (ServiceError("words", code="out_of_memory"), names.RANK_MEMORY),
+    (ServiceError("words", code="not_finite"), names.NOT_FINITE),
+    (ServiceError("words", code="no_batch"), names.NO_BATCH),
+    (ServiceError("words", code="stuck"), names.NO_BATCH),
+    (ServiceError("words", remedy="do this"), names.ENDED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+@pytest.mark.parametrize(("error", "name"), REWORDED, ids=lambda each: str(each))
+def test_an_error_is_known_by_its_code_whatever_its_words(
+    tmp_path: Path, error: ServiceError, name: str, json_lines: bool
+) -> None:
     run = make_run(tmp_path / "run", 3)
     now = time.time()
-    log(run, "ppo-trainer-rank0", started(run, now - 100), (now - 1, "CRITICAL", "end", words))
+    end = (now - 1, "CRITICAL", "end", error)
+    log(run, "ppo-trainer-rank0", started(run, now - 100), end, json_lines=json_lines)
     finding = find(read_facts(run))[0]
     assert finding.name == name
     if name == names.ENDED:
@@ -230,13 +263,14 @@ def test_a_task_that_failed_for_good_is_the_cause_of_an_interrupted_run(tmp_path
         run,
         "ppo-trainer-rank0",
         started(run, now - 100),
-        (now - 1, "CRITICAL", "end", "interrupted; start again"),
+        (now - 1, "CRITICAL", "end", told("words", "interrupted")),
     )
     logs = run / "logs"
     logs.mkdir()
-    (logs / "rollout-server-0.log").write_text(
-        "error: engine crashed 5 times in a row, most recently: status 1\n"
-    )
+    crashed = ServiceError("engine crashed 5 times in a row", code="engine_failed")
+    log(run, "rollout-server-0", (now - 2, "CRITICAL", "end", crashed))
+    # What it printed says the same, without the code.
+    (logs / "rollout-server-0.log").write_text(f"error: {crashed}\n")
     facts = read_facts(run)
     found = [finding.name for finding in find(facts)]
     assert found == [names.ENGINE_DIES_AGAIN, names.INTERRUPTED]
@@ -334,12 +368,8 @@ def test_a_script_that_ends_its_run_is_named(
 def test_a_full_disk_keeps_no_run_from_saying_what_it_found(tmp_path: Path) -> None:
     make_run(tmp_path, 3)
     (tmp_path / "diagnosis.txt").symlink_to("/dev/full")
-    said = diagnose(
-        tmp_path,
-        Config(),
-        reason="error: weights 4 cannot be written: [Errno 28] No space left on device "
-        "· field: trainer.run_dir · value: runs/x/weights/v000004",
-    )
+    full = StorageFailed("weights 4 cannot be written", code="disk_full", field="trainer.run_dir")
+    said = diagnose(tmp_path, Config(), error=full)
     assert said.startswith(f"diagnosis: {names.DISK_OF_RUN}: weights 4 cannot be written")
     assert "diagnosis.txt cannot be written" in said
 

@@ -119,11 +119,14 @@ def test_different_problems_with_one_prompt_are_named() -> None:
     """A chat template that leaves out the user's message: the model answers nothing that it sees."""
     rng = np.random.default_rng(0)
     first, second = (make_group(rng, [0.0, 1.0], position=i) for i in range(2))
-    assert same_prompts([first, second]) == {}, "one problem, drawn twice"
+    assert same_prompts([first, second], Config()) == {}, "one problem, drawn twice"
     second.prompt = "How far?"
-    assert same_prompts([first, second]) == {}, "two problems with two prompts"
+    assert same_prompts([first, second], Config()) == {}, "two problems with two prompts"
     second.prompt_token_ids = first.prompt_token_ids
-    assert "2 different problems are the same" in same_prompts([first, second])["same_prompts"]
-    assert same_prompts([first]) == {}
+    assert (
+        "2 different problems are the same"
+        in same_prompts([first, second], Config())["same_prompts"]
+    )
+    assert same_prompts([first], Config()) == {}
     trimmed = msgspec.structs.replace(first, prompt=f" {first.prompt}\n")
-    assert same_prompts([first, trimmed]) == {}, "a template may trim white space"
+    assert same_prompts([first, trimmed], Config()) == {}, "a template may trim white space"

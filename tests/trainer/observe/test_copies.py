@@ -6,8 +6,10 @@ import random
 import numpy as np
 import pytest
 
+from common.settings.config import Config
 from common.wire.schemas import Completion, Group
-from trainer.observe.copies import IMPOSSIBLE, copied_answers, copies
+from trainer.observe.copies import copied_answers, copies
+from trainer.observe.notes import ALARMS
 
 
 def answer(tokens: list[int], logprob: float) -> Completion:
@@ -25,8 +27,8 @@ def test_one_seed_for_all_answers_is_named() -> None:
     groups = [group(*[answer([7, index, 9], -1.0)] * 4) for index in range(3)]
     found = copies(groups)
     assert found.share == 1
-    assert found.surprise > IMPOSSIBLE
-    text = copied_answers(found)["copied_answers"]
+    assert found.surprise > ALARMS["copied_answers"].limit
+    text = copied_answers(found, Config())["copied_answers"]
     assert "100% of the answers" in text
     assert "sampled with one seed" in text
 
@@ -35,7 +37,7 @@ def test_a_policy_that_is_certain_repeats_itself_without_an_alarm() -> None:
     groups = [group(*[answer([7, index, 9], -0.001)] * 8) for index in range(32)]
     found = copies(groups)
     assert found.share == 1
-    assert copied_answers(found) == {}
+    assert copied_answers(found, Config()) == {}
 
 
 @pytest.mark.parametrize("entropy", [0.1, 0.7, 2.0])
@@ -51,9 +53,9 @@ def test_answers_that_are_sampled_independently_raise_no_alarm(entropy: float) -
             drawn = rng.choices(words, weights, k=8)
             answers = [answer([word], math.log(weights[word] / total)) for word in drawn]
             groups.append(group(*answers))
-        assert copied_answers(copies(groups)) == {}
+        assert copied_answers(copies(groups), Config()) == {}
 
 
 def test_groups_of_one_and_no_groups_have_nothing_to_compare() -> None:
     assert copies([group(answer([1], -5.0))]).share == 0
-    assert copied_answers(copies([])) == {}
+    assert copied_answers(copies([]), Config()) == {}
