@@ -26,8 +26,8 @@ from common.errors import ServiceError
 from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
+from learning.out_of_memory import exhausted_memory
 from learning.ranks import Ranks
-from learning.scarce import scarce_memory
 from trainer.evaluation.evaluator import Evaluator
 from trainer.observe.audit import Audit
 from trainer.observe.run_log import RunLog
@@ -123,7 +123,7 @@ class Run:
                 yield
                 self.weights.wait()
             except Exception as error:
-                memory = scarce_memory(error)
+                memory = exhausted_memory(error)
                 if not memory:
                     raise
                 raise self._out_of_memory(memory, error) from error

@@ -22,7 +22,7 @@ from trainer.observe.alarms import (
     refused_calls,
     same_prompts,
 )
-from trainer.observe.copies import copied_answers, copies
+from trainer.observe.duplicate_answers import copied_answers, duplicate_answers
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
@@ -166,7 +166,7 @@ class LeaderRunLog(RunLog):
 
         lost = Counter(drops.lost_episodes)
         refused = drops.refused_calls
-        equal_answers = copies(batch.fresh)
+        equal_answers = duplicate_answers(batch.fresh)
         raised = alarms(
             update.metrics,
             _mean(ages),

@@ -20,9 +20,9 @@ from learning.batching import Indices, by_row, mini_batches
 from learning.digest import digest
 from learning.fitting import fitted
 from learning.hub_names import to_hub
+from learning.micro_batch_passes import micro_batch_passes
 from learning.optimizer import Optimizer
 from learning.parking import Resident
-from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from learning.sharding import full, named_tensors, reshard
@@ -367,7 +367,7 @@ class Policy:
             self._compare(batch, loss_rows[:_COMPARED_ROWS], sums)
         total_tokens = sum(len(batch.rows[i].targets) for i in loss_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
-        for indices, are_own in passes(
+        for indices, are_own in micro_batch_passes(
             self.scorer,
             self.ranks,
             batch.sizes(self.scorer.layout.shared),
@@ -403,7 +403,7 @@ class Policy:
         """
         settings = self.config.trainer
         with torch.no_grad():
-            for indices, are_own in passes(
+            for indices, are_own in micro_batch_passes(
                 self.scorer,
                 self.ranks,
                 batch.sizes(self.scorer.layout.shared),

@@ -6,6 +6,7 @@ Every step is linear in the length of any text: responses are untrusted.
 
 import re
 
+from common.prompts.answer_text import answering_part
 from common.prompts.final_answers import (
     DOUBT,
     FIRST_MASK,
@@ -18,7 +19,6 @@ from common.prompts.final_answers import (
     unmasked,
 )
 from common.prompts.phrases import phrases
-from common.prompts.shown import answering_part
 from services.reward.answers.exact import same_answer
 
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.wire.schemas import Completion, Group
-from trainer.observe.copies import IMPOSSIBLE, copied_answers, copies
+from trainer.observe.duplicate_answers import IMPOSSIBLE, copied_answers, duplicate_answers
 
 
 def answer(tokens: list[int], logprob: float) -> Completion:
@@ -23,7 +23,7 @@ def group(*answers: Completion) -> Group:
 
 def test_one_seed_for_all_answers_is_named() -> None:
     groups = [group(*[answer([7, index, 9], -1.0)] * 4) for index in range(3)]
-    found = copies(groups)
+    found = duplicate_answers(groups)
     assert found.share == 1
     assert found.surprise > IMPOSSIBLE
     text = copied_answers(found)["copied_answers"]
@@ -33,7 +33,7 @@ def test_one_seed_for_all_answers_is_named() -> None:
 
 def test_a_policy_that_is_certain_repeats_itself_without_an_alarm() -> None:
     groups = [group(*[answer([7, index, 9], -0.001)] * 8) for index in range(32)]
-    found = copies(groups)
+    found = duplicate_answers(groups)
     assert found.share == 1
     assert copied_answers(found) == {}
 
@@ -51,9 +51,9 @@ def test_answers_that_are_sampled_independently_raise_no_alarm(entropy: float) -
             drawn = rng.choices(words, weights, k=8)
             answers = [answer([word], math.log(weights[word] / total)) for word in drawn]
             groups.append(group(*answers))
-        assert copied_answers(copies(groups)) == {}
+        assert copied_answers(duplicate_answers(groups)) == {}
 
 
 def test_groups_of_one_and_no_groups_have_nothing_to_compare() -> None:
-    assert copies([group(answer([1], -5.0))]).share == 0
-    assert copied_answers(copies([])) == {}
+    assert duplicate_answers([group(answer([1], -5.0))]).share == 0
+    assert copied_answers(duplicate_answers([])) == {}

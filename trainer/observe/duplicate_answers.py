@@ -16,7 +16,7 @@ IMPOSSIBLE = 20.0
 
 
 @dataclass(frozen=True)
-class Copies:
+class DuplicateAnswers:
     """The equal answers of a batch."""
 
     share: float
@@ -28,7 +28,7 @@ class Copies:
     """Probability of one of the copied answers, the least likely."""
 
 
-def copies(groups: Sequence[Group]) -> Copies:
+def duplicate_answers(groups: Sequence[Group]) -> DuplicateAnswers:
     """Counts the equal answers of groups, without those of episodes, whose turns are not one
     sample.
     """
@@ -59,10 +59,10 @@ def copies(groups: Sequence[Group]) -> Copies:
         strange = sum(-logprob - tries for logprob in logprobs) - math.log(len(compared))
         surprise += max(0.0, strange)
         rarest = min([rarest, *logprobs])
-    return Copies(copied / max(1, possible), surprise, math.exp(rarest))
+    return DuplicateAnswers(copied / max(1, possible), surprise, math.exp(rarest))
 
 
-def copied_answers(found: Copies) -> dict[str, str]:
+def copied_answers(found: DuplicateAnswers) -> dict[str, str]:
     """Returns the alarm about equal answers that are no coincidence."""
     if found.surprise < IMPOSSIBLE:
         return {}
