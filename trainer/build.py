@@ -22,7 +22,7 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
 from learning.parking import Resident
 from learning.ranks import Ranks
-from trainer.backend import Backend, BackendContext
+from trainer.backends.backend import Backend, BackendContext
 from trainer.evaluation.evaluator import LeaderEvaluator
 from trainer.evaluation.verdicts import verdicts_of
 from trainer.observe.audit import Audit, Given, StepAudit

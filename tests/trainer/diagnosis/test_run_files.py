@@ -60,7 +60,7 @@ def started(directory: Path, at: float) -> tuple[float, str, str, str]:
     return (
         at,
         "INFO",
-        "trainer.rank",
+        "trainer.start.rank",
         "ppo-trainer 0.1.0 starts: rank 0 of 2 on ppo-trainer-0 (cpu), model=x",
     )
 
