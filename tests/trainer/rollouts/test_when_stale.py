@@ -42,7 +42,7 @@ from trainer.rollouts.collector import CollectFailed, Collector
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
-from trainer.rollouts.rollouts import LeaderRollouts
+from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
 
@@ -129,7 +129,7 @@ class Simulation:
     def __init__(
         self,
         config: Config,
-        rollouts: LeaderRollouts,
+        rollouts: Rollouts,
         loop: LoopThread,
         engine: Engine,
         replay: "LateAnswers",
@@ -288,7 +288,7 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
         context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="run")
-        rollouts = LeaderRollouts(
+        rollouts = Rollouts(
             context,
             Ranks(),
             loop,
