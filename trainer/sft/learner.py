@@ -11,7 +11,8 @@ from torch import Tensor
 from learning.batching import Indices, Sizes, score_shared
 from learning.layout import Layout, moved
 from learning.micro_batch_passes import micro_batch_passes
-from trainer.policy.policy import Policy, learning_rate
+from trainer.policy.learning_rate import learning_rate
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import TokenScores
 from trainer.policy.scoring import score_tokens
 from trainer.sft.rows import TrainingSequence
