@@ -325,7 +325,7 @@ def test_a_group_that_is_taken_before_the_answer_about_it_is_forgotten(
             await made.take(FRESH)
             assert not collector.untaken
             transport.released.set()
-            await collector._stored.wait()
+            await collector._until(lambda: collector.stored_groups > 0)
             assert not collector.untaken
 
         with made.rollouts.collecting(0, 1):
