@@ -214,8 +214,7 @@ class RewardResult(Wire):
     components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
     verified: bool = True
-    """Whether `correct` is a verdict, of a function that gives verdicts; otherwise it means a
-    reward above 0.5."""
+    """Whether `correct` is a verdict, of a function that gives verdicts; otherwise it is false."""
     reason: str = ""
     """Why there is no reward: the error in the reward function, with its file and line."""
 
@@ -242,6 +241,8 @@ class GroundTruthProblems(Wire):
     """Response of `POST /check_ground_truths`."""
 
     problems: Annotated[list[GroundTruthProblem], AtMost(MAX_BATCH_ITEMS)]
+    repaired: NonNegativeInt = 0
+    """The number of ground truths that are read otherwise than written: `['31']` as 31."""
 
 
 _Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]

@@ -111,6 +111,16 @@ def id_of(row: Mapping[str, Any], where: str, default: str) -> str:
     return text_of(row, "id", where, "the column id", limit=MAX_ID_CHARS)
 
 
+def answer_of(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
+    """Returns the final answer in a column, a text, a number, or a list of one. Raises ConfigError
+    as `text_of` does.
+    """
+    value = _value(row, column, where, setting)
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    return final_answer(text_of({column: value}, column, where, setting))
+
+
 def final_answer(text: str) -> str:
     """Returns N from a text with `#### N`, else the stripped text.
 
@@ -118,7 +128,8 @@ def final_answer(text: str) -> str:
     unchanged.
     """
     _, marker, tail = text.rpartition("####")
-    tail = tail.strip()
+    # What other white space precedes may be a command whose backslash is lost: the check says so.
+    tail = tail.lstrip(" \n").rstrip()
     if marker and _GROUPED.fullmatch(tail):
         return re.sub("[, ]", "", tail)
     return tail

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.models.hub import check_model
 from common.wire.schemas import Prompt
 from services.data.rows import (
-    final_answer,
+    answer_of,
     further_columns,
     id_of,
     read_chat,
@@ -144,7 +144,7 @@ def _prompt(item: Any, default_id: str, where: str) -> Prompt:
     ground_truth = ""
     answer = _column(item, _ANSWER_COLUMNS)
     if answer is not None and str(item[answer]).strip():
-        ground_truth = final_answer(text_of(item, answer, where, setting=answer))
+        ground_truth = answer_of(item, answer, where, setting=answer)
     columns = further_columns(item, ("prompt", "ground_truth"), where)
     if chat:
         columns["prompts"] = chat

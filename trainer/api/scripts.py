@@ -119,8 +119,15 @@ class TrlParser:
         made = []
         known: set[str] = set()
         refusals = Refusals()
+        of_dataclasses = set[str]()
+        for kind in self._kinds:
+            if not issubclass(kind, TrainerConfig):
+                of_dataclasses |= _names(kind)
         for kind in self._kinds:
             names = _names(kind)
+            if issubclass(kind, TrainerConfig):
+                # As TRL's configs, which have no such argument: a script loads the model itself.
+                names -= {"model_name_or_path"} & of_dataclasses
             known |= names
             own = {name: value for name, value in given.items() if name in names}
             for name in _lists(kind) & own.keys():

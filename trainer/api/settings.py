@@ -2,9 +2,13 @@
 to `Config`.
 """
 
+import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -112,7 +116,79 @@ def in_own_words(text: str, config: "TrainerConfig | None" = None) -> str:
     return in_words(in_words(text, own_names()), config.given_names({}) if config else {})
 
 
-class TrainerConfig(BaseModel):
+class GivenSettings(dict[str, Any]):
+    """The settings of a config, with the arguments that made it."""
+
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+
+class ArgumentsOfOneProcess:
+    """What scripts ask transformers' TrainingArguments about their process, besides arguments."""
+
+    use_gpu: bool
+    world_size = 1
+    process_index = 0
+    local_process_index = 0
+    should_log = True
+    should_save = True
+
+    @property
+    def device(self) -> str:
+        """The device of this process."""
+        return "cuda" if self.use_gpu else "cpu"
+
+    @property
+    def n_gpu(self) -> int:
+        """Number of GPUs that this process uses."""
+        return int(self.use_gpu)
+
+    @property
+    def distributed_state(self) -> Any:
+        """One process."""
+        return one_process(self.device)
+
+    def get_process_log_level(self) -> int:
+        """Returns the level that a script gives its loggers."""
+        return logging.INFO
+
+    @contextmanager
+    def main_process_first(self, **_: Any) -> Iterator[None]:
+        """Waits for nobody."""
+        yield
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON has them."""
+        return self.model_dump(mode="json")  # type: ignore[attr-defined,no-any-return]
+
+    def to_json_string(self) -> str:
+        """Returns the fields as a text in JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Returns the fields as trackers take them: numbers, texts and truth values."""
+        fields = self.to_dict().items()
+        return {
+            name: value if isinstance(value, int | float) else str(value) for name, value in fields
+        }
+
+
+def one_process(device: str) -> Any:
+    """Returns what a script asks accelerate's Accelerator or PartialState."""
+    return SimpleNamespace(
+        is_main_process=True,
+        is_local_main_process=True,
+        num_processes=1,
+        process_index=0,
+        local_process_index=0,
+        device=device,
+        print=print,
+        wait_for_everyone=lambda: None,
+        unwrap_model=lambda model, **_: model,
+        free_memory=lambda *_: None,
+    )
+
+
+class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """Settings of `OnlineRLTrainer`.
 
     Raises ConfigError with field, value and remedy for an unknown name, a value out of bounds, and
@@ -210,12 +286,12 @@ class TrainerConfig(BaseModel):
     when unset."""
     overwrite_output_dir: bool = False
     """Remove an earlier run in output_dir; otherwise it is an error."""
-    save_steps: float | Literal["epoch"] = 50
+    save_steps: int | float | Literal["epoch"] = 50
     """Steps between checkpoints, or a share of all steps below 1, or `epoch`; one is always written
     at the end; 0: only at the end."""
     save_total_limit: int = Field(3, gt=0)
     """Number of newest checkpoints to keep."""
-    eval_steps: float | Literal["epoch"] = 0
+    eval_steps: int | float | Literal["epoch"] = 0
     """Steps between evaluations on the trainer's eval_dataset, or a share of all steps below 1, or
     `epoch`; 0: only before and after training."""
     seed: int = Field(0, ge=0)
@@ -260,10 +336,12 @@ class TrainerConfig(BaseModel):
         """Returns the value of one of TRL's arguments, as given or as the field has it."""
         if name not in ARGUMENTS:
             return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it
-        if name in self._given:
+        if self._given.get(name) is not None:
             return self._given[name]
         if name in READ_AS:
             return READ_AS[name]
+        if name in ("eval_strategy", "greater_is_better"):
+            return self._derived(name)
         return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -280,6 +358,15 @@ class TrainerConfig(BaseModel):
             self._given = self._given | {name: value}
 
     # ------------------------------------------------------------ derived values
+
+    def _derived(self, name: str) -> Any:
+        """Returns what transformers makes of an argument that is not given."""
+        if name == "greater_is_better":
+            metric = self.metric_for_best_model
+            return metric and not metric.endswith("loss")
+        if self.eval_steps == "epoch":
+            return "epoch"
+        return "steps" if self.eval_steps else "no"
 
     @property
     def problems_per_step(self) -> int:
@@ -466,6 +553,10 @@ class TrainerConfig(BaseModel):
             refusals.raise_all(cls._trl_names(given))
             raise
         config._given = given
+        if given:
+            settings = GivenSettings(config.settings)
+            settings.arguments = given
+            config.__dict__["settings"] = settings
         config._check(refusals)
         refusals.raise_all(cls._trl_names(given))
         return config

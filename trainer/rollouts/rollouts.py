@@ -270,19 +270,18 @@ class Rollouts:
             item.group.id: self._priority(item.group, advantages)
             for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
         }
-        request_id = f"{self._run_id}-batch-{self._batches}"
-        return self._loop.begin(self._finish(batch.fresh, priorities, request_id))
+        return self._loop.begin(self._finish(batch, priorities, self._batches))
 
-    async def _finish(
-        self, fresh: list[Group], priorities: dict[str, float], request_id: str
-    ) -> None:
+    async def _finish(self, batch: Batch, priorities: dict[str, float], number: int) -> None:
         with self._clock.stage("replay"):
-            await self._collector.acknowledge(fresh)
+            await self._collector.acknowledge(batch.fresh)
+            request_id = f"{self._run_id}-batch-{number}"
             await self._services.replay.set_priorities(priorities, request_id)
         if self._config.data.curriculum == "none":
             return
-        prompt_ids = [group.prompt_id for group in fresh]
-        rates = [_pass_rate(group) for group in fresh]
+        prompt_ids = [group.prompt_id for group in batch.fresh]  # they come first
+        rates = batch.pass_rates[: len(prompt_ids)]
+        request_id = f"{self._run_id}-pass-rates-{number}"
         await self._services.data.report_pass_rates(prompt_ids, rates, request_id)
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
@@ -338,8 +337,3 @@ def _token_lists(group: Group) -> dict[str, np.ndarray]:
         if completion.prompt_ids is not None:
             lists[f"{field}.prompt_ids"] = completion.prompt_ids
     return lists
-
-
-def _pass_rate(group: Group) -> float:
-    """Returns the share of correct answers in a group."""
-    return sum(answer.correct for answer in group.answers) / len(group.answers)

@@ -19,7 +19,7 @@ from common.process.logs import setup_logging
 from common.settings.config import Config, from_mapping
 from tests.support.groups import make_group
 from trainer.api.callbacks import Callbacks
-from trainer.api.settings import in_own_words
+from trainer.api.settings import TrainerConfig, in_own_words
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
@@ -146,7 +146,7 @@ def test_a_hint_appears_once_and_in_the_words_of_the_python_api(
 ) -> None:
     """A script with handlers of its own would show every line twice."""
     said = io.StringIO()
-    words = Callbacks([], None, tmp_path / "extras.jsonl").words
+    words = Callbacks(TrainerConfig(), tmp_path).words
     recorder = Recorder(tmp_path, Config(), Console(file=said, width=120), words=words)
     run(recorder, 12, 0.5)
     assert said.getvalue().count("hint: 50% of the completions are cut at max_new_tokens") == 1

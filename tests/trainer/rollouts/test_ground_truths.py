@@ -73,13 +73,17 @@ def test_the_problems_that_cannot_be_solved_are_named(
     assert set(unsolvable) == {"bad", "held-out"}
     assert "62 ground truths; 2 cannot be graded: bad ('xxx" in caplog.text
     stored = json.loads((tmp_path / GROUND_TRUTHS).read_text())
-    assert stored == {"checked": 62, "unsolvable": unsolvable}
+    assert stored == {"checked": 62, "repaired": 0, "unsolvable": unsolvable}
 
 
 @pytest.mark.parametrize(
     ("ground_truth", "reason"),
     [
-        ("There are some eggs left.", "it is a sentence"),
+        ("There are some eggs left.", "only the same text matches it"),
+        ("proof", "only the same text matches it"),
+        ("\x0crac{1}{2}", "control character"),
+        ("['5', '7']", "states no answer"),
+        ("['5']", ""),
         (r"\frac{1", "braces"),
         ("", "states no answer"),
         ('["5"]', ""),
