@@ -33,7 +33,8 @@ from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.identity import identity
-from trainer.policy.policy import Policy, learning_rate
+from trainer.policy.learning_rate import learning_rate
+from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.policy.trained_prompts import TrainedPrompts, style_of
