@@ -48,7 +48,7 @@ from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
-from trainer.backend import BackendContext
+from trainer.backends.backend import BackendContext
 from trainer.build import build_run
 from trainer.loop import train
 from trainer.observe.audit import Given

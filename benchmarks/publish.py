@@ -42,7 +42,7 @@ from services.engine.distributed import DistributedBody, InitBody, WeightUpdates
 from services.engine.requests import Body
 from services.engine.weights import copy_tensors, load_into, own_tensors
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher

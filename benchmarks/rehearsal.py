@@ -400,7 +400,7 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         patch.object(Pretrained, "whole", _whole),
         patch.object(loading, "_align", lambda _: None),
         patch.object(scorer, "final_logits", lambda _: FinalLogits()),
-        patch.object(scorer, "check_alone", lambda *_, **__: set()),
+        patch.object(scorer, "check_batch_independence", lambda *_, **__: set()),
         patch.object(torch.UntypedStorage, "resize_", resized),
         patch.object(DeviceMesh, "_concatenate", real_mesh),
     ):

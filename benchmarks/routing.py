@@ -34,9 +34,9 @@ from common.settings.config import load
 from common.wire.schemas import Group
 from learning.routing import Routers, Routes
 from trainer.algorithms.batch import Batch
-from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
+from trainer.start.in_process import train_in_process
 
 BASE = ROOT / ".cache" / "tiny-base"
 """Whose tokenizer is used."""

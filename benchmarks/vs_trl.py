@@ -50,7 +50,7 @@ from services.data.stream import PromptStream
 from services.replay.buffer import unpack_groups
 from services.replay.store import Store
 from trainer.observe.run_dir import read_lines
-from trainer.policy.policy import learning_rate
+from trainer.policy.learning_rate import learning_rate
 from trainer.policy.scorer import load_tokenizer, quiet, stop_token_ids
 
 _JOBGROUP = "jobgroup/rlhf-math-jobgroup.yaml"

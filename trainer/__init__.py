@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from trainer.api.settings import TrainerConfig as TrainerConfig
     from trainer.evaluation.results import EvaluationResults as EvaluationResults
     from trainer.evaluation.results import compare_evaluations as compare_evaluations
-    from trainer.in_process import train_in_process as train_in_process
+    from trainer.start.in_process import train_in_process as train_in_process
 
-# `python -m trainer.train_math` is trainer/cli/train_math.py.
+# `python -m trainer.launch` is trainer/cli/launch.py; so is `trainer.train_math`.
 __path__.append(str(Path(__file__).with_name("cli")))
 
 _HOMES = {
@@ -65,7 +65,7 @@ _HOMES = {
     ),
     "trainer.api.settings": "TrainerConfig",
     "trainer.evaluation.results": "EvaluationResults compare_evaluations",
-    "trainer.in_process": "train_in_process",
+    "trainer.start.in_process": "train_in_process",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME)

@@ -1,5 +1,5 @@
-"""`torchrun … -m trainer` (`trainer/launch.py`): one process of the ppo-trainer for each GPU, or
-for each node on CPUs.
+"""`torchrun … -m trainer` (`trainer/cli/launch.py`): one process of the ppo-trainer for each GPU,
+or for each node on CPUs.
 """
 
 import os
@@ -39,7 +39,7 @@ def main() -> None:
         if not wants_json() and os.environ.get("RANK", "0") == "0":
             print(f"ppo-trainer {VERSION}: loading torch and {config.model.name} …", flush=True)
         with heavy_imports():
-            from trainer.process import run
+            from trainer.start.job_group import run
 
         run(config, topology)
     except ConfigError as error:

@@ -23,32 +23,33 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
 from learning.parking import Resident
 from learning.ranks import Ranks
-from trainer.backend import Backend, BackendContext
-from trainer.evaluation.evaluator import LeaderEvaluator
+from trainer.backends.backend import Backend, BackendContext
+from trainer.evaluation.evaluator import Evaluator
 from trainer.evaluation.verdicts import verdicts_of
-from trainer.observe.audit import Audit, Given, StepAudit
+from trainer.observe.audit import Audit, Given
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import STEP_FILES, Recorder, read_lines, tell
-from trainer.observe.run_log import LeaderRunLog
+from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.identity import identity
-from trainer.policy.policy import Policy, learning_rate
+from trainer.policy.learning_rate import learning_rate
+from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.policy.trained_prompts import TrainedPrompts, style_of
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
-from trainer.rollouts.rollouts import LeaderRollouts, Rollouts
+from trainer.rollouts.rollouts import FollowerRollouts, Rollouts
 from trainer.rollouts.services import Services, flush_all
 from trainer.rollouts.teacher import Teacher
 from trainer.run import Listener, Run
 from trainer.timing import StageClock
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
-from trainer.weights.gpu_lease import EngineMemory, GpuLease, SharedGpuLease
-from trainer.weights.sync import LeaderWeightSync, WeightSync
+from trainer.weights.gpu_lease import EngineMemory, GpuLease
+from trainer.weights.sync import FollowerWeightSync, WeightSync
 
 _WAITING = "waiting for the services and the first publishing"
 _TRIAL_STEPS = 10
@@ -90,7 +91,7 @@ def build_run(
             listener=listener or Listener(),
         )
     else:
-        run = _build_worker(config, ranks, run_dir)
+        run = _build_follower(config, ranks, run_dir)
     run.publish_first()
     return run
 
@@ -161,8 +162,6 @@ def _gpu_lease(
     engines: EngineMemory | None,
 ) -> GpuLease:
     """Returns the lease of the GPUs; `engines` is None on ranks above 0."""
-    if not config.rollout.colocate:
-        return GpuLease()
 
     def resident() -> list[Resident]:
         return [
@@ -171,16 +170,16 @@ def _gpu_lease(
             critic.resident(),
         ]
 
-    return SharedGpuLease(models.policy.ranks, resident, engines)
+    return GpuLease(models.policy.ranks, resident, engines, shared=config.rollout.colocate)
 
 
-def _build_worker(config: Config, ranks: Ranks, run_dir: Path) -> Run:
+def _build_follower(config: Config, ranks: Ranks, run_dir: Path) -> Run:
     """Returns the run of a rank above 0, which takes part in rank 0's collective calls."""
     models = _load_models(config, ranks, run_dir)
     policy = models.policy
     critic = value_function(config, ranks)
     lease = _gpu_lease(config, models, critic, engines=None)
-    rollouts = Rollouts(ranks)
+    rollouts = FollowerRollouts(ranks)
 
     watchdog.at(_WAITING)
     critic.restore(models.saved)
@@ -194,7 +193,7 @@ def _build_worker(config: Config, ranks: Ranks, run_dir: Path) -> Run:
         critic=critic,
         checkpoints=models.checkpoints,
         rollouts=rollouts,
-        weights=WeightSync(lease),
+        weights=FollowerWeightSync(),
         lease=lease,
         audit=_audit(policy, None),
         total_steps=policy.total_steps,
@@ -266,7 +265,7 @@ def _build_leader(
     )
     state = models.state
     progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
-    rollouts = LeaderRollouts(
+    rollouts = Rollouts(
         RolloutContext(config, services, prompter, clock=clock, run_id=run_id),
         ranks,
         loop,
@@ -307,7 +306,7 @@ def _build_leader(
             words=listener.words,
         )
     )
-    log = LeaderRunLog(
+    log = RunLog(
         config,
         recorder,
         metrics,
@@ -332,16 +331,16 @@ def _build_leader(
         critic=critic,
         checkpoints=models.checkpoints,
         rollouts=rollouts,
-        weights=LeaderWeightSync(
+        weights=WeightSync(
             publisher,
             clock,
             in_background=config.trainer.max_staleness > 0,
-            lease=lease,
+            copies=lease.shared,
             may_load=rollouts.wait_until_idle if config.reproducible else lambda: None,
             has_checksums=config.reproducible,
         ),
         lease=lease,
-        evaluator=LeaderEvaluator(
+        evaluator=Evaluator(
             config, services, prompter, loop=loop, verdicts=verdicts, trained=trained
         ),
         log=log,
@@ -371,13 +370,13 @@ def _audit(
     run_id: str = "",
     engine: str = "",
     given: Sequence[Given] = (),
-) -> Audit:
-    """Returns the audit of this rank, whose start is recorded. A collective; `run_dir` and what
-    follows are rank 0's.
+) -> Audit | None:
+    """Returns the audit of this rank, whose start is recorded; None without `trainer.audit`. A
+    collective; `run_dir` and what follows are rank 0's.
     """
     if not policy.config.trainer.audit:
-        return Audit()
-    audit = StepAudit(run_dir, run_id)
+        return None
+    audit = Audit(run_dir, run_id)
     audit.begin(policy, engine, given)
     return audit
 

@@ -27,25 +27,21 @@ def train(run: Run) -> None:
 
             # The report of a stalled run names it.
             watchdog.at(f"the update of step {policy.step + 1}")
-            with run.clock.stage("update"):
-                run.lease.acquire()  # `push` releases it
-                # Log-probabilities, values, advantages, updates; it increments policy.step.
-                update, critic_metrics = learn(policy, run.reference, critic, batch)
-                run.trained.add(batch.problems)
-                run.audit.step(policy, critic, batch, update)  # with `trainer.audit`
+            with run.lease.training(run.clock):  # the engines sleep if they share the GPUs
+                with run.clock.stage("update"):
+                    # Log-probabilities, values, advantages, updates; it increments policy.step.
+                    update, critic_metrics = learn(policy, run.reference, critic, batch)
+                    run.trained.add(batch.problems)
+                    if run.audit is not None:
+                        run.audit.step(policy, critic, batch, update)
 
-            watchdog.at(f"publishing and recording step {policy.step}")
-            finish_acknowledging = rollouts.start_ack(batch)
-            served = run.weights.push(policy)  # waits for the engines only with max_staleness 0
+                watchdog.at(f"publishing and recording step {policy.step}")
+                finish_acknowledging = rollouts.start_ack(batch)
+                weights = run.weights.gather(policy)
+
+            # Waits for the engines only with max_staleness 0.
+            served = run.weights.publish(weights, policy.step)
             finish_acknowledging()
             run.evaluate()  # on idle engines with max_staleness 0: no slot is free yet
             rollouts.free_slots(batch, when=served)
-            record = run.log.step(
-                policy.step,
-                batch,
-                update,
-                critic_metrics,
-                drops=rollouts.drops,
-                weights_checksum=run.weights.checksum,
-            )
-            run.end_step(record)
+            run.end_step(batch, update, critic_metrics)

@@ -17,7 +17,7 @@ No part depends on the run; rollouts, weights, evaluator and log do not depend o
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,18 @@ from common.errors import ServiceError
 from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
+from common.wire.schemas import CriticMetrics
+from learning.out_of_memory import exhausted_memory
 from learning.ranks import Ranks
-from learning.scarce import scarce_memory
+from trainer.algorithms.batch import Batch
+from trainer.evaluation.evaluation import Evaluation
 from trainer.evaluation.evaluator import Evaluator
 from trainer.observe.audit import Audit
 from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.critic import ValueFunction
 from trainer.policy.identity import Facts
-from trainer.policy.policy import Policy
+from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
 from trainer.rollouts.rollouts import Rollouts
@@ -72,7 +75,8 @@ class Listener:
 class Run:
     """The parts of a run on this rank, as the training loop uses them.
 
-    Ranks above 0 have the default parts, which only take part in collective calls.
+    Some are rank 0's alone. Of those that make collective calls, ranks above 0 have a `Follower…`,
+    which only takes part in them.
     """
 
     config: Config
@@ -85,9 +89,12 @@ class Run:
     weights: WeightSync
     lease: GpuLease
     total_steps: int
-    evaluator: Evaluator = field(default_factory=Evaluator)
-    log: RunLog = field(default_factory=RunLog)
-    audit: Audit = field(default_factory=Audit)
+    audit: Audit | None = None
+    """With `trainer.audit`."""
+    evaluator: Evaluator | None = None
+    """Rank 0 only."""
+    log: RunLog | None = None
+    """Rank 0 only."""
     clock: StageClock = field(default_factory=StageClock)
     run_id: str = ""
     lock: RunLock | None = None
@@ -107,8 +114,11 @@ class Run:
         """Publishes the weights that the run begins with, and evaluates those of a new run. A
         collective.
         """
-        self.evaluator.prepare()
-        self.weights.push(self.policy).result()
+        if self.evaluator is not None:
+            self.evaluator.prepare()
+        with self.lease.training(self.clock):
+            weights = self.weights.gather(self.policy)
+        self.weights.publish(weights, self.policy.step).result()
         if self.policy.step == 0:
             self._evaluate(self.config.trainer.eval_pass_samples)
 
@@ -116,14 +126,16 @@ class Run:
     def training(self) -> Iterator[None]:
         """Collects groups and records steps inside the block."""
         step = self.policy.step
-        log = self.log.training(step, self.total_steps, self.rollouts.drops)
+        log: AbstractContextManager[None] = nullcontext()
+        if self.log is not None:
+            log = self.log.training(step, self.total_steps, self.rollouts.drops)
         self.listener.on_event(self, "train_begin")  # which may end the run at once
         with self.checkpoints, log, self.rollouts.collecting(step, self.total_steps):
             try:
                 yield
                 self.weights.wait()
             except Exception as error:
-                memory = scarce_memory(error)
+                memory = exhausted_memory(error)
                 if not memory:
                     raise
                 raise self._out_of_memory(memory, error) from error
@@ -157,10 +169,20 @@ class Run:
         self.listener.on_event(self, "step_begin")
         watchdog.at(f"{WAITS_FOR_BATCH} of step {self.policy.step + 1}")
 
-    def end_step(self, record: Mapping[str, Any]) -> None:
-        """Writes a checkpoint if one is due, after the step's line, so that a run that resumes from
-        it has the line.
+    def end_step(self, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None) -> None:
+        """Records the step, then writes a checkpoint if one is due, so that a run that resumes from
+        it has the step's line.
         """
+        record: Mapping[str, Any] = {}
+        if self.log is not None:
+            record = self.log.step(
+                self.policy.step,
+                batch,
+                update,
+                critic,
+                drops=self.rollouts.drops,
+                weights_checksum=self.weights.checksum,
+            )
         self.checkpoint()
         self.listener.on_event(self, "step_end")
         self.listener.on_event(self, "log", logs=record)
@@ -171,7 +193,7 @@ class Run:
 
     def evaluate_now(self, pass_samples: int = 0) -> None:
         """Evaluates the current weights, unless that was done."""
-        last = self.evaluator.last
+        last = self._evaluation
         if last is None or last.step != self.policy.step:
             self._evaluate(pass_samples)
 
@@ -184,6 +206,11 @@ class Run:
         if saved is not None and saved.name == self.checkpoints.name(self.policy.step):
             return saved
         return self._save()
+
+    @property
+    def _evaluation(self) -> Evaluation | None:
+        """The newest evaluation, which rank 0 has."""
+        return None if self.evaluator is None else self.evaluator.last
 
     def evaluate(self) -> None:
         """Evaluates every `trainer.eval_every` steps, but not after the last one."""
@@ -207,6 +234,8 @@ class Run:
 
     def _evaluate(self, pass_samples: int) -> None:
         self.weights.wait()
+        if self.evaluator is None or self.log is None:
+            return  # rank 0 evaluates
         if self.evaluator.has_problems:
             self.listener.on_event(self, "evaluating")
         with self.log.evaluating():
@@ -228,7 +257,7 @@ class Run:
                 | self.critic.snapshots(alone)
             )
 
-        evaluated = self.evaluator.last
+        evaluated = self._evaluation
         if evaluated is not None and evaluated.step != step:
             evaluated = None
         state = RunState(
@@ -254,7 +283,8 @@ class Run:
         self.evaluate_now(self.config.trainer.eval_pass_samples)
         saved = self.save_now()
         self.checkpoints.wait()
-        self.log.report(saved)
+        if self.log is not None:
+            self.log.report(saved)
         self.flush()
         self.listener.on_event(self, "train_end")
         return saved

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from benchmarks.faults.fault import fault
 from benchmarks.faults.lab import GROUPS, Answers, Lab, replaced
 from services.engine import weights as engine_weights
-from trainer.in_process import train_in_process
+from trainer.start.in_process import train_in_process
 
 _STEPS = 6
 _LIMIT_S = 3.0

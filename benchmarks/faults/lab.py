@@ -25,7 +25,8 @@ from common.process.logs import setup_logging
 from common.settings.config import Config, load
 from services.data.tiny import problems
 from trainer.api.grpo import GRPOConfig, GRPOTrainer
-from trainer.in_process import WrapApp, train_in_process
+from trainer.backends.in_process import WrapApp
+from trainer.start.in_process import train_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 STRUCK = "struck"

@@ -8,8 +8,8 @@ from benchmarks.command import setting_words
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
 from common.settings.config import load
-from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
+from trainer.start.in_process import train_in_process
 
 _CONFIG = Path(__file__).resolve().parents[2] / "jobgroup" / "configs" / "tiny-cpu.yaml"
 _LEARNED = 0.9

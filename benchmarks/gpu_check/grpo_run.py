@@ -15,8 +15,8 @@ from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
 from common.settings.config import load
 from services.data.tiny import problems
-from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
+from trainer.start.in_process import train_in_process
 
 _STEPS = 20
 _PART = 5

@@ -12,7 +12,7 @@ from learning.ranks import Ranks
 from learning.sharding import local
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
-from trainer.weights.gpu_lease import SharedGpuLease
+from trainer.weights.gpu_lease import GpuLease
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.versions import write_version
 
@@ -62,7 +62,7 @@ def _park(found: Findings, setting: Setting, policy: Policy, *, ranks: Ranks) ->
     """Parks weights and optimiser as for an engine on the same GPU, and restores them."""
     before = {name: tensor.to("cpu", copy=True) for name, tensor in _state(policy).items()}
     size = sum(tensor.nbytes for tensor in before.values())
-    lease = SharedGpuLease(ranks, lambda: [policy.resident()])
+    lease = GpuLease(ranks, lambda: [policy.resident()])
     policy.optimizer.zero_grad()
     held = _allocated(setting)
     parked: list[float] = []

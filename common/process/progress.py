@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from common.errors import ServiceError
-from common.process.work import WorkMeter
+from common.process.work_meter import WorkMeter
 
 _T = TypeVar("_T")
 _LOOKS = 4

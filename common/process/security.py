@@ -1,7 +1,7 @@
 """The shared token of a run and its certificates.
 
-Only this module and `services/rollout/keyed.py`, which needs the standard library alone, read them
-from the environment.
+Only this module and `services/rollout/api_key_launcher.py`, which needs the standard library alone,
+read them from the environment.
 
 `API_TOKEN` is not a setting, so no file written by a run contains it. Every service requires it and
 every client sends it as `Authorization: Bearer …`; when it is unset or empty, no service asks for

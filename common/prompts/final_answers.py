@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from common.prompts.answer_text import BOX
 from common.prompts.phrases import phrases
-from common.prompts.shown import BOX
 
 MAX_ANSWER_CHARS = 1024
 """Longer answers are ignored, because cutting one could turn it into another answer."""

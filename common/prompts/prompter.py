@@ -15,7 +15,7 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from common.errors import ConfigError, did_you_mean
-from common.prompts.shown import OPENED_THOUGHT
+from common.prompts.answer_text import OPENED_THOUGHT
 from common.prompts.templates import filled
 from common.settings.chat_templates import variables
 from common.settings.config import Config

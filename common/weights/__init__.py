@@ -3,5 +3,5 @@
 
 - `checksums`: whether a file is whole.
 - `deltas`: a file as its difference from the previous version.
-- `spares`: files of an old version that are written again.
+- `recycled_files`: files of an old version that are written again.
 """

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from common.weights import spares
+from common.weights import recycled_files
 from common.weights.checksums import Hasher
 
 _WORDS = 1 << 20
@@ -79,7 +79,7 @@ def apply_delta(old: Path, delta: Path, target: Path) -> str:
     with (
         old.open("rb") as before,
         delta.open("rb") as changes,
-        spares.create(target, left) as stream,
+        recycled_files.create(target, left) as stream,
     ):
         while left > 0:
             words = _words(before)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from common.settings.config import load
 from examples.search_agent.base import build
-from trainer.in_process import train_in_process
+from trainer.start.in_process import train_in_process
 
 SETTINGS = Path(__file__).with_name("grpo.yaml")
 

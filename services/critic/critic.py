@@ -19,8 +19,8 @@ from common.wire.schemas import CriticMetrics, Float32, TokenSequence, ValueTarg
 from learning.batching import Indices, Sizes, mini_batches, score_shared
 from learning.fitting import fitted
 from learning.layout import Layout, moved
+from learning.micro_batch_passes import micro_batch_passes
 from learning.optimizer import Optimizer
-from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from services.critic.model import load_value_model
@@ -127,7 +127,7 @@ class Critic:
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
-        for part, are_own in passes(
+        for part, are_own in micro_batch_passes(
             self.model,
             self._ranks,
             sizes,

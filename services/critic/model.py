@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from common.errors import ConfigError
 from common.models.hub import check_model
 from common.settings.config import Config
-from learning.alone import fix_rotary_factors
+from learning.batch_independence import fix_rotary_factors
 from learning.context import ContextGroup
 from learning.layout import Layout, Packing, layout_for, moved
 from learning.loading import AddedModules, Pretrained, load

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
 from common.errors import ConfigError
-from learning.alone import check_alone, next_logprobs
+from learning.batch_independence import check_batch_independence, next_logprobs
 from learning.parking import storages
 from learning.routing import Experts, Routers
 from services.engine.attention import exchange
@@ -124,7 +124,7 @@ class Decoder:
             if self.routers is not None:
                 self._try_routers(prompts)
             self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
-            check_alone(
+            check_batch_independence(
                 self.module,
                 self._scores,
                 self.device,

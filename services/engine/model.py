@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
 from common.models.hub import check_model, refuse_random
-from learning.alone import fix_rotary_factors
+from learning.batch_independence import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
 from learning.loading import only_logits

@@ -19,7 +19,7 @@ from typing import Any, Self
 from common.errors import ServiceLost
 from common.process.progress import Progress, Stuck, bounded
 from common.process.security import TOKEN
-from common.process.work import WorkMeter
+from common.process.work_meter import WorkMeter
 from common.wire.schemas import RewardStatus
 from services.reward.fair_slots import FairSlots
 from services.sandbox.meter import WALL_TIMES, Meter

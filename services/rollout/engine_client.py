@@ -21,7 +21,7 @@ from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
 from common.wire.schemas import WeightManifest, adapter_name
-from services.rollout.keyed import run_module
+from services.rollout.api_key_launcher import run_module
 
 log = logging.getLogger(__name__)
 _ENV = {

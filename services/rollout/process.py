@@ -23,7 +23,7 @@ from common.process.logs import structured
 from common.process.progress import Progress
 from common.process.security import SecretRedactor
 from common.process.topology import WRONG_SETTING
-from common.process.work import News, WorkMeter
+from common.process.work_meter import News, WorkMeter
 from services.rollout.repeats import Repeats
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ which would bury the line that says why.
 
 import re
 
-from common.process.work import kind_of
+from common.process.work_meter import kind_of
 
 _SHOWN = 3
 _WINDOW_S = 10.0

@@ -9,8 +9,8 @@ from common.errors import ConfigError, ServiceError
 from common.process.security import tls, token
 from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
+from services.rollout.api_key_launcher import run_module
 from services.rollout.engine_client import to_options
-from services.rollout.keyed import run_module
 
 _MODULES = {"smg": "smg", "sglang-router": "sglang_router"}
 _SMG_OPTIONS = [

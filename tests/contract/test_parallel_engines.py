@@ -22,7 +22,7 @@ from services.rollout.weights.receive import BroadcastReceiver
 from services.rollout.weights.store import TrainerClient
 from tests.support.engines import sglang_is_installed, sglang_process
 from tests.support.tiny_models import write
-from trainer.server import create_trainer_app
+from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.comparison import Checksums

@@ -18,8 +18,9 @@ from tests.support.agent_environments import python_of
 from tests.support.environments import request_for, served
 from tests.support.paths import ROOT
 from tests.support.trap_models import letters
-from trainer.in_process import Problems, train_in_process
+from trainer.backends.in_process import Problems
 from trainer.observe.run_dir import read_lines
+from trainer.start.in_process import train_in_process
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 FOLDER = ROOT / "examples" / "coding_agent"

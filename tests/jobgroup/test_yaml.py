@@ -18,7 +18,7 @@ from jobgroup import scrape, spec
 from jobgroup.local.placement import choose_addresses, share_gpus
 from tests.support.jobgroups import render
 from tests.support.paths import ROOT
-from trainer.launch import torchrun_arguments
+from trainer.cli.launch import torchrun_arguments
 
 PATH = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
 TASKS = [topology.DATA, topology.ROLLOUT, topology.REWARD, topology.REPLAY, topology.TRAINER]

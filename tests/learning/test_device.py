@@ -17,8 +17,9 @@ from learning.device import choose_device, dtype_on
 from learning.ranks import Ranks
 from services.reward.functions import LengthPenaltyFunction, RewardModelFunction
 from services.rollout.engine_client import engine_command, engine_env
-from trainer import ModelEvaluator, TrainerConfig, process
+from trainer import ModelEvaluator, TrainerConfig
 from trainer import __main__ as program
+from trainer.start import job_group
 
 GIVEN = [
     ({"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, "SKYPILOT_NUM_GPUS_PER_NODE is 8"),
@@ -203,7 +204,7 @@ def test_nccl_has_the_same_memory_setting_in_sglang_and_in_the_trainer(
     )
     in_engine = engine_env(config)["NCCL_CUMEM_ENABLE"]
     found: list[str] = []
-    monkeypatch.setattr(process, "run", lambda *_: found.append(os.environ["NCCL_CUMEM_ENABLE"]))
+    monkeypatch.setattr(job_group, "run", lambda *_: found.append(os.environ["NCCL_CUMEM_ENABLE"]))
     monkeypatch.setattr(program, "load", lambda **_: config)
     monkeypatch.setattr(program, "check_models", lambda _: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())

@@ -21,9 +21,9 @@ from learning.ranks import Ranks
 from tests.support.groups import VOCABULARY, save
 from tests.support.sharding import arguments, run_cases
 from tests.support.tiny_models import make
+from trainer.backends.job_group import check_head
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy
-from trainer.process import check_head
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

@@ -11,7 +11,7 @@ import pytest
 from services.http.app import create_app
 from services.http.callers import CallerCheck
 from tests.support.apps import SERVICES, make, tiny
-from trainer.server import BackgroundServer
+from trainer.backends.server import BackgroundServer
 
 JSON = {"content-type": "application/json"}
 SIMPLE = [

@@ -52,7 +52,7 @@ ALLOWED = {
         "learning/saving.py",
         "dcp",
     ): "its metadata is a pickle: read from the operator's own run directory alone",
-    ("services/rollout/keyed.py", "run_module"): "the module that the agent's command names",
+    ("services/rollout/api_key_launcher.py", "run_module"): "the module of the agent's command",
 }
 """(file, what) → why."""
 BUILT_IN = {"eval", "exec", "compile", "__import__"}

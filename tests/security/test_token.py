@@ -23,8 +23,8 @@ from services.http.app import Server, create_app
 from tests.support.apps import SERVICES, make, tiny
 from tests.support.no_curves import no_curves
 from trainer import train_in_process
+from trainer.backends.server import BackgroundServer
 from trainer.dashboard.app import PAGES
-from trainer.server import BackgroundServer
 
 TOKEN = "correct-horse-battery-staple"  # noqa: S105
 

@@ -28,8 +28,8 @@ from services.rollout.supervisor import NodeSupervisor
 from tests.support.environments import BASE, AnsweringEngine
 from tests.support.own_environments import INSISTS, OPEN_SESSION
 from tests.support.paths import ROOT
+from trainer.backends.server import create_trainer_app
 from trainer.observe.prometheus import TrainerMetrics
-from trainer.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.versions import write_version
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from common.process.logs import REQUEST_HEADER
-from trainer.server import BackgroundServer
+from trainer.backends.server import BackgroundServer
 
 
 class Recorder:

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.browser import Page
+from trainer.backends.server import BackgroundServer
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.runs import RunReader
-from trainer.server import BackgroundServer
 
 
 @contextmanager

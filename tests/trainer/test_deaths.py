@@ -28,7 +28,7 @@ from services.engine.model import Model
 from services.engine.scheduler import Scheduler
 from tests.support.in_process import Faulty, metrics, quiet
 from trainer import GRPOConfig, GRPOTrainer, train_in_process
-from trainer.engines import DirectPublisher
+from trainer.backends.engines import DirectPublisher
 from trainer.rollouts.collector import CollectFailed
 from trainer.weights.versions import Weights
 
@@ -77,7 +77,7 @@ def engine_dies_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
                 return super().decode(*arguments)
 
-        monkeypatch.setattr("trainer.in_process.Model", Dying)
+        monkeypatch.setattr("trainer.backends.in_process.Model", Dying)
 
     return arrange
 

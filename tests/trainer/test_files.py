@@ -25,12 +25,12 @@ from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
 from trainer.api.hub import write_card
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.evaluation.evaluation import pass_at_k
 from trainer.observe.run_dir import read_lines, read_settings
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
-from trainer.server import BackgroundServer, create_trainer_app
 from trainer.timing import StageClock
 from trainer.weights.adapters import static_files
 from trainer.weights.board import PublishFailed, WeightBoard

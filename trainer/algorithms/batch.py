@@ -14,7 +14,7 @@ from common.wire.schemas import Completion, Float32, Group, Int32, TokenSequence
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
 from learning.routing import RoutedRow, Routers, Routes
-from learning.support import Sampled, Support
+from learning.sampling_support import Sampled, Support
 
 Column = list[Float32]
 """One array [L] for each row of a batch."""

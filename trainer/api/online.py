@@ -40,12 +40,13 @@ from trainer.api.output import check_newest, check_output, remove_run
 from trainer.api.refusals import Refusals, renamed
 from trainer.api.settings import TrainerConfig, own_names
 from trainer.api.trial import try_functions
+from trainer.backends.in_process import Problems
 from trainer.evaluation.results import EvaluationResults
-from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines, read_settings
 from trainer.policy import checkpoint
 from trainer.policy.export import MODEL_FILES, export
 from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
+from trainer.start.in_process import train_in_process
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""

@@ -33,26 +33,11 @@ _Graded = list[tuple[GeneratedAnswer, RewardResult]]
 
 
 class Evaluator:
-    """The evaluator of a rank above 0, which does nothing: rank 0 evaluates."""
+    """Evaluates during a run, with the services of training. Only rank 0 has one."""
 
     last: Evaluation | None = None
     has_problems = False
     """Whether there are held-out problems, so that `evaluate` evaluates."""
-
-    def prepare(self) -> None:
-        """Fetches the held-out problems."""
-
-    def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
-        """Evaluates the weights after `step` steps, which the engines serve.
-
-        pass@k is measured on the first `pass_samples` problems. None on ranks above 0 and without
-        held-out problems.
-        """
-        return None
-
-
-class LeaderEvaluator(Evaluator):
-    """Rank 0's evaluator, which uses the services of training."""
 
     def __init__(
         self,
@@ -73,13 +58,19 @@ class LeaderEvaluator(Evaluator):
         self._held_out: list[Prompt] = []
 
     def prepare(self) -> None:
+        """Fetches the held-out problems."""
         count = self._config.trainer.eval_samples
         if count:
             self._held_out = self._loop.call(self._services.data.eval_prompts(count))
         self.has_problems = bool(self._held_out)
 
     def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
-        """See `Evaluator`. Raises ServiceError when an answer or a grade is missing."""
+        """Evaluates the weights after `step` steps, which the engines serve; None without held-out
+        problems.
+
+        pass@k is measured on the first `pass_samples` problems. Raises ServiceError when an answer
+        or a grade is missing.
+        """
         if not self._held_out:
             return None
         found = self._loop.call(

@@ -114,15 +114,6 @@ class AuditedStep(msgspec.Struct, kw_only=True, tag_field="kind", tag="step"):
 
 
 class Audit:
-    """The audit of a run without `trainer.audit`, which records nothing."""
-
-    def step(
-        self, policy: Policy, critic: ValueFunction, batch: Batch, update: PolicyUpdate
-    ) -> None:
-        """Records a step that was just trained. A collective."""
-
-
-class StepAudit(Audit):
     """Records a run with `trainer.audit`; `directory` is None on ranks above 0, which only compute
     their part of the checksums.
     """
@@ -147,7 +138,7 @@ class StepAudit(Audit):
     def step(
         self, policy: Policy, critic: ValueFunction, batch: Batch, update: PolicyUpdate
     ) -> None:
-        """See `Audit`."""
+        """Records a step that was just trained. A collective."""
         began = time.perf_counter()
         line = audited_step(policy, critic, batch, update, run_id=self._run_id)
         line.seconds = round(time.perf_counter() - began + update.digest_seconds, 6)

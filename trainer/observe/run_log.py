@@ -22,7 +22,7 @@ from trainer.observe.alarms import (
     refused_calls,
     same_prompts,
 )
-from trainer.observe.copies import copied_answers, copies
+from trainer.observe.duplicate_answers import copied_answers, duplicate_answers
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
@@ -32,41 +32,8 @@ from trainer.timing import CpuClock, StageClock
 
 
 class RunLog:
-    """Log of a rank above 0, which does nothing: rank 0 records the run."""
-
-    @contextmanager
-    def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
-        """Shows a progress bar and runs the clocks inside the block; flushes the log at the end."""
-        yield
-
-    def step(
-        self,
-        step: int,
-        batch: Batch,
-        update: PolicyUpdate,
-        critic: CriticMetrics | None,
-        *,
-        drops: Drops,
-        weights_checksum: str | None = None,
-    ) -> Mapping[str, Any]:
-        """Records a finished step, and returns the record."""
-        return {}
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Excludes an evaluation's CPU time from that of the step."""
-        yield
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Records an evaluation."""
-
-    def report(self, checkpoint: Path) -> None:
-        """Writes the curves and prints the summary of a run that ended with this checkpoint."""
-
-
-class LeaderRunLog(RunLog):
-    """Log of rank 0 for a run that continues after `step`; records include the results of
-    `measured` and `gpus`.
+    """Log of a run that continues after `step`; records include the results of `measured` and
+    `gpus`. Only rank 0 has one.
 
     `collecting_cpu` returns the CPU seconds of the collecting thread; `dropout` are the model's
     settings of dropout, `verdicts` says whether the rewards are verdicts.
@@ -109,6 +76,7 @@ class LeaderRunLog(RunLog):
 
     @contextmanager
     def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
+        """Shows a progress bar and runs the clocks inside the block; flushes the log at the end."""
         self._metrics.begin(step, total_steps)
         with self._recorder.progress(step, total_steps):
             self._clock.lap()
@@ -132,7 +100,7 @@ class LeaderRunLog(RunLog):
         drops: Drops,
         weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
-        """See `RunLog`."""
+        """Records a finished step, and returns the record."""
         self._step = step
         record = self._record(step, batch, update, critic=critic, drops=drops)
         record.weights_checksum = weights_checksum
@@ -166,7 +134,7 @@ class LeaderRunLog(RunLog):
 
         lost = Counter(drops.lost_episodes)
         refused = drops.refused_calls
-        equal_answers = copies(batch.fresh)
+        equal_answers = duplicate_answers(batch.fresh)
         raised = alarms(
             update.metrics,
             _mean(ages),
@@ -229,14 +197,17 @@ class LeaderRunLog(RunLog):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
+        """Excludes an evaluation's CPU time from that of the step."""
         with self._clock.stage("evaluation"), self._cpu.stopped():
             yield
 
     def evaluation(self, evaluation: Evaluation) -> None:
+        """Records an evaluation."""
         self._recorder.evaluation(evaluation)
         self._metrics.evaluated(evaluation)
 
     def report(self, checkpoint: Path) -> None:
+        """Writes the curves and prints the summary of a run that ended with this checkpoint."""
         self._recorder.report(checkpoint)
 
 

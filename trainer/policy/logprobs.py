@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learning.final_logits import FinalLogits
 from learning.head import float32_logits, float32_product
 from learning.kernels import has_triton
-from learning.support import Support
+from learning.sampling_support import Support
 
 _PLAIN = FinalLogits()
 _CHUNK_BYTES = 1 << 30

@@ -10,22 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import get_scheduler
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from common.settings.sections import TrainerSection
 from common.wire.schemas import Float32
 from learning.batching import Indices, by_row, mini_batches
 from learning.digest import digest
 from learning.fitting import fitted
-from learning.hub_names import to_hub
+from learning.micro_batch_passes import micro_batch_passes
 from learning.optimizer import Optimizer
 from learning.parking import Resident
-from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
-from learning.sharding import full, named_tensors, reshard
+from learning.sharding import named_tensors, reshard
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
     TokenTerms,
@@ -38,43 +35,12 @@ from trainer.algorithms.losses import (
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import RunState
 from trainer.policy.identity import LearnsFrom, check_same, identity
-from trainer.policy.lora import (
-    adapter_contents,
-    adapter_tensors,
-    base_tensors,
-    load_policy,
-    merged_tensors,
-)
+from trainer.policy.learning_rate import learning_rate
+from trainer.policy.lora import adapter_contents, load_policy
+from trainer.policy.published_weights import published_weights
 from trainer.policy.scorer import TokenScores, computes_in_bfloat16
 from trainer.policy.scoring import score_batch, score_tokens
 from trainer.policy.update_metrics import Sums, UpdateMetrics
-
-
-def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Returns the learning rate after `step` steps, by the schedule of transformers.
-
-    The first of W warm-up steps has 1/W of the rate; in transformers it has 0, which wastes its
-    batch.
-    """
-    warmup = settings.warmup_steps
-    schedule = settings.lr_schedule
-    arguments = settings.lr_schedule_args
-    if schedule == "constant" or (total_steps is None and schedule != "inverse_sqrt"):
-        return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
-
-    # The schedule is a function of the step; the optimiser only tells it the highest rate.
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
-    scheduler = get_scheduler(
-        schedule,
-        optimizer,
-        num_warmup_steps=warmup,
-        # One of the two decides the end of the stable phase.
-        num_training_steps=None if "num_stable_steps" in arguments else total_steps,
-        scheduler_specific_kwargs=arguments,
-    )
-    (factor,) = scheduler.lr_lambdas
-    return settings.learning_rate * float(factor(step + 1 if step < warmup else step))
-
 
 _COMPARED_ROWS = 8
 """Rows of a batch without a gradient on which engine and trainer are compared."""
@@ -191,39 +157,8 @@ class Policy:
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights to publish, in the layout of the model's files and the engines'
-        precision. A collective.
-
-        With LoRA these are the adapter's, with PEFT's names, or the model's with the adapter
-        merged. Of tied tensors only the first is yielded, as in hub files. A tensor is valid until
-        the next update.
-        """
-        lora = self.config.lora
-        in_bfloat16 = computes_in_bfloat16(self.config.model, self.ranks)
-        tensors = named_tensors(self.model)
-
-        def published(tensor: Tensor) -> Tensor:
-            reduced = in_bfloat16 and tensor.is_floating_point()
-            dtype = torch.bfloat16 if reduced else tensor.dtype
-            return tensor.detach().to(self.ranks.device, dtype)
-
-        if lora.publishes_adapter:
-            for name, tensor in adapter_tensors(tensors.items()):
-                yield name, full(published(tensor))
-            return
-
-        if not lora.rank:
-            whole = ((name, full(published(tensor))) for name, tensor in tensors.items())
-            yield from to_hub(self.model, whole, tensors)
-            return
-
-        # W + scale × B A is computed in the precision of the master weights, and rounded once.
-        exact = (
-            (name, full(tensor.detach().to(self.ranks.device))) for name, tensor in tensors.items()
-        )
-        merged = merged_tensors(exact, lora.alpha / lora.rank)
-        rounded = ((name, published(tensor)) for name, tensor in merged)
-        yield from to_hub(self.model, rounded, base_tensors(tensors))
+        """Yields the weights to publish (`published_weights`). A collective."""
+        return published_weights(self.model, self.config, self.ranks)
 
     def digest(self) -> str:
         """Returns the checksum of the weights that are trained. A collective."""
@@ -367,7 +302,7 @@ class Policy:
             self._compare(batch, loss_rows[:_COMPARED_ROWS], sums)
         total_tokens = sum(len(batch.rows[i].targets) for i in loss_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
-        for indices, are_own in passes(
+        for indices, are_own in micro_batch_passes(
             self.scorer,
             self.ranks,
             batch.sizes(self.scorer.layout.shared),
@@ -403,7 +338,7 @@ class Policy:
         """
         settings = self.config.trainer
         with torch.no_grad():
-            for indices, are_own in passes(
+            for indices, are_own in micro_batch_passes(
                 self.scorer,
                 self.ranks,
                 batch.sizes(self.scorer.layout.shared),

@@ -20,15 +20,15 @@ from common.errors import ConfigError
 from common.models.hub import check_causal, check_model, check_tokenizer, no_tokenizer
 from common.settings.chat_templates import OWN
 from common.settings.sections import ModelSection, TrainerSection
-from learning.alone import check_alone, fix_rotary_factors
+from learning.batch_independence import check_batch_independence, fix_rotary_factors
 from learning.context import ContextGroup
 from learning.final_logits import final_logits
 from learning.layout import Layout, Packed, Packing, Padded, layout_for, moved, not_together
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 from learning.routing import Routers
+from learning.sampling_support import Support
 from learning.sharding import reshard
-from learning.support import Support
 from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
@@ -113,8 +113,8 @@ def load_scorer(
 
     `path` may be a checkpoint that only rank 0 sees. A model that is not `trained` is a frozen
     reference. `added` adds an adapter, and only the adapter is trained. `max_tokens` bounds the
-    sequences of the run (`learning.alone`). Raises ConfigError as `load_model` does, and for a
-    model that does not compute a sequence as if alone.
+    sequences of the run (`learning.batch_independence`). Raises ConfigError as `load_model` does,
+    and for a model that does not compute a sequence as if alone.
     """
     quiet()
     directory = ranks.broadcast(Path(path) if path else None)
@@ -190,7 +190,7 @@ def _checked(
 
     def check() -> set[float]:
         modes = (False, True) if trained else (False,)
-        return check_alone(
+        return check_batch_independence(
             scorer.model,
             score,
             ranks.device,

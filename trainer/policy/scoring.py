@@ -9,7 +9,7 @@ from common.wire.schemas import Float32
 from learning.batching import Indices, score_shared
 from learning.layout import Layout, moved
 from learning.ranks import Ranks
-from learning.support import Support
+from learning.sampling_support import Support
 from trainer.algorithms.batch import Batch, lay_out
 from trainer.policy.scorer import Scorer, TokenScores, computes_in_bfloat16
 

@@ -9,28 +9,42 @@ of its prompt until the engines serve the weights that it trained:
 
 | state of a slot | ends when | next state |
 |---|---|---|
-| free | the run wants another group | drawing |
-| drawing | the data-server answered | generating |
-| generating | the router answered; a failure drops the group | grading; drawing |
-| grading | reward-server and teacher answered; a failure drops the group | storing; drawing |
+| free | the run wants another group, and the data-server gave its prompt | generating |
+| generating | router, reward-server and teacher answered; a failure drops it | storing; free |
 | storing | the replay-buffer acknowledged the group | waiting |
-| waiting | the trainer takes the group; with `drop`, a stale one is dropped | training; drawing |
+| waiting | the trainer takes the group; with `drop`, a stale one is dropped | training; free |
 | training | the engines serve the weights that the group trained (`free_slots`) | free |
 
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
-failures in a row stop the run. With max_staleness 0 nothing is generated while the weights change.
-Otherwise, if groups are trained on in the order in which they got their slots
-(`wait_for_oldest`), the weights that start a group are at most max_staleness versions older than
-those that are updated on it: at most max_staleness × (fresh groups per step) others precede a new
-group.
+failures in a row stop the run.
+
+For example, three groups in two slots (max_staleness 0, two groups per step); the answers to
+prompt 1 fail once:
+
+| what happens | group 0 | group 1 | group 2 | free slots |
+|---|---|---|---|---|
+| `run(groups=3, slots=2)` | | | | 2 |
+| the data-server gives two prompts | generating | generating | | 0 |
+| 0 is graded, 1 is dropped | storing | | | 1 |
+| 0 is stored, 1 is tried again | waiting | generating | | 0 |
+| 1 is stored too: `wait_until_idle` returns | waiting | waiting | | 0 |
+| the trainer takes both | training | training | | 0 |
+| the engines serve the new weights | | | | 2 |
+| the data-server gives the last prompt | | | generating | 1 |
+
+With max_staleness 0 nothing is generated while the weights change. Otherwise, if groups are trained
+on in the order in which they got their slots (`wait_for_oldest`), the weights that start a group
+are at most max_staleness versions older than those that are updated on it: at most max_staleness ×
+(fresh groups per step) others precede a new group.
 """
 
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from common.errors import ServiceError
 from common.process import logs
@@ -64,15 +78,29 @@ class CollectFailed(ServiceError):
     code = "collect_failed"
 
 
+class GroupState(Enum):
+    """The state of a group that the trainer has not taken; the table above says when it ends."""
+
+    DROPPED = auto()
+    """It keeps its place, and its prompt is tried again (`reproducible`)."""
+    GENERATING = auto()
+    STORING = auto()
+    WAITING = auto()
+
+
 @dataclass(slots=True)
 class UntakenGroup:
     """What is known of a group from the draw of its prompt until the trainer takes it."""
 
     drawn: Drawn
+    state: GroupState = GroupState.GENERATING
     graded: Group | None = None
     """The group itself, once it has its rewards."""
-    is_stored: bool = False
-    """Whether the replay buffer answered that it is stored."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the replay buffer answered that it is stored."""
+        return self.state is GroupState.WAITING
 
 
 class Collector:
@@ -96,19 +124,13 @@ class Collector:
         """By position, in the order in which the groups got their slots."""
         self._held: set[str] = set()
         """Ids of the groups that the trainer took and did not acknowledge yet."""
-        self._stored = asyncio.Event()
-        """Set when another group is stored."""
+        self._changed = asyncio.Event()
+        """Set when a slot is freed or a group is stored."""
         self.stored_groups = 0
         """Groups that were graded and stored since the start: a number that grows."""
-        self._slots = asyncio.Semaphore(0)
-        self._freed = 0
-        """Slots that were freed so far, for one group each."""
-        self._ended = 0
-        """Groups so far that were stored, or failed."""
-        self._wanted = 0
-        """Groups to draw in total; a retry or a replacement adds one."""
-        self._drawn = 0
-        """Groups drawn so far."""
+        self._free_slots = 0
+        self._to_draw = 0
+        """Groups that the run still wants; a retry or a replacement adds one."""
         self._maker = GroupMaker(context, self.drops)
         # Groups that are ready at the same time are stored by one call.
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
@@ -117,41 +139,28 @@ class Collector:
         """Collects `groups` groups in total, each in its own task, at most `slots` at once. Never
         returns; raises whatever stops the run.
         """
-        self._wanted = groups
+        self._to_draw = groups
         self.free_slots(slots)
         async with asyncio.TaskGroup() as tasks:
             if not self._config.environment.grades_itself:
                 tasks.create_task(self._ground_truths.run())
             while True:
-                count = await self._acquire_slots()
-                if self._drawn >= self._wanted:
-                    continue  # the last groups are under way; `_collect_more` brings its own slots
-                self._drawn += count
-
+                await self._until(self._can_draw)
+                count = min(self._free_slots, self._to_draw, _MAX_DRAW)
                 drawn = await self._draw(count)
+                # Only now: until its prompts are here, a draw is work that `_is_idle` must see.
+                self._free_slots -= count
+                self._to_draw -= count
                 token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
                 for each, prompt_ids in zip(drawn, token_ids, strict=True):
                     untaken = UntakenGroup(each)
                     self.untaken[each.position] = untaken
                     tasks.create_task(self._collect(untaken, prompt_ids))
 
-    async def _acquire_slots(self) -> int:
-        """Waits for a free slot and takes it, with the others that are free and for which groups
-        are wanted; returns their number.
-        """
-        await self._slots.acquire()
-        count = 1
-        most = min(_MAX_DRAW, self._wanted - self._drawn)
-        while count < most and not self._slots.locked():
-            await self._slots.acquire()
-            count += 1
-        return count
-
     def free_slots(self, count: int) -> None:
         """Frees the slots of groups that were trained on."""
-        self._freed += count
-        for _ in range(count):
-            self._slots.release()
+        self._free_slots += count
+        self._changed.set()
 
     async def _draw(self, count: int) -> list[Drawn]:
         """Returns `count` prompts: retries first, then the next ones of the stream."""
@@ -198,6 +207,7 @@ class Collector:
             try:
                 await self._maker.fill(group, drawn.prompt)
                 untaken.graded = group
+                untaken.state = GroupState.STORING
                 with self._clock.stage("replay"):
                     await self._store_batched(group)
             except GroupFailed as error:
@@ -205,11 +215,10 @@ class Collector:
                 self._retry(drawn)
                 self._collect_more(1)
             else:
-                untaken.is_stored = True
+                untaken.state = GroupState.WAITING
                 self.stored_groups += 1
-                self._stored.set()
                 self.drops.in_a_row = 0
-            self._ended += 1
+                self._changed.set()
 
     async def _store(self, groups: list[Group]) -> list[None]:
         await self._services.replay.add(groups)
@@ -239,7 +248,7 @@ class Collector:
         is_tried_again = self._cursor.retry(drawn)
         if is_tried_again and self._config.reproducible:
             # It keeps its place: the time at which it failed does not decide its batch.
-            self.untaken[drawn.position] = UntakenGroup(drawn)
+            self.untaken[drawn.position] = UntakenGroup(drawn, GroupState.DROPPED)
         else:
             self.untaken.pop(drawn.position, None)
         if not is_tried_again:
@@ -252,7 +261,7 @@ class Collector:
 
     def _collect_more(self, count: int) -> None:
         """Collects `count` more groups, in the slots of groups that will not be trained on."""
-        self._wanted += count
+        self._to_draw += count
         self.free_slots(count)
 
     async def wait_for_oldest(self, count: int, wait_s: float) -> bool:
@@ -262,11 +271,11 @@ class Collector:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not self._are_oldest_stored(count):
-                    self._stored.clear()
+                    self._changed.clear()
                     stored = [each for each in self.untaken.values() if each.is_stored]
                     enough = len(stored) >= count  # but an older one is not among them
                     with self._clock.stage("stragglers") if enough else nullcontext():
-                        await self._stored.wait()
+                        await self._changed.wait()
                 return True
         return False
 
@@ -276,11 +285,24 @@ class Collector:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while self._ended < min(self._freed, self._wanted):
-                    self._stored.clear()
-                    await self._stored.wait()
+                await self._until(self._is_idle)
                 return True
         return False
+
+    def _can_draw(self) -> bool:
+        return self._free_slots > 0 and self._to_draw > 0
+
+    def _is_idle(self) -> bool:
+        under_way = (GroupState.GENERATING, GroupState.STORING)
+        return not self._can_draw() and all(
+            each.state not in under_way for each in self.untaken.values()
+        )
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a change of a slot or a group makes the condition true."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
 
     def _are_oldest_stored(self, count: int) -> bool:
         oldest = list(self.untaken.values())[:count]

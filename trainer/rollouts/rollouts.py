@@ -22,7 +22,6 @@ from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed, Collector
 from trainer.rollouts.context import RolloutContext
-from trainer.rollouts.drops import Drops
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
@@ -33,51 +32,8 @@ _SAY_EVERY_S = 30.0
 
 
 class Rollouts:
-    """The rollouts of a rank above 0: rank 0 does the work and shares the groups."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.drops = Drops()
-
-    @property
-    def progress(self) -> PromptProgress:
-        """The progress from which the run would resume now; only rank 0 knows it."""
-        return PromptProgress()
-
-    def prepare(self, step: int, known: bool) -> int:
-        """Sets the services to the position where the run continues; returns its total steps. A
-        collective.
-
-        Args:
-            step: the policy's step.
-            known: whether the experience in the replay buffer belongs to this run, from an earlier
-                attempt.
-        """
-        return self._ranks.broadcast(0)
-
-    @contextmanager
-    def collecting(self, step: int, total_steps: int) -> Iterator[None]:
-        """Collects groups inside the block."""
-        yield
-
-    def next(self, step: int) -> list[TrainingGroup]:
-        """Returns the groups of the next batch: fresh ones, then reused ones
-        (`replay.reuse_ratio`). A collective.
-        """
-        return self._ranks.broadcast([])
-
-    def start_ack(self, batch: Batch) -> Callable[[], None]:
-        """Starts to acknowledge the groups of `batch`; the returned function waits for the end."""
-        return lambda: None
-
-    def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
-        """Frees the slots of the batch's fresh groups as soon as `when` is done: when the engines
-        serve the weights that the batch trained. Does not wait; a failure of `when` stops the run.
-        """
-
-
-class LeaderRollouts(Rollouts):
-    """Rank 0's rollouts, which use the services and continue from `progress`.
+    """The rollouts of a run, which continue from `progress`. Rank 0 has them; the other ranks have
+    `FollowerRollouts`.
 
     `vocabulary` is the size of the model's vocabulary.
     """
@@ -92,8 +48,8 @@ class LeaderRollouts(Rollouts):
         ground_truths: GroundTruthCheck,
         vocabulary: int = 2**31,
     ) -> None:
-        super().__init__(ranks)
         config = context.config
+        self._ranks = ranks
         self._context = context
         self._config = config
         self._services = context.services
@@ -114,14 +70,24 @@ class LeaderRollouts(Rollouts):
 
     @property
     def progress(self) -> PromptProgress:
+        """The progress from which the run would resume now."""
+
         async def read() -> PromptProgress:
             return self._cursor.progress
 
         return self._loop.call(read())
 
     def prepare(self, step: int, known: bool) -> int:
-        """See `Rollouts`. Raises ConfigError for too little data, for another run's experience that
-        would be reused, and for a reward function that fails.
+        """Sets the services to the position where the run continues; returns its total steps. A
+        collective.
+
+        Args:
+            step: the policy's step.
+            known: whether the experience in the replay buffer belongs to this run, from an earlier
+                attempt.
+
+        Raises ConfigError for too little data, for another run's experience that would be reused,
+        and for a reward function that fails.
         """
         start = RolloutStart(self._context, self._fresh_per_step)
         self._total_steps = self._loop.call(start.total_steps())
@@ -138,6 +104,7 @@ class LeaderRollouts(Rollouts):
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
+        """Collects groups inside the block."""
         groups = (total_steps - step) * self._fresh_per_step
         slots = min(groups, (self._config.trainer.max_staleness + 1) * self._fresh_per_step)
         task = self._loop.start(self._collect(groups, slots))
@@ -157,7 +124,10 @@ class LeaderRollouts(Rollouts):
             self._failure = self._failure or CollectFailed(reason, remedy="see the log above")
 
     def next(self, step: int) -> list[TrainingGroup]:
-        """See `Rollouts`. Raises CollectFailed when collecting stopped or no group was graded for
+        """Returns the groups of the next batch: fresh ones, then reused ones
+        (`replay.reuse_ratio`). A collective.
+
+        Raises CollectFailed when collecting stopped or no group was graded for
         `trainer.stuck_after_s`.
         """
         self._batches += 1
@@ -294,8 +264,9 @@ class LeaderRollouts(Rollouts):
             )
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
-        """See `Rollouts`. Also sets the priorities for reuse, and reports pass rates to a
-        curriculum.
+        """Starts to acknowledge the groups of `batch`; the returned function waits for the end.
+
+        Also sets the priorities for reuse, and reports pass rates to a curriculum.
         """
         priorities = {
             item.group.id: self._priority(item.group, advantages)
@@ -316,6 +287,9 @@ class LeaderRollouts(Rollouts):
         await self._services.data.report_pass_rates(prompt_ids, rates, request_id)
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
+        """Frees the slots of the batch's fresh groups as soon as `when` is done: when the engines
+        serve the weights that the batch trained. Does not wait; a failure of `when` stops the run.
+        """
         when.add_done_callback(partial(self._free_slots, len(batch.fresh)))
 
     def _free_slots(self, count: int, served: "Future[None]") -> None:
@@ -325,6 +299,34 @@ class LeaderRollouts(Rollouts):
             return
         with suppress(RuntimeError):  # the run has ended and closed its loop
             self._loop.loop.call_soon_threadsafe(self._collector.free_slots, count)
+
+
+class FollowerRollouts(Rollouts):
+    """The rollouts of a rank above 0: rank 0 does the work and shares the groups."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    @property
+    def progress(self) -> PromptProgress:
+        """Only rank 0 knows it."""
+        return PromptProgress()
+
+    def prepare(self, step: int, known: bool) -> int:
+        return self._ranks.broadcast(0)
+
+    @contextmanager
+    def collecting(self, step: int, total_steps: int) -> Iterator[None]:
+        yield
+
+    def next(self, step: int) -> list[TrainingGroup]:
+        return self._ranks.broadcast([])
+
+    def start_ack(self, batch: Batch) -> Callable[[], None]:
+        return lambda: None
+
+    def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
+        pass
 
 
 def _token_lists(group: Group) -> dict[str, np.ndarray]:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from learning.batching import Indices, Sizes, score_shared
 from learning.layout import Layout, moved
-from learning.passes import passes
-from trainer.policy.policy import Policy, learning_rate
+from learning.micro_batch_passes import micro_batch_passes
+from trainer.policy.learning_rate import learning_rate
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import TokenScores
 from trainer.policy.scoring import score_tokens
 from trainer.sft.rows import TrainingSequence
@@ -64,7 +65,7 @@ class Learner:
         total = sum(float(row.learned.sum()) for row in rows)
         sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         policy.optimizer.zero_grad()
-        shares = passes(
+        shares = micro_batch_passes(
             policy.scorer,
             ranks,
             self._sizes(rows),

@@ -30,10 +30,10 @@ from trainer.policy.identity import Facts, identity
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import context_length, load_tokenizer, stop_token_ids
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts, style_of
-from trainer.rank import started
 from trainer.sft.learner import Learner
 from trainer.sft.log import SftLog
 from trainer.sft.rows import Batches, Encoder, TrainingSequence
+from trainer.start.rank import started
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 

@@ -22,7 +22,7 @@ from common.errors import NotFound, ServiceError, TooLarge
 from common.process import logs, watchdog
 from common.process.daemon_threads import in_daemon_thread
 from common.process.progress import Progress, moved
-from common.weights import spares
+from common.weights import recycled_files
 from common.wire.schemas import (
     WeightChecksums,
     WeightManifest,
@@ -122,7 +122,7 @@ class WeightBoard:
                 # Not to be overwritten: the engine of a slow node may still read it here.
                 shutil.rmtree(old, ignore_errors=True)
             else:
-                spares.discard(old)
+                recycled_files.discard(old)
 
     def withdraw(self) -> WeightManifest:
         """Withdraws the broadcast of the latest version, which nodes then get as files; returns its

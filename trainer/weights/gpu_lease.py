@@ -18,6 +18,7 @@ from torch import Tensor
 from learning.parking import Parking, Resident
 from learning.ranks import Ranks
 from learning.sharding import reshard
+from trainer.timing import StageClock
 
 
 class EngineMemory(Protocol):
@@ -33,53 +34,58 @@ class EngineMemory(Protocol):
 
 
 class GpuLease:
-    """The lease of a trainer that shares no GPU: every method does nothing."""
-
-    shared = False
-    """Whether the GPUs are shared."""
-
-    def acquire(self) -> None:
-        """Puts the engines to sleep and restores the trainer's states, unless it holds the lease
-        already. A collective call.
-        """
-
-    def release(self) -> None:
-        """Parks the trainer's states, on every rank, before the engines wake up. A collective
-        call.
-        """
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the lease inside the block; the engines have it again after it if they had it
-        before. A collective call.
-        """
-        yield
-
-
-class SharedGpuLease(GpuLease):
-    """The lease with `rollout.colocate`.
+    """The lease, on every rank; without `rollout.colocate` the trainer holds it all the time.
 
     Args:
         ranks: the trainer's ranks.
         resident: returns what to park.
         engines: the memory of the engines; None on ranks above 0.
+        shared: whether the trainer shares its GPUs with the engines.
     """
-
-    shared = True
 
     def __init__(
         self,
         ranks: Ranks,
         resident: Callable[[], Sequence[Resident]],
         engines: EngineMemory | None = None,
+        *,
+        shared: bool = True,
     ) -> None:
+        self.shared = shared
         self._ranks = ranks
         self._resident = resident
         self._engines = engines
         self._parking = Parking(ranks.device)
         self._released = False
 
+    @contextmanager
+    def training(self, clock: StageClock) -> Iterator[None]:
+        """Holds the lease inside the block, at whose end the weights to publish are in host memory.
+        The engines wake up with them. A collective call.
+        """
+        with clock.stage("update"):
+            self.acquire()
+        yield
+        with clock.stage("publish"):
+            self.release()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the lease inside the block; the engines have it again after it if they had it
+        before. A collective call.
+        """
+        was_released = self._released
+        self.acquire()
+        yield
+        if was_released:
+            self.release()
+            if self._engines is not None:
+                self._engines.wake()
+
     def acquire(self) -> None:
+        """Puts the engines to sleep and restores the trainer's states, unless it holds the lease
+        already. A collective call.
+        """
         if not self._released:
             return
         if self._engines is not None:
@@ -89,19 +95,14 @@ class SharedGpuLease(GpuLease):
         self._released = False
 
     def release(self) -> None:
+        """Parks the trainer's states, on every rank, before the engines wake up. A collective
+        call.
+        """
+        if not self.shared:
+            return
         self._parking.park(_tensors(self._resident()))
         self._ranks.barrier()
         self._released = True
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        was_released = self._released
-        self.acquire()
-        yield
-        if was_released:
-            self.release()
-            if self._engines is not None:
-                self._engines.wake()
 
 
 def _tensors(resident: Sequence[Resident]) -> Iterator[Tensor]:

@@ -1,22 +1,22 @@
-"""`WeightSync.push` sends the policy's weights to every rollout engine, over any transport."""
+"""`WeightSync` sends the policy's weights to every rollout engine, over any transport."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
+
+from torch import Tensor
 
 from common.process.daemon_threads import in_daemon_thread
 from learning.staging import Staging
 from trainer.policy.policy import Policy
 from trainer.timing import PUBLISHING, StageClock
 from trainer.weights.checksum import WeightsChecksum
-from trainer.weights.gpu_lease import EngineMemory, GpuLease
+from trainer.weights.gpu_lease import EngineMemory
 from trainer.weights.versions import Weights
 
-_UNSHARED = GpuLease()
-_LAST_PUSH_S = 5.0
+_LAST_PUBLISHING_S = 5.0
 """A failing run waits this long for the weights that it is publishing."""
 
 
@@ -28,100 +28,75 @@ class WeightPublisher(EngineMemory, Protocol):
 
 
 class WeightSync:
-    """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0
-    publishes.
+    """Publishes the weights of a run. Rank 0 has it; the other ranks have `FollowerWeightSync`.
+
+    With `in_background` a thread publishes while the run goes on. At most one version is in flight:
+    the next one waits for it, so versions arrive in order and only one copy is held. The thread
+    calls `may_load` first, which returns when the engines may load new weights. With `copies`, the
+    weights are copied even if the run waits for them: the engines need the GPU.
     """
 
     checksum: str | None = None
-    """The checksum of the newest pushed weights (`WeightsChecksum`); None where not computed."""
-
-    def __init__(self, lease: GpuLease = _UNSHARED) -> None:
-        self._lease = lease
-
-    def push(self, policy: Policy) -> "Future[None]":
-        """Publishes the weights as version `policy.step`; the future is done when the engines serve
-        them.
-
-        A collective call. Raises PublishFailed, directly or through the future, when no engine
-        serves them.
-        """
-        deque(policy.weights(), maxlen=0)  # gathers every tensor and keeps none
-        self._lease.release()
-        return _done()
-
-    def wait(self) -> None:
-        """Waits until the engines serve the newest version. Raises the error of the push."""
-
-    def close(self) -> None:
-        """Waits a few seconds at most for a version in flight; raises nothing."""
-
-
-class LeaderWeightSync(WeightSync):
-    """Rank 0's weight sync; with `in_background` `push` returns before the engines serve the
-    weights.
-
-    A thread then publishes a copy of the weights. At most one version is in flight: the next one
-    waits for it, so versions arrive in order and only one copy is held. The thread
-    calls `may_load` first, which returns when the engines may load new weights.
-    """
+    """The checksum of the newest published weights (`WeightsChecksum`); None where not computed."""
 
     def __init__(
         self,
         publisher: WeightPublisher,
         clock: StageClock,
         in_background: bool,
-        lease: GpuLease = _UNSHARED,
         *,
+        copies: bool = False,
         may_load: Callable[[], None] = lambda: None,
         has_checksums: bool = False,
     ) -> None:
-        super().__init__(lease)
-        self._may_load = may_load
-        self._has_checksums = has_checksums
         self._publisher = publisher
         self._clock = clock
         self._in_background = in_background
+        self._copies = copies or in_background
+        self._may_load = may_load
+        self._has_checksums = has_checksums
         self._served = _done()
         self._staging: Staging | None = None
 
-    def push(self, policy: Policy) -> "Future[None]":
+    def gather(self, policy: Policy) -> Weights:
+        """Returns the weights to publish: a copy in host memory, or tensors that are gathered while
+        they are published. Call `publish` next. A collective call.
+
+        Raises the error of the version in flight, for which a copy waits.
+        """
+        if not self._copies:
+            return self._weights(policy)
         with self._clock.stage("publish"):
-            needs_copy = self._in_background or self._lease.shared
-            if not needs_copy:
-                with self._weights(policy) as gathered:
-                    self._publisher.publish(gathered, policy.step)
-                return self._served
-
             self._served.result()
-            weights = self._copy(policy)
-            self._lease.release()
-            if not self._in_background:
-                self._publisher.publish(weights, policy.step)
-                return self._served
+            if self._staging is None:
+                self._staging = Staging(policy.ranks.device)
+            copies = [
+                (name, self._staging.to_host(tensor)) for name, tensor in self._weights(policy)
+            ]
+            self._staging.wait()
+        return copies
 
-        publish = partial(self._publish, weights, policy.step)
-        self._served = in_daemon_thread(publish, "publisher")
+    def publish(self, weights: Weights, version: int) -> "Future[None]":
+        """Publishes gathered weights; the future is done when the engines serve them.
+
+        A collective call. Raises PublishFailed, directly or through the future, when no engine
+        serves them.
+        """
+        if self._in_background:
+            publish = partial(self._publish, weights, version)
+            self._served = in_daemon_thread(publish, "publisher")
+        else:
+            with self._clock.stage("publish"):
+                self._publisher.publish(weights, version)
         return self._served
 
-    def _copy(self, policy: Policy) -> Weights:
-        """Returns a copy of the weights in host memory."""
-        if self._staging is None:
-            self._staging = Staging(policy.ranks.device)
-        with self._weights(policy) as gathered:
-            weights = [(name, self._staging.to_host(tensor)) for name, tensor in gathered]
-        self._staging.wait()
-        return weights
-
-    @contextmanager
-    def _weights(self, policy: Policy) -> Iterator[Weights]:
-        """Yields the policy's weights, which are read inside the block; sets their checksum after
-        it.
-        """
+    def _weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
+        """Yields the policy's weights, and sets their checksum at the end."""
         if not self._has_checksums:
-            yield policy.weights()
+            yield from policy.weights()
             return
         checksum = WeightsChecksum()
-        yield checksum.over(policy.weights())
+        yield from checksum.over(policy.weights())
         self.checksum = checksum.hexdigest()
 
     def _publish(self, weights: Weights, version: int) -> None:
@@ -130,11 +105,32 @@ class LeaderWeightSync(WeightSync):
             self._publisher.publish(weights, version)
 
     def wait(self) -> None:
+        """Waits until the engines serve the newest version. Raises the error of the publishing."""
         with self._clock.stage("publish"):
             self._served.result()
 
     def close(self) -> None:
-        wait([self._served], _LAST_PUSH_S)
+        """Waits a few seconds at most for a version in flight; raises nothing."""
+        wait([self._served], _LAST_PUBLISHING_S)
+
+
+class FollowerWeightSync(WeightSync):
+    """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0
+    publishes.
+    """
+
+    def __init__(self) -> None:
+        self._served = _done()
+
+    def gather(self, policy: Policy) -> Weights:
+        deque(policy.weights(), maxlen=0)  # gathers every tensor and keeps none
+        return []
+
+    def publish(self, weights: Weights, version: int) -> "Future[None]":
+        return self._served
+
+    def wait(self) -> None:
+        pass
 
 
 def _done() -> "Future[None]":

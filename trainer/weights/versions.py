@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.process import progress
 from common.process.storage import storing
-from common.weights import spares
+from common.weights import recycled_files
 from common.weights.checksums import checksum
 from common.weights.deltas import write_delta
 from common.wire.schemas import WeightDelta, WeightFile, WeightManifest
@@ -64,7 +64,7 @@ def write_version(
             tensors = on_host(weights)
             checksums = {file.name: checksum(file, wrote) for file in partial.iterdir()}
             size = sum(tensor.nbytes for tensor in tensors.values())
-            with spares.create(partial / name, size) as stream:
+            with recycled_files.create(partial / name, size) as stream:
                 checksums[name] = write_tensors(tensors, stream, wrote)
 
             files = []

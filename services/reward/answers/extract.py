@@ -8,6 +8,7 @@ import calendar
 import re
 from collections.abc import Iterator
 
+from common.prompts.answer_text import answering_part
 from common.prompts.final_answers import (
     DOUBT,
     FIRST_MASK,
@@ -22,7 +23,6 @@ from common.prompts.final_answers import (
 )
 from common.prompts.numerals import in_digits
 from common.prompts.phrases import phrases
-from common.prompts.shown import answering_part
 from services.reward.answers.exact import same_answer
 from services.reward.answers.golds import repaired, with_single_backslashes
 

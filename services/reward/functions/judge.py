@@ -15,7 +15,7 @@ import httpx
 from common.clients.base import parse_retry_after
 from common.errors import ConfigError, shorten
 from common.process.daemon_threads import DaemonThreads
-from common.prompts.shown import without_thoughts
+from common.prompts.answer_text import without_thoughts
 from common.wire.schemas import RewardStatus
 from services.reward.functions.base import (
     DetailedRewardFunction,

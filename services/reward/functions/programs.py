@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from common.process.daemon_threads import DaemonThreads
-from common.prompts.shown import without_thoughts
+from common.prompts.answer_text import without_thoughts
 from services.reward.functions.base import (
     DetailedRewardFunction,
     Message,

@@ -22,7 +22,7 @@ from common.clients.base import Client
 from common.errors import ServiceError
 from common.process import progress
 from common.process.storage import storing
-from common.weights import spares
+from common.weights import recycled_files
 from common.weights.checksums import PIECE_BYTES, Hasher, checksum
 from common.weights.deltas import BadDelta, apply_delta
 from common.wire.schemas import (
@@ -174,7 +174,7 @@ class TrainerClient(Client):
                 reason = f"HTTP {response.status_code} for a weight file"
                 raise CorruptWeights(reason, field="name", value=name)
 
-            with spares.create(target, file.size) as stream:
+            with recycled_files.create(target, file.size) as stream:
                 async for chunk in response.aiter_raw():
                     size += len(chunk)
                     if size > file.size:
@@ -286,7 +286,7 @@ class WeightStore:
         self._stored.append((manifest, target))
         for _, old in self._stored[:-_KEEP]:
             if old != self._held:
-                spares.discard(old)
+                recycled_files.discard(old)
                 self._forget(old)
         return target
 
@@ -480,7 +480,7 @@ def _copied(source: Path, file: SentFile, target: Path, *, download: Download) -
     except OSError:
         return False
     digest = Hasher()
-    with reader, spares.create(target, file.size) as writer:
+    with reader, recycled_files.create(target, file.size) as writer:
         while chunk := reader.read(1 << 20):
             digest.update(chunk)
             writer.write(chunk)

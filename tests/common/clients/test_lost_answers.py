@@ -32,7 +32,7 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.rollout.weights.store import TrainerClient
 from tests.support.lossy_proxy import LossyProxy
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 
 _C = TypeVar("_C", bound=Client)

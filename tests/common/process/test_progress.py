@@ -11,7 +11,7 @@ import pytest
 
 from common.process import progress
 from common.process.progress import Progress, Stuck, bounded
-from common.process.work import STEP_BYTES, News, WorkMeter
+from common.process.work_meter import STEP_BYTES, News, WorkMeter
 from tests.support.clocks import Clock
 
 

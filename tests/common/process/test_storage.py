@@ -29,9 +29,9 @@ from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.replay.buffer import ReplayBuffer
 from services.rollout.weights.store import TrainerClient, WeightStore
+from trainer.backends.server import create_trainer_app
 from trainer.observe.run_dir import Recorder, read_lines
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, newest
-from trainer.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.versions import write_version
 

@@ -7,7 +7,7 @@ from common.settings.config import Config
 from services.critic.app import create_critic_app
 from tests.support.critic import make_rows, make_sequences
 from tests.support.lossy_proxy import LossyProxy
-from trainer.server import BackgroundServer
+from trainer.backends.server import BackgroundServer
 
 
 async def test_a_critic_whose_answers_are_lost_learns_what_another_one_does(config: Config) -> None:

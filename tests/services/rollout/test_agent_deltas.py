@@ -19,7 +19,7 @@ from common.weights.checksums import checksum
 from common.weights.deltas import BadDelta, apply_delta, write_delta
 from common.wire.schemas import WeightManifest
 from services.rollout.weights.store import TrainerClient, WeightStore
-from trainer.server import create_trainer_app
+from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.tensor_file import write_tensors
 from trainer.weights.versions import write_version

@@ -24,7 +24,7 @@ from tests.support.rollout_nodes import (
     until,
 )
 from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
     pytest.mark.integration,

@@ -24,7 +24,7 @@ from tests.support.engines import (
     write_model,
 )
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher

@@ -19,7 +19,7 @@ from tests.support.rollout_nodes import (
     requests_served,
     until,
 )
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
     pytest.mark.integration,

@@ -18,7 +18,7 @@ from common.wire.schemas import WeightManifest, WorkerReport
 from services.rollout.engine_client import EngineClient
 from tests.support.processes import alive
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, generate, names, until
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import PublishFailed, WeightBoard
 
 pytestmark = [

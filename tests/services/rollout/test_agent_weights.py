@@ -22,7 +22,7 @@ from services.rollout.weights.store import (
     WeightsGone,
     WeightStore,
 )
-from trainer.server import create_trainer_app
+from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 
 

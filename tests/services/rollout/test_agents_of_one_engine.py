@@ -22,7 +22,7 @@ from common.process.metrics import Metrics
 from tests.support.paths import ROOT
 from tests.support.rollout_nodes import TRAINER_PORT, Node
 from tests.support.synced_nodes import ADDRESS, SyncedNodes
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 
 pytestmark = pytest.mark.integration
 needs_namespaces = pytest.mark.skipif(

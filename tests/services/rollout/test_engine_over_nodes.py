@@ -20,7 +20,7 @@ from common.process.topology import Topology
 from tests.support.engines import PLUGIN, SGLANG, sglang_is_installed, write_model
 from tests.support.rollout_nodes import TRAINER_PORT, generate
 from tests.support.synced_nodes import ADDRESS, SyncedNodes
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.comparison import Checksums
 
 pytestmark = [

@@ -20,7 +20,7 @@ from services.rollout.weights.receive import BroadcastReceiver
 from services.rollout.weights.store import TrainerClient
 from tests.support.paths import ROOT
 from tests.support.strict_sglang import StrictSGLang
-from trainer.server import create_trainer_app
+from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.transfer import EngineGroup, Rendezvous

@@ -11,7 +11,7 @@ from common.process.metrics import Metrics
 from common.process.topology import TRAINER
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, names, until
 from tests.support.slow_proxy import SlowProxy
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import PublishFailed
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

@@ -16,7 +16,7 @@ from common.process.topology import Topology
 from common.wire.schemas import WorkerReport
 from tests.support.rollout_nodes import TRAINER_PORT
 from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

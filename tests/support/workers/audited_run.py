@@ -15,8 +15,8 @@ from common.process.run_lock import RunLock
 from learning.ranks import Ranks
 from tests.support.audits import audited
 from tests.support.in_process import quiet
+from trainer.backends.in_process import InProcessBackend
 from trainer.build import build_run
-from trainer.in_process import InProcessBackend
 from trainer.loop import train
 from trainer.run import Listener, Run
 

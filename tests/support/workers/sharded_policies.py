@@ -37,7 +37,7 @@ from trainer.policy import scorer
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_scorer
-from trainer.weights.gpu_lease import SharedGpuLease
+from trainer.weights.gpu_lease import GpuLease
 
 _WHOLE = common.models.memory.WHOLE_GRADIENTS_BYTES
 
@@ -65,7 +65,7 @@ def learned(
     """Makes the updates and returns the loss, gradient norm and KL of each. `groups` are the numbers
     of the groups of each update.
     """
-    lease = SharedGpuLease(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
+    lease = GpuLease(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
     found, reference = [], reference or Reference(policy)
     for numbers in groups or [(0, 3)] * updates:
         batch = [off_policy_groups()[i] for i in numbers]
@@ -148,7 +148,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
             )
             if case.get("peak"):  # bytes that loading added to the process's peak
                 with patch.object(
-                    scorer, "check_alone", lambda *_, **__: set()
+                    scorer, "check_batch_independence", lambda *_, **__: set()
                 ):  # a pass, as the updates make
                     kept = load_scorer(config.model, ranks, config.trainer)
                 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

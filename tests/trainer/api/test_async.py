@@ -26,7 +26,7 @@ from tests.support.in_process import metrics
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.algorithms.batch import Batch
-from trainer.engines import DirectPublisher
+from trainer.backends.engines import DirectPublisher
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.rollouts.collector import CollectFailed

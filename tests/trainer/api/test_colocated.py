@@ -22,7 +22,7 @@ from trainer import train_in_process
 from trainer.algorithms.batch import Batch
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
-from trainer.weights.gpu_lease import EngineMemory, SharedGpuLease
+from trainer.weights.gpu_lease import EngineMemory, GpuLease
 
 Settings = Callable[..., Config]
 
@@ -95,19 +95,21 @@ class Watched:
         self.schedulers = list[Scheduler]()
         self.steps = self.updates = 0
         begin, build, update, step = (
-            SharedGpuLease.__init__,
+            GpuLease.__init__,
             Engine.__init__,
             Policy.update,
             Scheduler.step,
         )
 
         def watched_lease(
-            lease: SharedGpuLease,
+            lease: GpuLease,
             ranks: Ranks,
             resident: Callable[[], Sequence[Resident]],
             engines: EngineMemory | None,
+            *,
+            shared: bool,
         ) -> None:
-            begin(lease, ranks, lambda: self.resizable(resident()), engines)
+            begin(lease, ranks, lambda: self.resizable(resident()), engines, shared=shared)
             self.resident = resident
 
         def watched_step(scheduler: Scheduler, admit: bool) -> None:
@@ -133,7 +135,7 @@ class Watched:
             )
             return update(policy, batch)
 
-        monkeypatch.setattr(SharedGpuLease, "__init__", watched_lease)
+        monkeypatch.setattr(GpuLease, "__init__", watched_lease)
         monkeypatch.setattr(Engine, "__init__", watched_engine)
         monkeypatch.setattr(Scheduler, "step", watched_step)
         monkeypatch.setattr(Policy, "update", watched_update)

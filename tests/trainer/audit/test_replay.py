@@ -21,7 +21,7 @@ from tests.support.in_process import quiet
 from trainer.audit import __main__ as replay
 from trainer.audit.comparison import STAGES, Stage, StageOutcome
 from trainer.audit.replay import StepReplay
-from trainer.in_process import train_in_process
+from trainer.start.in_process import train_in_process
 
 pytestmark = pytest.mark.integration
 STEP = 4

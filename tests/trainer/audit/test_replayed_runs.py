@@ -17,7 +17,7 @@ from tests.support.in_process import quiet
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from trainer import OnlineRLTrainer, TrainerConfig
-from trainer.in_process import train_in_process
+from trainer.start.in_process import train_in_process
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 NOTHING = "nothing differs from what the run recorded"

@@ -19,11 +19,11 @@ from tests.support.own_environments import INSISTS
 from tests.support.ports import free_port
 from tests.support.reward_process import reward_server
 from tests.support.run_files import make_run
+from trainer.backends.server import BackgroundServer
 from trainer.cli.diagnose import main as diagnose
 from trainer.dashboard.app import PAGES, STATIC, create_dashboard_app
 from trainer.dashboard.run_list import RunList
 from trainer.diagnosis.health import PATIENCE_S, Health
-from trainer.server import BackgroundServer
 
 
 @pytest.fixture

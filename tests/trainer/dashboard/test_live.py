@@ -20,9 +20,9 @@ from tests.support.ports import free_port
 from tests.support.reward_process import reward_server
 from tests.support.rollout_nodes import GROUP, Node, environment, names
 from tests.support.run_files import make_run
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.dashboard.live import LiveDashboard
 from trainer.diagnosis.health import Health
-from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.versions import write_version
 

@@ -8,9 +8,9 @@ import pytest
 from tests.support.browser import Page
 from tests.support.run_files import STAGES, evaluation, line, make_run, write
 from tests.support.viewer_page import served
+from trainer.backends.server import BackgroundServer
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
-from trainer.server import BackgroundServer
 
 pytestmark = pytest.mark.integration
 

@@ -27,8 +27,8 @@ from common.wire.schemas import Prompt
 from tests.support.apps import tiny
 from tests.support.recorded_groups import group, record, trained
 from trainer import train_in_process
+from trainer.backends.in_process import Problems
 from trainer.dashboard.runs import RunReader
-from trainer.in_process import Problems
 from trainer.observe.group_files import LINES, RecordedGroup, read_group, recorded_steps
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed

@@ -23,12 +23,12 @@ from tests.support.paths import ROOT
 from tests.support.ports import free_port
 from tests.support.reward_process import reward_server
 from tests.support.run_files import make_run, write
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import collect
 from trainer.diagnosis.run_files import write_topology
-from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 
 pytestmark = pytest.mark.integration

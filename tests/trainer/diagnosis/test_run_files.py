@@ -70,7 +70,7 @@ def log(
 
 
 def started(directory: Path, at: float) -> tuple[float, str, str, LogLine]:
-    return at, "INFO", "trainer.rank", told("ppo-trainer 0.1.0 starts", "started")
+    return at, "INFO", "trainer.start.rank", told("ppo-trainer 0.1.0 starts", "started")
 
 
 def told(text: str, code: str, **fields: str) -> LogLine:

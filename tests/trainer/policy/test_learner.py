@@ -21,7 +21,8 @@ from learning.ranks import Ranks
 from tests.support.groups import known, make_group, prepared, whole
 from tests.support.ranks import run_ranks
 from trainer.algorithms.batch import Batch, MicroBatch
-from trainer.policy.policy import Policy, learning_rate
+from trainer.policy.learning_rate import learning_rate
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import Scorer
 from trainer.policy.scoring import score_batch
 

@@ -20,8 +20,8 @@ from services.environment.template import Template
 from tests.support.in_process import stored
 from tests.support.own_environments import RewardsAtRandom
 from tests.support.paths import ROOT
-from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
+from trainer.start.in_process import train_in_process
 
 pytestmark = pytest.mark.integration
 QUIET = Console(quiet=True)

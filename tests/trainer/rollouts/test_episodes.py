@@ -18,12 +18,13 @@ from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.groups import batch_of, make_group, prepared, whole, with_algorithm
 from tests.support.own_environments import Insists, Moody, TwiceUnlucky, Unlucky
 from tests.support.small_run import small_run
+from trainer.backends.in_process import Problems
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex
 from trainer.dashboard.runs import RunReader
-from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy
+from trainer.start.in_process import train_in_process
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,7 @@ import pytest
 from learning.ranks import Ranks
 from tests.support.groups import make_group
 from trainer.algorithms.batch import TrainingGroup
-from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.rollouts import FollowerRollouts
 
 
 class Told(Ranks):
@@ -60,5 +60,5 @@ def assert_same(found: list[TrainingGroup], expected: list[TrainingGroup]) -> No
 def test_a_rank_above_0_gets_the_groups_and_the_steps_of_rank_0(
     groups: list[TrainingGroup],
 ) -> None:
-    assert_same(Rollouts(Told(groups)).next(step=3), groups)
-    assert Rollouts(Told(70)).prepare(step=3, known=True) == 70
+    assert_same(FollowerRollouts(Told(groups)).next(step=3), groups)
+    assert FollowerRollouts(Told(70)).prepare(step=3, known=True) == 70

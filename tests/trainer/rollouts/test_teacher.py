@@ -29,9 +29,9 @@ from services.engine.model import Model
 from tests.support.engines import expected_logprobs, write_model
 from tests.support.paths import ROOT
 from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, train_in_process
+from trainer.backends.server import BackgroundServer
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.teacher import Teacher, TeacherFailed
-from trainer.server import BackgroundServer
 
 pytestmark = pytest.mark.integration
 

@@ -42,7 +42,7 @@ from trainer.rollouts.collector import CollectFailed, Collector
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
-from trainer.rollouts.rollouts import LeaderRollouts
+from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
 
@@ -129,7 +129,7 @@ class Simulation:
     def __init__(
         self,
         config: Config,
-        rollouts: LeaderRollouts,
+        rollouts: Rollouts,
         loop: LoopThread,
         engine: Engine,
         replay: "LateAnswers",
@@ -288,7 +288,7 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
         context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="run")
-        rollouts = LeaderRollouts(
+        rollouts = Rollouts(
             context,
             Ranks(),
             loop,
@@ -325,7 +325,7 @@ def test_a_group_that_is_taken_before_the_answer_about_it_is_forgotten(
             await made.take(FRESH)
             assert not collector.untaken
             transport.released.set()
-            await collector._stored.wait()
+            await collector._until(lambda: collector.stored_groups > 0)
             assert not collector.untaken
 
         with made.rollouts.collecting(0, 1):

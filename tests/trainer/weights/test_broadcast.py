@@ -22,7 +22,7 @@ from common.settings.config import Config
 from common.wire.schemas import Bucket, WeightChecksums, WeightManifest, WorkerReport
 from learning.weight_group import digest, views
 from services.http.app import Server
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import PublishFailed, WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.host_copy import HostCopy

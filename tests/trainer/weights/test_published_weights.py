@@ -3,7 +3,7 @@ version at a time."""
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from trainer.policy.policy import Policy
 from trainer.timing import StageClock
 from trainer.weights import sync
 from trainer.weights.board import PublishFailed
-from trainer.weights.sync import LeaderWeightSync, WeightSync
+from trainer.weights.sync import FollowerWeightSync, WeightSync
 from trainer.weights.versions import Weights
 
 LIMIT_S = 400
@@ -55,6 +55,10 @@ def policy(config: Config) -> Policy:
     return Policy(config, Ranks())
 
 
+def push(weights: WeightSync, policy: Policy) -> "Future[None]":
+    return weights.publish(weights.gather(policy), policy.step)
+
+
 def opened(bad: int | None = None) -> Engines:
     engines = Engines(bad)
     engines.gate.set()
@@ -62,21 +66,21 @@ def opened(bad: int | None = None) -> Engines:
 
 
 def test_with_staleness_0_push_returns_when_the_engines_serve_the_weights(policy: Policy) -> None:
-    weights = LeaderWeightSync(engines := opened(bad=2), StageClock(), in_background=False)
+    weights = WeightSync(engines := opened(bad=2), StageClock(), in_background=False)
     for policy.step in (0, 1):
-        assert weights.push(policy).done()
+        assert push(weights, policy).done()
         assert engines.served[-1] == policy.step
         assert engines.thread is threading.current_thread()
     assert engines.weights.keys() == dict(policy.weights()).keys()
     policy.step = 2
     with pytest.raises(PublishFailed, match="serves weights 2"):
-        weights.push(policy)
+        push(weights, policy)
 
 
 def test_a_push_in_the_background_returns_early_and_takes_a_copy(policy: Policy) -> None:
-    weights = LeaderWeightSync(engines := Engines(), StageClock(), in_background=True)
+    weights = WeightSync(engines := Engines(), StageClock(), in_background=True)
     expected = {name: tensor.clone() for name, tensor in policy.weights()}
-    served = weights.push(policy)
+    served = push(weights, policy)
     assert not served.done()
     with torch.no_grad():  # the next update
         for parameter in policy.model.parameters():
@@ -89,13 +93,13 @@ def test_a_push_in_the_background_returns_early_and_takes_a_copy(policy: Policy)
 
 
 def test_versions_are_served_in_order_one_at_a_time(policy: Policy) -> None:
-    weights = LeaderWeightSync(engines := Engines(), StageClock(), in_background=True)
-    first = weights.push(policy)
+    weights = WeightSync(engines := Engines(), StageClock(), in_background=True)
+    first = push(weights, policy)
     assert engines.started.wait(LIMIT_S)
 
     def push_the_rest() -> None:
         for policy.step in range(1, 6):
-            weights.push(policy)
+            push(weights, policy)
             assert engines.served[: policy.step] == list(range(policy.step)), (
                 "it waits until those before are served"
             )
@@ -111,12 +115,12 @@ def test_versions_are_served_in_order_one_at_a_time(policy: Policy) -> None:
 
 
 def test_a_failure_reaches_the_future_the_next_push_and_the_wait(policy: Policy) -> None:
-    weights = LeaderWeightSync(engines := opened(bad=0), StageClock(), in_background=True)
-    served = weights.push(policy)
+    weights = WeightSync(engines := opened(bad=0), StageClock(), in_background=True)
+    served = push(weights, policy)
     assert isinstance(served.exception(LIMIT_S), PublishFailed)
     policy.step = 1
     with pytest.raises(PublishFailed, match="serves weights 0"):
-        weights.push(policy)
+        push(weights, policy)
     with pytest.raises(PublishFailed, match="serves weights 0"):
         weights.wait()
     weights.close()
@@ -126,14 +130,14 @@ def test_a_failure_reaches_the_future_the_next_push_and_the_wait(policy: Policy)
 def test_close_waits_for_a_pending_version_but_not_for_long(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = LeaderWeightSync(engines := Engines(), StageClock(), in_background=True)
+    weights = WeightSync(engines := Engines(), StageClock(), in_background=True)
     weights.close()
-    weights.push(policy)
-    monkeypatch.setattr(sync, "_LAST_PUSH_S", 0.01)
+    push(weights, policy)
+    monkeypatch.setattr(sync, "_LAST_PUBLISHING_S", 0.01)
     weights.close()
     assert engines.served == []
     engines.gate.set()
-    monkeypatch.setattr(sync, "_LAST_PUSH_S", LIMIT_S)
+    monkeypatch.setattr(sync, "_LAST_PUBLISHING_S", LIMIT_S)
     weights.close()
     assert engines.served == [0]
 
@@ -148,5 +152,5 @@ def test_a_rank_above_0_takes_part_in_gathering_every_tensor(config: Config) -> 
                 yield name, tensor
 
     policy = Watched(config, Ranks())
-    assert WeightSync().push(policy).done()
+    assert push(FollowerWeightSync(), policy).done()
     assert gathered == [name for name, _ in Policy.weights(policy)]

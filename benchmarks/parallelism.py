@@ -1,7 +1,7 @@
 """Compares the ways to divide an update of a large model among GPUs: the memory of one of them, and
 the bytes that it sends and receives.
 
-    python -m benchmarks.forms
+    python -m benchmarks.parallelism
 
 All forms shard weights, gradients and AdamW over all GPUs (FSDP). `context` C: C GPUs compute a
 row together, each its part of the tokens (`trainer.context_parallel_size`, docs/adr/0065). `tensor`
@@ -89,7 +89,7 @@ _SMALLEST_PASS = 1024
 
 
 @dataclass(frozen=True)
-class Form:
+class Parallelism:
     """How many GPUs compute a row, a layer and a layer's experts together."""
 
     context: int = 1
@@ -108,11 +108,22 @@ class Form:
         return " × ".join(parts)
 
 
-DENSE = (Form(), Form(context=8), Form(tensor=8), Form(context=2, tensor=8), Form(8, offload=True))
-MIXTURE = (Form(), Form(context=8), Form(tensor=4), Form(context=8, experts=8))
+DENSE = (
+    Parallelism(),
+    Parallelism(context=8),
+    Parallelism(tensor=8),
+    Parallelism(context=2, tensor=8),
+    Parallelism(8, offload=True),
+)
+MIXTURE = (
+    Parallelism(),
+    Parallelism(context=8),
+    Parallelism(tensor=4),
+    Parallelism(context=8, experts=8),
+)
 
 
-def memory(shape: ModelShape, ranks: int, tokens: int, form: Form) -> TrainerMemory:
+def memory(shape: ModelShape, ranks: int, tokens: int, form: Parallelism) -> TrainerMemory:
     """Returns the estimate for one of `ranks` GPUs with rows of `tokens` tokens."""
     config = _config(tokens, form)
     if form.tensor == 1:
@@ -140,7 +151,7 @@ def memory(shape: ModelShape, ranks: int, tokens: int, form: Form) -> TrainerMem
     )
 
 
-def moved(shape: ModelShape, ranks: int, tokens: int, form: Form) -> dict[str, float]:
+def moved(shape: ModelShape, ranks: int, tokens: int, form: Parallelism) -> dict[str, float]:
     """Returns the bytes that a GPU receives in a layer's forward pass, by what they are."""
     group = form.tensor
     of_line = _pass_tokens(tokens, form)
@@ -157,7 +168,7 @@ def moved(shape: ModelShape, ranks: int, tokens: int, form: Form) -> dict[str, f
     return found
 
 
-def _config(tokens: int, form: Form) -> Config:
+def _config(tokens: int, form: Parallelism) -> Config:
     options = {
         "trainer.activation_checkpointing": True,
         "trainer.micro_batch_tokens": _SMALLEST_PASS,
@@ -168,14 +179,14 @@ def _config(tokens: int, form: Form) -> Config:
     return load([word for name, value in options.items() for word in (f"--{name}", str(value))], {})
 
 
-def _pass_tokens(tokens: int, form: Form) -> int:
+def _pass_tokens(tokens: int, form: Parallelism) -> int:
     """Returns the tokens that a GPU's matrix products see in a pass: of its part of the row."""
     return max(_SMALLEST_PASS, math.ceil(tokens / form.context))
 
 
 def main() -> None:
     """Prints the table."""
-    parser = command_parser("forms", __doc__)
+    parser = command_parser("parallelism", __doc__)
     parser.add_argument("--models", nargs="*", default=list(_RUNS), choices=list(_RUNS))
     parser.add_argument("--gpu-memory-gb", type=float, default=80.0, metavar="GB")
     arguments = parser.parse_args()
@@ -196,7 +207,7 @@ def main() -> None:
     Console(width=160).print(table)
 
 
-def _row(name: str, ranks: int, tokens: int, form: Form, *, room: float) -> list[str]:
+def _row(name: str, ranks: int, tokens: int, form: Parallelism, *, room: float) -> list[str]:
     shape = SHAPES[name]
     found = memory(shape, ranks, tokens, form)
     sizes = (

@@ -10,7 +10,7 @@ import pytest
 
 from common.process.topology import Topology
 from tests.support.paths import ROOT
-from trainer.launch import torchrun_arguments
+from trainer.cli.launch import torchrun_arguments
 
 CLUSTER = {
     "SKYPILOT_JOBGROUP_NAME": "rlhf-math",

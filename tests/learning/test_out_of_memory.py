@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from learning.scarce import scarce_memory
+from learning.out_of_memory import exhausted_memory
 
 
 def _thread() -> None:
@@ -34,11 +34,11 @@ def _map() -> None:
 def test_memory_that_the_system_refuses(work: Callable[[], None]) -> None:
     with pytest.raises((MemoryError, RuntimeError, OSError)) as caught:
         work()
-    assert scarce_memory(caught.value) == "memory"
+    assert exhausted_memory(caught.value) == "memory"
 
 
 def test_memory_of_a_gpu() -> None:
-    assert scarce_memory(torch.OutOfMemoryError("CUDA out of memory.")) == "GPU memory"
+    assert exhausted_memory(torch.OutOfMemoryError("CUDA out of memory.")) == "GPU memory"
 
 
 def _errors() -> Iterator[Exception]:
@@ -56,4 +56,4 @@ def _errors() -> Iterator[Exception]:
 def test_other_errors_are_not_about_memory() -> None:
     errors = list(_errors())
     assert len(errors) == 3
-    assert [scarce_memory(error) for error in errors] == ["", "", ""]
+    assert [exhausted_memory(error) for error in errors] == ["", "", ""]

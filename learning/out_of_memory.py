@@ -12,7 +12,7 @@ _WORDS = re.compile(
 )
 
 
-def scarce_memory(error: BaseException) -> str:
+def exhausted_memory(error: BaseException) -> str:
     """Returns the memory that was too small if this error says so, `GPU memory` or `memory`; else
     nothing.
 

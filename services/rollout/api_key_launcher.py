@@ -1,9 +1,9 @@
 """Runs a server with `--api-key`, without the key on its command line, which all users can read
 (`ps`).
 
-`python keyed.py MODULE ARGUMENT…` runs the module like `python -m` and appends `--api-key` with the
-value of API_TOKEN to its arguments, because neither SGLang nor its router reads the environment.
-Uses only the standard library, because SGLang's Python runs it too.
+`python api_key_launcher.py MODULE ARGUMENT…` runs the module like `python -m` and appends
+`--api-key` with the value of API_TOKEN to its arguments, because neither SGLang nor its router
+reads the environment. Uses only the standard library, because SGLang's Python runs it too.
 """
 
 import os

@@ -15,7 +15,7 @@ from trainer.observe.notes import ALARMS
 
 
 @dataclass(frozen=True)
-class Copies:
+class DuplicateAnswers:
     """The equal answers of a batch."""
 
     share: float
@@ -27,7 +27,7 @@ class Copies:
     """Probability of one of the copied answers, the least likely."""
 
 
-def copies(groups: Sequence[Group]) -> Copies:
+def duplicate_answers(groups: Sequence[Group]) -> DuplicateAnswers:
     """Counts the equal answers of groups, without those of episodes, whose turns are not one
     sample.
     """
@@ -58,10 +58,10 @@ def copies(groups: Sequence[Group]) -> Copies:
         strange = sum(-logprob - tries for logprob in logprobs) - math.log(len(compared))
         surprise += max(0.0, strange)
         rarest = min([rarest, *logprobs])
-    return Copies(copied / max(1, possible), surprise, math.exp(rarest))
+    return DuplicateAnswers(copied / max(1, possible), surprise, math.exp(rarest))
 
 
-def copied_answers(found: Copies, config: Config) -> dict[str, str]:
+def copied_answers(found: DuplicateAnswers, config: Config) -> dict[str, str]:
     """Returns the alarm about equal answers that are no coincidence."""
     row = ALARMS["copied_answers"]
     if found.surprise < row.limit:

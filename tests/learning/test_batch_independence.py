@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
 from common.settings.config import Config, from_mapping
-from learning.alone import check_alone, fix_rotary_factors
 from learning.attention import unpackable
+from learning.batch_independence import check_batch_independence, fix_rotary_factors
 from learning.layout import Padded
 from learning.ranks import Ranks
 from services.critic.model import load_value_model
@@ -170,7 +170,9 @@ def check(
     model: Any, max_tokens: int | None = None, modes: tuple[bool, ...] = (False, True)
 ) -> set[float]:
     scorer = Scorer(model)
-    return check_alone(model, scorer.next_scores, torch.device("cpu"), max_tokens, modes=modes)
+    return check_batch_independence(
+        model, scorer.next_scores, torch.device("cpu"), max_tokens, modes=modes
+    )
 
 
 class Mixed(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here

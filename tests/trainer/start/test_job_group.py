@@ -5,7 +5,7 @@ import pytest
 from common.process.topology import Topology
 from common.settings.config import Config
 from tests.support.ports import free_port
-from trainer import process
+from trainer.start import job_group
 
 
 @pytest.mark.integration
@@ -13,10 +13,10 @@ def test_a_service_that_is_missing_is_named_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(process, "_SERVICES_START_S", 0.3)
+    monkeypatch.setattr(job_group, "_SERVICES_START_S", 0.3)
     config = Config()
     config.data.port = free_port()
     config.reward.port = free_port()
-    assert not process._try_rewards(config, Topology())
+    assert not job_group._try_rewards(config, Topology())
     (said,) = [line for line in caplog.messages if "not tried before the model is loaded" in line]
     assert f"http://127.0.0.1:{config.data.port}" in said

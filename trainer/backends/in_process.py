@@ -1,17 +1,15 @@
-"""Training in one process: the same services, clients and loop as on a cluster, over ASGI instead
-of sockets.
+"""The backend of a run in one process: the same services and clients as on a cluster, over ASGI
+instead of sockets.
 """
 
-import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import httpx
-import torch
 from fastapi import FastAPI
 from rich.console import Console
 
@@ -23,13 +21,10 @@ from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
-from common.process import watchdog
-from common.process.run_lock import RunLock
 from common.process.security import tls
 from common.settings.config import Config
 from common.wire.schemas import Prompt
-from learning.device import choose_device, reproducible_numbers
-from learning.ranks import Ranks
+from learning.device import choose_device
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
@@ -46,16 +41,11 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
-from trainer.backend import BackendContext
-from trainer.build import build_run
-from trainer.diagnosis.self_diagnosis import diagnosed
-from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
-from trainer.loop import train
+from trainer.backends.backend import BackendContext
+from trainer.backends.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.observe.audit import Given
-from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
 from trainer.rollouts.services import Services
-from trainer.run import Listener
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.sync import WeightPublisher
 
@@ -72,66 +62,6 @@ class Problems:
     train: list[Prompt]
     held_out: list[Prompt]
     """Empty when there is no evaluation (`trainer.eval_samples` 0)."""
-
-
-def train_in_process(
-    config: Config,
-    console: Console | None = None,
-    rollout_transport: WrapApp | None = None,
-    *,
-    problems: Problems | None = None,
-    rewards: Sequence[RewardFunction] | None = None,
-    listener: Listener | None = None,
-    engine: str | Sequence[str] = "embedded",
-    environment: Environment | None = None,
-) -> Path:
-    """Trains on this machine in this process and returns the path of the last checkpoint.
-
-    Args:
-        config: as for the job group; ports, replicas, `rollout.engine` and `trainer.weight_sync`
-            have no effect.
-        console: for progress and results; standard output when None.
-        rollout_transport: creates the transport to the engine's app; a test may pass one that fails
-            now and then.
-        problems: to train and to evaluate on; those of `config.data` when None.
-        rewards: grade every answer, in this process, and were tried (`try_functions`); those of
-            `config.reward` when None.
-        listener: is notified of steps, evaluations and checkpoints.
-        engine: `embedded`, `sglang` (started here, with the settings of `rollout`), or the URLs of
-            SGLang servers that see this disk.
-        environment: plays the episodes, in place of the one named in `config.environment.name`.
-
-    Raises ConfigError, or another ServiceError with the reason when training cannot continue.
-    """
-    torch.manual_seed(config.seed)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    run_dir = config.trainer.run_dir or Path("runs") / "local"
-    backend = InProcessBackend(
-        console=console or standard_console(),
-        rollout_transport=rollout_transport or httpx.ASGITransport,
-        problems=problems,
-        rewards=rewards,
-        engine=engine,
-        environment=environment,
-    )
-    with (
-        RunLock.of_new_run(run_dir, "in-process") as lock,
-        diagnosed(run_dir, config),
-        ExitStack() as stack,
-    ):
-        stack.enter_context(reproducible_numbers(config.reproducible))
-        run = build_run(
-            config,
-            Ranks.alone(config.trainer),
-            run_dir,
-            lock=lock,
-            backend=backend,
-            stack=stack,
-            listener=listener,
-        )
-        stack.enter_context(watchdog.interpreter_guarded())
-        train(run)
-        return run.finish()
 
 
 @dataclass

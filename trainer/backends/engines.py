@@ -32,7 +32,7 @@ from services.rollout.engine_client import (
     released_memory,
 )
 from services.rollout.process import Supervised, Timing
-from trainer.backend import BackendContext
+from trainer.backends.backend import BackendContext
 from trainer.weights.versions import Weights, version_name, write_version
 
 _REST_S = 5.0

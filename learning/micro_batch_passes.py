@@ -10,7 +10,7 @@ from learning.ranks import Ranks
 from learning.sharding import sum_gradients_after
 
 
-def passes(
+def micro_batch_passes(
     model: nn.Module,
     ranks: Ranks,
     sizes: Sizes,

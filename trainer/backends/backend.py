@@ -1,6 +1,6 @@
 """What a run needs from its surroundings: the services, and the path of weights to the engines.
 
-`trainer/process.py` has the backend of a job group, `trainer/in_process.py` that of one process.
+`job_group.py` has the backend of a job group, `in_process.py` that of one process.
 """
 
 from collections.abc import Callable, Sequence

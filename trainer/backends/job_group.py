@@ -1,36 +1,28 @@
-"""One process of the ppo-trainer task: the run on this rank, with the services of the job group."""
+"""The backend of a job group: the services are tasks of it, and engines pull their weights."""
 
-import gc
-import logging
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from common.clients.base import Client, wait_healthy
+from common.clients.base import Client
 from common.clients.critic import CriticClient
 from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
-from common.errors import ConfigError, ServiceError
+from common.errors import ConfigError
 from common.models.hub import text_config
 from common.process import topology as names
-from common.process.loop_thread import LoopThread
 from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
-from trainer.backend import BackendContext
-from trainer.build import build_run
+from trainer.backends.backend import BackendContext
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.dashboard.live import dashboard_of_job_group
-from trainer.loop import train
 from trainer.observe.audit import Given
 from trainer.observe.run_dir import console
-from trainer.rank import started
 from trainer.rollouts.services import Services
-from trainer.rollouts.trial import try_rewards
-from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
@@ -39,58 +31,7 @@ from trainer.weights.publisher import Publisher
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
 
-log = logging.getLogger(__name__)
-_SERVICES_START_S = 10.0
-"""Patience with services that start before the model is loaded without a trial of the rewards."""
 _C = TypeVar("_C", bound=Client)
-
-
-def run(config: Config, topology: Topology) -> None:
-    """Trains on this rank until the last step."""
-    run_dir = config.trainer.run_dir
-    assert run_dir is not None, "`load` sets it"
-    with started(config, topology, names.TRAINER) as (ranks, lock), ExitStack() as stack:
-        # Other ranks wait for rank 0 when they load the model.
-        is_new = not (config.trainer.resume and (run_dir / "checkpoints").is_dir())
-        rewards_tried = lock is not None and is_new and _try_rewards(config, topology)
-        training = build_run(
-            config,
-            ranks,
-            run_dir,
-            lock=lock,
-            backend=JobGroupBackend(topology, rewards_tried),
-            stack=stack,
-        )
-        gc.freeze()  # libraries and models stay: the garbage collector need not scan them
-        train(training)
-        training.finish()
-        ranks.barrier()
-
-
-def _try_rewards(config: Config, topology: Topology) -> bool:
-    """Tries the reward functions before the model is loaded; returns whether that was possible: the
-    services may take longer to start. Raises ConfigError for a function that fails.
-    """
-
-    async def trial() -> bool:
-        services = (
-            DataClient(names.DATA, topology.url(names.DATA, config.data.port)),
-            RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port)),
-        )
-        data, reward = services
-        async with data, reward:
-            try:
-                await wait_healthy(services, _SERVICES_START_S, log.debug)
-                (prompt,) = await data.train_prompts(1, 0)
-            except ServiceError as error:
-                # Said now: to load the model may take minutes.
-                log.info("the rewards are not tried before the model is loaded: %s", error)
-                return False
-            await try_rewards(reward, prompt)
-            return True
-
-    with LoopThread() as loop:
-        return loop.call(trial())
 
 
 def check_head(config: Config, model: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from common.wire.schemas import Completion, Group, Int32
-from learning.support import Sampled, Support
+from learning.sampling_support import Sampled, Support
 from trainer.policy import logprobs
 from trainer.policy.logprobs import token_scores
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group
-from trainer.observe.copies import copied_answers, copies
+from trainer.observe.duplicate_answers import copied_answers, duplicate_answers
 from trainer.observe.notes import ALARMS
 
 
@@ -25,7 +25,7 @@ def group(*answers: Completion) -> Group:
 
 def test_one_seed_for_all_answers_is_named() -> None:
     groups = [group(*[answer([7, index, 9], -1.0)] * 4) for index in range(3)]
-    found = copies(groups)
+    found = duplicate_answers(groups)
     assert found.share == 1
     assert found.surprise > ALARMS["copied_answers"].limit
     text = copied_answers(found, Config())["copied_answers"]
@@ -35,7 +35,7 @@ def test_one_seed_for_all_answers_is_named() -> None:
 
 def test_a_policy_that_is_certain_repeats_itself_without_an_alarm() -> None:
     groups = [group(*[answer([7, index, 9], -0.001)] * 8) for index in range(32)]
-    found = copies(groups)
+    found = duplicate_answers(groups)
     assert found.share == 1
     assert copied_answers(found, Config()) == {}
 
@@ -53,9 +53,9 @@ def test_answers_that_are_sampled_independently_raise_no_alarm(entropy: float) -
             drawn = rng.choices(words, weights, k=8)
             answers = [answer([word], math.log(weights[word] / total)) for word in drawn]
             groups.append(group(*answers))
-        assert copied_answers(copies(groups), Config()) == {}
+        assert copied_answers(duplicate_answers(groups), Config()) == {}
 
 
 def test_groups_of_one_and_no_groups_have_nothing_to_compare() -> None:
-    assert copies([group(answer([1], -5.0))]).share == 0
-    assert copied_answers(copies([]), Config()) == {}
+    assert duplicate_answers([group(answer([1], -5.0))]).share == 0
+    assert copied_answers(duplicate_answers([]), Config()) == {}

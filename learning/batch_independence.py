@@ -67,7 +67,7 @@ def longest_sequence(text: Any, max_tokens: int | None) -> int:
     return min(bounds) if bounds else _LONG
 
 
-def check_alone(
+def check_batch_independence(
     model: Any,
     score: Score,
     device: torch.device,

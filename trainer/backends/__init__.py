@@ -1,0 +1,1 @@
+"""What a run gets its services and engines from: `job_group`, or `in_process` on this machine."""
