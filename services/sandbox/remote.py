@@ -185,7 +185,7 @@ class Test:
             Exception: whatever the test raises.
         """
         install()
-        json.JSONEncoder.default = _json_value  # type: ignore[method-assign]
+        json.JSONEncoder.default = _json_value  # type: ignore[assignment]
         if re.search(r"\b(?:np|numpy)\b", text):  # which takes long to import
             make_strict()
         tree = ast.parse(text)
@@ -525,7 +525,7 @@ def _plain(value: Any) -> Any:
     if type(value) is not Remote:
         return value
     plain = object.__getattribute__(value, "_Remote__plain")
-    if not is_mutable(plain):
+    if not is_mutable(plain) and type(plain) is not bytes:  # a bytearray arrives as bytes
         return plain
     # It may have changed since. Decoding a reference updates its plain value.
     now = _do("itself", value)
@@ -614,6 +614,6 @@ for _action in ("next", "setitem", "delitem", "enter"):
     setattr(Remote, f"__{_action}__", _request_of_program(_action))
 for _action in ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem"):
     setattr(Remote, f"__{_action}__", _request_unless_plain(_action))
-for _action in ("int", "float", "complex", "round"):
+for _action in ("int", "float", "complex", "bytes", "round"):
     setattr(Remote, f"__{_action}__", _conversion(_action))
 Remote.__index__ = _conversion("int")  # type: ignore[attr-defined]

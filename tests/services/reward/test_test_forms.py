@@ -617,8 +617,10 @@ from collections import deque
 log = []
 seen = set()
 waiting = deque()
+data = bytearray()
 
 def note(x):
+    data.extend(str(x + 1).encode())
     log.append(x + 1)
     seen.add(x + 1)
     waiting.append(x + 1)
@@ -666,6 +668,7 @@ note(2)
 assert before == [2] and log == [2, 3]
 """,
     "a global list, as JSON": "import json\nnote(1)\nassert json.dumps([log]) == '[[2]]'",
+    "a global bytearray": "note(1)\nassert bytes(data) == b'2' and data.decode() == '2'",
     "a global set": "note(1)\nassert seen == {2} and 2 in seen",
     "a global deque": "note(1)\nwaiting.appendleft(5)\nassert list(waiting) == [5, 2]",
     "a list of an object": """
