@@ -10,6 +10,7 @@ from __future__ import annotations  # its Python may be older than the server's
 import base64
 import builtins
 import collections
+import copy
 import io
 import json
 import operator
@@ -65,6 +66,9 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "enter": _enter,
     "exit": _exit,
     "await": finished,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "type": type,
 }
 """The operations of a test on an object of the program."""
 for _name in BINARY + COMPARED + UNARY + _ITEMS:
@@ -85,11 +89,15 @@ class _Local:
     def __init__(self, program: Program, key: int) -> None:
         self.__dict__.update(_program=program, _key=key)
 
-    def __call__(self, *args: Any) -> Any:
-        return self._program.ask("call", self._key, *args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program.ask("call", self._key, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return self._program.ask("getattr", self._key, name)
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return self._program.ask("getattr", self._key, "__doc__")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._program.ask("setattr", self._key, name, value)
@@ -155,7 +163,7 @@ class Program:
         values: dict[str, Any] = {}
         for name in names:
             if name in self._namespace:
-                values[name] = self._encoded(self._namespace[name])
+                values[name] = self._shared(self._namespace[name])
         return ["ok", values]
 
     def _act(self, action: str, arguments: str) -> list[Any]:
@@ -172,7 +180,18 @@ class Program:
             now = self._encoded(args[i])
             if now != content:
                 changed.append([i, now])
-        return ["ok", self._encoded(value), changed]
+        result = self._shared(value) if action == "getattr" else self._encoded(value)
+        return ["ok", result, changed]
+
+    def _shared(self, value: Any) -> Any:
+        """Encodes what the program keeps: the test may change a list or dictionary, and sees what
+        the program changes later.
+        """
+        content = self._encoded(value)
+        if type(value) not in _MUTABLE:
+            return content
+        self._objects[id(value)] = value
+        return ["object", id(value), [content], False]
 
     def _encoded(self, value: Any, depth: int = 0) -> Any:
         """Encodes a value for the test: plain ones as data, any other as a reference."""
@@ -195,7 +214,8 @@ class Program:
             return ["exception", id(value), value.__module__, value.__name__, encoded_bases]
         converts = any(hasattr(type(value), name) for name in ("tolist", "__index__", "__float__"))
         has_plain_value = converts or isinstance(value, _PLAIN)
-        return ["object", id(value), [encoded(value)] if has_plain_value else []]
+        plain = [encoded(value)] if has_plain_value else []
+        return ["object", id(value), plain, isinstance(value, types.GeneratorType)]
 
     def _loads(self, content: str) -> Any:
         return _Unpickler(io.BytesIO(base64.b64decode(content)), self).load()

@@ -114,12 +114,24 @@ class param(tuple):  # type: ignore[type-arg]
         return super().__new__(cls, values)
 
 
-def fixture(function: Any = None, *, name: str = "", autouse: bool = False, **_: Any) -> Any:
-    """Marks a function as a fixture."""
+def fixture(
+    function: Any = None,
+    *,
+    name: str = "",
+    autouse: bool = False,
+    params: Iterable[Any] = (),
+    **_: Any,
+) -> Any:
+    """Marks a function as a fixture; with `params` a test runs for each `request.param`."""
 
     def marked(function: Any) -> Any:
         function.fixture_name = name or function.__name__
         function.is_automatic = autouse
+        function.choices = []
+        for value in params:
+            choice = value[0] if isinstance(value, param) else value
+            request = types.SimpleNamespace(param=choice)
+            function.choices.append({f"{function.fixture_name}.request": request})
         return function
 
     return marked if function is None else marked(function)

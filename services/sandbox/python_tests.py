@@ -130,7 +130,7 @@ def _tests(tree: ast.Module, text: str, where: str) -> list[str]:
     The cases of unittest are not among them: unittest finds them itself. Raises InvalidInput for a
     test function whose argument nothing provides.
     """
-    fixtures = _fixtures(tree)
+    fixtures = _fixtures(tree, text, where)
     names: list[str] = []
     for definition in _definitions(tree):
         if _never_counts(definition):
@@ -194,15 +194,23 @@ def _required(function: _Function) -> list[str]:
     return [argument.arg for argument in required if argument.arg not in ("self", "cls")]
 
 
-def _fixtures(tree: ast.Module) -> set[str]:
-    """Returns the names of the fixtures that a test defines."""
+def _fixtures(tree: ast.Module, text: str, where: str) -> set[str]:
+    """Returns the names of the fixtures that a test defines. Raises InvalidInput for one whose
+    argument nothing provides.
+    """
     names: set[str] = set()
+    decorated: list[tuple[_Function, str]] = []
     for node in ast.walk(tree):
         if not isinstance(node, _Function):
             continue
         for decorator in node.decorator_list:
             if "fixture" in ast.unparse(decorator):
                 names |= {node.name, *_texts(decorator)}
+                decorated.append((node, ast.unparse(decorator)))
+
+    for function, decoration in decorated:
+        provided = {*names, "request"} if "params=" in decoration else names
+        _refuse_missing(function, provided, text, where)
     return names
 
 

@@ -38,6 +38,7 @@ _TEST = "__main__"
 
 _CHECKED = "__checked__"
 _SAME = "__same__"
+_TYPE = "__type__"
 
 
 class _Checks(ast.NodeTransformer):
@@ -63,7 +64,15 @@ class _Checks(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if isinstance(node.func, ast.Name) and name == "type" and len(node.args) == 1:
+            node.func = ast.Name(_TYPE, ast.Load())
         return self._counted(node) if name.startswith(("assert", "raises")) else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr != "__class__" or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.Call(ast.Name(_TYPE, ast.Load()), [node.value], [])
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -107,6 +116,14 @@ def _computes(expression: ast.expr) -> bool:
 _COMPUTING = frozenset(("dict", "len", "list", "max", "min", "reversed", "set", "sorted", "sum"))
 
 
+_NAMING = ("__name__", "__qualname__", "__doc__")
+"""Attributes of the test's functions that a decorator of the program keeps."""
+
+
+def _is_mock(value: Any) -> bool:
+    return type(value).__module__ == "unittest.mock"
+
+
 class _Pickler(pickle.Pickler):
     """Writes values of the test for the program."""
 
@@ -119,7 +136,9 @@ class _Pickler(pickle.Pickler):
         if kind is Remote:
             return "object", _key(value)
         is_function_of_test = getattr(value, "__module__", None) == _TEST and callable(value)
-        if kind.__module__ == _TEST or is_function_of_test:
+        # A method such as `seen.append`: a copy of it would change a copy of the list.
+        is_bound = kind is types.BuiltinMethodType and is_mutable(value.__self__)
+        if kind.__module__ == _TEST or is_function_of_test or is_bound or _is_mock(value):
             self._test.locals[id(value)] = value
             return "local", id(value)
         return None
@@ -149,6 +168,8 @@ class Test:
         self._exceptions: dict[int, Any] = {}
         self.locals: dict[int, Any] = {}
         """Objects of the test to which the program has references."""
+        self.generators: set[int] = set()
+        """Which objects of the program are generators."""
 
     def run(self, text: str, tests: list[str], source: str, entry_point: str) -> None:
         """Runs a test: its statements, then the functions and classes that are tests.
@@ -164,6 +185,7 @@ class Test:
             Exception: whatever the test raises.
         """
         install()
+        json.JSONEncoder.default = _json_value  # type: ignore[assignment]
         if re.search(r"\b(?:np|numpy)\b", text):  # which takes long to import
             make_strict()
         tree = ast.parse(text)
@@ -186,7 +208,7 @@ class Test:
         ast.fix_missing_locations(tree)
         module = types.ModuleType(_TEST)
         module.__dict__.update(namespace, __file__="/test_solution.py")
-        module.__dict__.update({_CHECKED: checks.count_one, _SAME: same})
+        module.__dict__.update({_CHECKED: checks.count_one, _SAME: same, _TYPE: _type_of})
         sys.modules[_TEST] = module
         try:
             exec(compile(tree, "<test>", "exec"), module.__dict__)  # noqa: S102
@@ -325,10 +347,18 @@ class Test:
             target = self.locals[key]
             args = [self._decoded(arg) for arg in content]
             if action == "call":
-                return target(*args), None
+                positional, named = args
+                return target(*positional, **named), None
             name = str(args[0])
+            if isinstance(target, types.FunctionType) and name in _NAMING:
+                return getattr(target, name), None
             value = getattr(target, name, None)
-            if name.startswith("_") or type(target).__module__ != _TEST:
+            is_mock = _is_mock(target)
+            if name.startswith("_") or not (is_mock or type(target).__module__ == _TEST):
+                raise AttributeError(name)
+            # What a mock has recorded, and how it is set up, is not the program's to change.
+            is_method = callable(value) and not _is_mock(value)
+            if is_mock and (action == "setattr" or is_method):
                 raise AttributeError(name)
             if action == "setattr" and not callable(value):
                 setattr(target, name, args[1])
@@ -366,8 +396,10 @@ class Test:
         if kind != "object":
             raise ValueError(f"there is no such kind: {kind}")
         remote = self._remotes.setdefault(int(key), Remote(self, int(key), _ABSENT))
-        [plain] = content
-        _set_plain(remote, decoded(plain[0]) if plain else _ABSENT)
+        plain, is_generator = content
+        if is_generator:
+            self.generators.add(int(key))
+        _set_plain(remote, self._decoded(plain[0]) if plain else _ABSENT)
         return remote
 
     def _exception(self, key: int, module: str, name: str, bases: list[Any]) -> Any:
@@ -420,9 +452,10 @@ _CHANGES = {
     *(set(dir(set)) - set(dir(frozenset))),
     *(set(dir(bytearray)) - set(dir(bytes))),
     *(set(dir(dict)) - set(dir(types.MappingProxyType))),
+    *("appendleft", "extendleft", "popleft", "rotate", "move_to_end", "subtract"),
 }
-"""Methods that change a list, a set, a bytearray or a dictionary. The program's objects change in
-its process; all other methods of plain values are computed in this one."""
+"""Methods that change a list, a set, a bytearray, a dictionary or a deque. The program's objects
+change in its process; all other methods of plain values are computed in this one."""
 
 
 class Remote:
@@ -438,8 +471,14 @@ class Remote:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that an int of the program is an instance of int
+        if _key(self) in _test(self).generators:
+            return types.GeneratorType
         plain = _plain(self)
         return Remote if plain is _ABSENT else type(plain)
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return _do("getattr", self, "__doc__")
 
     def __getattr__(self, name: str) -> Any:
         plain = _plain(self)
@@ -462,6 +501,12 @@ class Remote:
     def __instancecheck__(self, value: Any) -> bool:
         return type(value) is Remote and _do("isinstance", value, self) is True
 
+    def __copy__(self) -> Any:
+        return _do("copy", self)
+
+    def __deepcopy__(self, _: object) -> Any:
+        return _do("deepcopy", self)
+
     def __hash__(self) -> int:
         plain = _plain(self)
         return _do("hash", self) if plain is _ABSENT else hash(plain)
@@ -480,15 +525,29 @@ def _plain(value: Any) -> Any:
     if type(value) is not Remote:
         return value
     plain = object.__getattribute__(value, "_Remote__plain")
-    if type(plain) not in (list, dict, set, bytearray):
+    if not is_mutable(plain) and type(plain) is not bytes:  # a bytearray arrives as bytes
         return plain
-    _do("itself", value)  # it may have changed since
-    return object.__getattribute__(value, "_Remote__plain")
+    # It may have changed since. Decoding a reference updates its plain value.
+    now = _do("itself", value)
+    return object.__getattribute__(value, "_Remote__plain") if now is value else now
 
 
 def _is_plain(value: Any) -> bool:
     """Whether this is a value of the test, or an object with a plain value."""
     return type(value) is not Remote or _plain(value) is not _ABSENT
+
+
+def _json_value(_: object, value: Any) -> Any:
+    """Returns the plain value of an object, for `json.dumps`."""
+    if _is_plain(value) and type(value) is Remote:
+        return _plain(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _type_of(value: Any) -> Any:
+    """Returns the type of a value; of an object of the program, the program's class."""
+    itself = _do("itself", value) if type(value) is Remote else value
+    return _do("type", value) if type(itself) is Remote else type(itself)
 
 
 def _set_plain(remote: Any, plain: Any) -> None:
@@ -555,6 +614,6 @@ for _action in ("next", "setitem", "delitem", "enter"):
     setattr(Remote, f"__{_action}__", _request_of_program(_action))
 for _action in ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem"):
     setattr(Remote, f"__{_action}__", _request_unless_plain(_action))
-for _action in ("int", "float", "complex", "round"):
+for _action in ("int", "float", "complex", "bytes", "round"):
     setattr(Remote, f"__{_action}__", _conversion(_action))
 Remote.__index__ = _conversion("int")  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import inspect
 import io
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -81,15 +81,30 @@ class _Fixtures:
         """Returns the names of the fixtures that every test uses."""
         return [name for name, function in self._functions.items() if function.is_automatic]
 
+    def choices(self, names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+        """Returns the sets of parameters of the fixtures among these, and of those that they
+        use.
+        """
+        found: dict[str, list[dict[str, Any]]] = {}
+        for name in names:
+            if name in self._functions:
+                function = self._functions[name]
+                found.update(self.choices(_required(function)))
+                found[name] = function.choices or [{}]
+        return found
+
     def value(self, name: str, ready: dict[str, Any], cleanup: list[Iterator[Any]]) -> Any:
         """Returns the value of a fixture; `ready` holds those of this test, and its `self`."""
         if name not in ready:
             function = self._functions[name]
-            arguments = {key: self.value(key, ready, cleanup) for key in _required(function)}
+            arguments: dict[str, Any] = {}
+            for key in _required(function):
+                wanted = f"{name}.request" if key == "request" else key
+                arguments[key] = self.value(wanted, ready, cleanup)
             if "self" in inspect.signature(function).parameters:
                 arguments["self"] = ready["self"]
             value = function(**arguments)
-            if inspect.isgenerator(value):
+            if type(value) is types.GeneratorType:  # not one of the program
                 cleanup.append(value)
                 value = next(value)
             ready[name] = value
@@ -124,14 +139,16 @@ def _run_function(function: Any, fixtures: _Fixtures, owner: Any = None) -> None
     """Runs a test function for every set of its parameters."""
     if getattr(function, "is_skipped", False):
         return
-    for parameters in _parameter_sets(getattr(function, "parameters", [])):
+    required = _required(function)
+    choices = fixtures.choices([*fixtures.automatic(), *required])
+    stacked = [*choices.values(), *getattr(function, "parameters", [])]
+    for parameters in _parameter_sets(stacked):
         ready = dict(parameters, self=owner)
         cleanup: list[Iterator[Any]] = []
-        names = [name for name in fixtures.automatic() if name not in ready]
-        for name in names:
+        for name in fixtures.automatic():
             fixtures.value(name, ready, cleanup)
-        arguments = dict(parameters)
-        for name in _required(function):
+        arguments = {name: value for name, value in parameters.items() if name.isidentifier()}
+        for name in required:
             arguments[name] = fixtures.value(name, ready, cleanup)
         _run_to_end(function, arguments)
         for generator in reversed(cleanup):

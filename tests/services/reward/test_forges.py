@@ -45,6 +45,12 @@ TESTS = [
     "assert f('ab') == 'abab' and True",
     "assert str(f(2)) == '4' and f'{f(2.5):.2f}' == '5.00'",
     "assert int(f(2)) == 4 and round(f(2.4)) == 5 and hash(f(2)) == 4",
+    "assert type(f(2)) is int and type(f('a')) is str and f(2) == 4",
+    "from unittest.mock import Mock\nm = Mock(return_value=1)\ng(m, 2)\n"
+    "m.assert_called_once_with(4)",
+    "seen = []\ng(seen.append, 2)\nassert seen == [4]",
+    "import json\nassert json.dumps({'a': f(2)}) == '{\"a\": 4}'",
+    "import copy\nassert copy.deepcopy(f(2)) == 4 and copy.copy(f('a')) == 'aa'",
 ]
 ZERO = "def f(x): return 0\ndef g(call, x): return 0\n"
 
@@ -115,9 +121,9 @@ FORGES = {
         candidate=0,
     ),
     "names: judges": names(
-        f=["object", 1, [4]],
+        f=["object", 1, [4], False],
         isclose=INDEX_ERROR,
-        math=["object", 2, []],
+        math=["object", 2, [], False],
         approx=INDEX_ERROR,
         raises=INDEX_ERROR,
     ),
@@ -135,7 +141,7 @@ FORGES = {
     ),
     "names: twice": names(f=["local", 1]) + message("ok", {"f": 4}) + message("ok", True, []),
     "kinds: none such": message("done", {}) + message("answer", "x") + ZERO,
-    "kinds: skipped": message("ok", {"f": ["object", 1, []]})
+    "kinds: skipped": message("ok", {"f": ["object", 1, [], False]})
     + message(
         "raise",
         [
@@ -158,15 +164,15 @@ FORGES = {
     "kinds: an exception that skips a test": "import unittest\ndef f(x): raise unittest.SkipTest\ng = f",
     "its process: what the test asks for": "import os, json\nline = os.read(4, 1 << 16)\n"
     "words = [w for w in json.loads(line)[1] if w.isdigit() or w == 'abab']\n"
-    "os.write(5, json.dumps(['ok', {'f': ['object', 1, []]}]).encode() + b'\\n')\n"
+    "os.write(5, json.dumps(['ok', {'f': ['object', 1, [], False]}]).encode() + b'\\n')\n"
     "def f(x): return words[0] if words else 0\nf = f if words else 0\n",
-    "kinds: requests to the test": message("ok", {"f": ["object", 1, []]})
+    "kinds: requests to the test": message("ok", {"f": ["object", 1, [], False]})
     + message("ask", "call", 1, [])
     + message("ask", "setattr", 0, ["x", 1])
     + ZERO,
     "kinds: not JSON": "import os\nos.write(5, b'\\xff{]\\n' * 9)\n" + ZERO,
     "kinds: nested without end": "import os\nos.write(5, b'[' * 60000 + b'\\n')\n" + ZERO,
-    "kinds: arguments that were changed": message("ok", {"f": ["object", 1, []]})
+    "kinds: arguments that were changed": message("ok", {"f": ["object", 1, [], False]})
     + "".join(message("ok", 9, [[i, ["list", []]]]) for i in (-1, 0, 1, 9))
     + ZERO,
     "values: an object": same("", result=""),
@@ -221,6 +227,27 @@ FORGES = {
     "    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGCHLD, signal.SIGWINCH, signal.SIGHUP):\n"
     "        if pid not in (0, -1, os.getpid()):\n            try: os.kill(pid, number)\n            except OSError: pass\n"
     + ZERO,
+    "a mock's record": """
+def f(x): return 0
+def g(mock, x):
+    def attempt(action):
+        try: action()
+        except Exception: pass
+    for name, value in {'called': True, 'call_count': 1, 'call_args': ((4,), {})}.items():
+        attempt(lambda: setattr(mock, name, value))
+        attempt(lambda: mock.configure_mock(**{name: value}))
+    for name in ('assert_called_once_with', '_mock_call', 'side_effect', '__class__'):
+        attempt(lambda: setattr(mock, name, lambda *a, **k: None))
+    attempt(lambda: mock.attach_mock(mock, 'assert_called_once_with'))
+    attempt(lambda: mock.mock_add_spec(['call_count']))
+    attempt(lambda: mock.call_args_list.append(((4,), {})))
+    attempt(lambda: mock.return_value(4))
+    attempt(lambda: mock.assert_called_once_with(4))
+    return mock
+""",
+    "the type of a value": "class Same:\n    __class__ = int\n    def __index__(self): return 9\n"
+    "    def __copy__(self): return 9\n    __deepcopy__ = lambda self, memo: 9\n"
+    "def f(x): return Same()\ndef g(call, x): return call",
     "a callback's failure is hidden": "def f(x): return 0\ndef g(call, x):\n    try: call(0)\n    except BaseException: pass\n",
 }
 

@@ -610,6 +610,154 @@ class Cases(unittest.TestCase):
 """,
 }
 
+STATE = """\
+import functools
+from collections import deque
+
+log = []
+seen = set()
+waiting = deque()
+data = bytearray()
+
+def note(x):
+    data.extend(str(x + 1).encode())
+    log.append(x + 1)
+    seen.add(x + 1)
+    waiting.append(x + 1)
+
+def total():
+    return sum(log)
+
+class Node:
+    def __init__(self, value):
+        self.value = value + 1
+        self.children = []
+    def size(self):
+        return self.value + sum(child.size() for child in self.children)
+
+class Emitter:
+    def __init__(self):
+        self.handlers = []
+    def on(self, handler):
+        self.handlers.append(handler)
+    def emit(self, x, **named):
+        return [handler(x + 1, **named) for handler in self.handlers]
+
+def traced(function):
+    @functools.wraps(function)
+    def call(x):
+        return function(x + 1)
+    return call
+
+def up(n):
+    for x in range(n):
+        yield x + 1
+"""
+STATE_WRONG = STATE.replace("x + 1", "x").replace("value + 1", "value")
+ON_STATE = {
+    "a global list": "note(1)\nnote(2)\nassert log == [2, 3] and len(log) == 2 and log[-1] == 3",
+    "a global list, imported": "from solution import log, note\nnote(1)\nassert log == [2]",
+    "a global list, of a module": "import solution\nsolution.note(1)\nassert solution.log == [2]",
+    "a global list, cleared": "note(7)\nlog.clear()\nnote(1)\nassert total() == 2",
+    "a global list, changed": "note(1)\nlog[0] += 1\nlog.append(4)\nassert total() == 7",
+    "a global list, copied": """
+import copy
+note(1)
+before = copy.deepcopy(log)
+note(2)
+assert before == [2] and log == [2, 3]
+""",
+    "a global list, as JSON": "import json\nnote(1)\nassert json.dumps([log]) == '[[2]]'",
+    "a global bytearray": "note(1)\nassert bytes(data) == b'2' and data.decode() == '2'",
+    "a global set": "note(1)\nassert seen == {2} and 2 in seen",
+    "a global deque": "note(1)\nwaiting.appendleft(5)\nassert list(waiting) == [5, 2]",
+    "a list of an object": """
+root = Node(1)
+root.children.append(Node(2))
+assert root.size() == 5 and len(root.children) == 1
+assert isinstance(root.children, list) and type(root.children) is list
+""",
+    "the class of an object": """
+node = Node(1)
+assert type(node) is Node and node.__class__.__name__ == "Node" and node.value == 2
+""",
+    "a copy of an object": """
+import copy
+node = Node(1)
+other = copy.deepcopy(node)
+other.children.append(node)
+assert not node.children and other.size() == 4
+""",
+    "a method of a list as a callback": """
+got = []
+emitter = Emitter()
+emitter.on(got.append)
+emitter.emit(1)
+assert got == [2]
+""",
+    "named arguments of a callback": """
+emitter = Emitter()
+emitter.on(lambda x, step: x * step)
+assert emitter.emit(1, step=3) == [6]
+""",
+    "a mock": """
+from unittest.mock import Mock
+handler = Mock(return_value=3)
+emitter = Emitter()
+emitter.on(handler)
+assert emitter.emit(1, step=2) == [3]
+handler.assert_called_once_with(2, step=2)
+""",
+    "a method of a mock": """
+from unittest.mock import MagicMock
+service = MagicMock()
+service.send.side_effect = [ValueError("x"), 5]
+emitter = Emitter()
+emitter.on(service.send)
+try:
+    emitter.emit(1)
+except ValueError:
+    pass
+assert emitter.emit(2) == [5]
+assert [call.args for call in service.send.call_args_list] == [(2,), (3,)]
+""",
+    "the name of a decorated function": """
+@traced
+def same(x):
+    "Returns x."
+    return x
+assert same.__name__ == "same" and same.__doc__ == "Returns x." and same(1) == 2
+""",
+    "a generator": """
+import inspect, types
+assert isinstance(up(2), types.GeneratorType) and inspect.isgenerator(up(1))
+assert list(up(2)) == [1, 2]
+""",
+    "a generator of a fixture": """
+import pytest
+@pytest.fixture
+def numbers():
+    return up(2)
+def test_up(numbers):
+    assert next(numbers) == 1 and next(numbers) == 2
+""",
+    "parameters of a fixture": """
+import pytest
+@pytest.fixture(params=[1, pytest.param(2, id="two")])
+def x(request):
+    return request.param
+@pytest.fixture
+def nodes(x):
+    return [Node(x)]
+@pytest.mark.parametrize("times", [1, 2])
+def test_nodes(nodes, x, times):
+    note(times)
+    assert nodes[0].size() == x + 1
+def test_number_of_tests():
+    assert len(log) == 4 and log[-1] == 3
+""",
+}
+
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
@@ -631,6 +779,12 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(
 
     assert score(code, RIGHT, cases) == 1.0
     assert score(code, WRONG, cases) == 0.0
+
+
+@pytest.mark.parametrize("form", ON_STATE)
+def test_a_test_reaches_what_a_program_keeps(code: CodeRewardFunction, form: str) -> None:
+    assert score(code, STATE, [ON_STATE[form]]) == 1.0
+    assert score(code, STATE_WRONG, [ON_STATE[form]]) == 0.0
 
 
 @pytest.mark.parametrize("form", CANNOT_FAIL)
@@ -719,6 +873,13 @@ def test_arrays_are_compared_where_programs_have_numpy() -> None:
 def test_a_fixture_that_does_not_exist_is_named(name: str) -> None:
     with pytest.raises(InvalidInput, match=f"'{name}' of test_it"):
         parse_cases([f"def test_it({name}):\n    assert double(2) == 4"])
+    with pytest.raises(InvalidInput, match=f"'{name}' of x"):
+        parse_cases(
+            [
+                f"import pytest\n@pytest.fixture\ndef x({name}):\n    return 2\n"
+                "def test_it(x):\n    assert double(x) == 4"
+            ]
+        )
 
 
 @pytest.mark.parametrize(
