@@ -360,8 +360,10 @@ def _addresses(group: JobGroup, placement: Placement, log_dir: Path, made: str) 
         lines.append(f'  curl -H "Authorization: Bearer $(cat {file})" …')
     for task in group.tasks:
         if task.name == TRAINER and _OURS.search(task.run):
-            port = task.settings({**os.environ, **task.env}).trainer.port
-            url = Topology(group=group.name, local_hosts=placement.hosts).url(TRAINER, port)
+            env = {**os.environ, **task.env}
+            here = Topology(group=group.name, local_hosts=placement.hosts)
+            _, _, place = here.url(TRAINER, task.settings(env).trainer.port).partition("://")
+            url = f"https://{place}" if env.get("TLS_CERT") else f"http://{place}"
             given = f"#token={made}" if made else ""
             lines.append(f"dashboard, once the trainer has started: {url}/dashboard/{given}")
     return lines

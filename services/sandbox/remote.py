@@ -386,8 +386,8 @@ class Test:
         if kind == "local":
             return self.locals[key]
         if kind == "made":
-            module, [name, items] = key, content
-            value = made(module, name, [self._decoded(item) for item in items])
+            name, items = content
+            value = made(key, name, [self._decoded(item) for item in items])
             return strict_array(value) if name == "array" else value
         if kind == "coroutine":
             return self._awaitable(int(key))
