@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import secrets
 import time
 from pathlib import Path
 
@@ -102,10 +101,9 @@ class KeptServer:
             self._started_at = time.monotonic()
             if self._home is None:
                 self._home = await asyncio.to_thread(self._folders.make)
-            mark = secrets.token_hex(16)
-            variables = {"PROGRAM_ID": mark, "PORT": str(self._port)}
-            words = [word.replace(PORT, str(self._port)) for word in self._words]
-            self._program = await RunningProgram.start(words, variables, mark=mark, home=self._home)
+            port = str(self._port)
+            words = [word.replace(PORT, port) for word in self._words]
+            self._program = await RunningProgram.start(words, {"PORT": port}, home=self._home)
 
         while not self._is_ready:
             if self._program.ended:
@@ -118,8 +116,7 @@ class KeptServer:
 
     async def _failed_start(self, program: RunningProgram) -> Exception:
         """Counts a server that ended before it answered, and returns the error."""
-        status = await program.wait()
-        output = await program.kill()
+        status, output = await program.finish()
         reason = f"{self._words[0]} {how_ended(status)} before it answered: {output}"
         self._failed_starts += 1
         if status != WRONG_SETTING and self._failed_starts < _MAX_FAILED_STARTS:

@@ -168,7 +168,7 @@ class ProgramRunner:
             session.close()  # no more sampling once it is graded
             _check_answered(session)
         else:
-            content = self._task(task, session, self._runtime.gateway())
+            content = self._task(task, session, self._runtime.gateway)
             reward = await self._run_command(content, session, limits)
         if session.graded.is_set() and not self._plays_tasks:
             reward = session.reward
@@ -180,7 +180,7 @@ class ProgramRunner:
     ) -> Any:
         """Runs the command in a container; returns the reward, or None."""
         home = await asyncio.to_thread(self._folders.make)
-        spec = Spec(lifetime_s=limits.deadline_s, mark=session.id, image=self._section.image)
+        spec = Spec(lifetime_s=limits.deadline_s, image=self._section.image)
         try:
             if self._plays_tasks:
                 return await self._work_on_task(content, session, home, spec)

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -119,8 +120,11 @@ class Folders:
 
 
 class RunningProgram:
-    """A process group, made by `start`. `mark` is a text that only its environment variables
-    contain.
+    """A process group, made by `start`.
+
+    Args:
+        process: its starter (`common.process.child`).
+        mark: a text that only the environment variables of its processes contain.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
@@ -136,7 +140,6 @@ class RunningProgram:
         words: Sequence[str],
         env: Mapping[str, str],
         *,
-        mark: str,
         home: Path,
         stdin: bytes | Path | int = b"",
         output: Path | None = None,
@@ -146,21 +149,21 @@ class RunningProgram:
         Args:
             words: its command line.
             env: its environment variables, besides the inherited ones.
-            mark: a text that only its environment variables contain.
             home: its folder.
-            stdin: its input, a file of it, or an open file descriptor.
+            stdin: its input: the bytes, a file that holds them, or an open file descriptor.
             output: a file for its standard output, of at most 4 GiB.
 
         Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the
         resources.
         """
+        mark = secrets.token_hex(16)
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         authority = tls().authority
         if authority:
             for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"):
                 variables[name] = authority
         variables |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}
-        variables |= env
+        variables |= {**env, "PROGRAM_ID": mark}
 
         try:
             with contextlib.ExitStack() as files:
@@ -211,6 +214,16 @@ class RunningProgram:
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return status if status >= 0 else SIGNALLED - status
+
+    async def finish(self) -> tuple[int, str]:
+        """Waits for the program and kills what it left running; returns its exit status and the end
+        of the output.
+        """
+        try:
+            status = await self.wait()
+        finally:
+            output = await self.kill()
+        return status, output
 
     def terminate(self) -> None:
         """Asks the program to end by itself."""

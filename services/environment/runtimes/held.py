@@ -24,11 +24,6 @@ HOLD = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && exec cat"
 it says, and ends with its input."""
 
 
-def new_name() -> str:
-    """Returns a name for a container."""
-    return f"{LABEL}-{secrets.token_hex(8)}"
-
-
 def call(words: Sequence[str], value: str, *, remedy: str) -> str:
     """Runs a command of the server's start; returns its output. Raises ConfigError."""
     try:
@@ -49,19 +44,16 @@ class Held(Container):
 
     Args:
         home: a folder of this machine for its files.
-        mark: a text that only its environment variables contain.
-        name: its name.
-        program: the client of its runtime, `docker` or `kubectl`.
-        remove: arguments of the client that remove it at once.
     """
 
-    def __init__(
-        self, home: Path, mark: str, *, name: str, program: str, remove: Sequence[str]
-    ) -> None:
-        super().__init__(home, mark)
-        self.name = name
-        self._program = program
-        self._remove = remove
+    client_name: str
+    """The client of its runtime, `docker` or `kubectl`."""
+    remove: tuple[str, ...]
+    """Arguments of the client that remove a container at once, before its name."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.name = f"{LABEL}-{secrets.token_hex(8)}"
         self._holder: RunningProgram | None = None
         self._held_open = -1
 
@@ -91,34 +83,15 @@ class Held(Container):
         await asyncio.to_thread(pack, spec.build, archive)
         await self.put(archive, WORKDIR)
 
-    async def client(
-        self,
-        words: Sequence[str],
-        *,
-        stdin: bytes | Path | int = b"",
-        output: Path | None = None,
-    ) -> RunningProgram:
+    async def client(self, words: Sequence[str], stdin: bytes | int = b"") -> RunningProgram:
         """Starts the client with the server's own environment, in which it finds its daemon."""
-        own = secrets.token_hex(16)  # its end must not end the container's holder
-        return await RunningProgram.start(
-            [self._program, *words],
-            {**os.environ, "EPISODE_CLIENT": own},
-            mark=own,
-            home=self.home,
-            stdin=stdin,
-            output=output,
-        )
+        command = [self.client_name, *words]
+        return await RunningProgram.start(command, os.environ, home=self.home, stdin=stdin)
 
-    async def exec(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        stdin: bytes | Path = b"",
-        output: Path | None = None,
-    ) -> RunningProgram:
-        """Starts a program in the container."""
-        return await self.client(self._exec_words(words, env or {}), stdin=stdin, output=output)
+    def _command(
+        self, words: Sequence[str], env: Mapping[str, str]
+    ) -> tuple[Sequence[str], Mapping[str, str]]:
+        return [self.client_name, *self._exec_words(words, env)], os.environ
 
     @abstractmethod
     def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -127,11 +100,8 @@ class Held(Container):
     async def kill(self) -> None:
         """Removes the container. A client that fails is no matter: it ends with its holder."""
         with contextlib.suppress(EnvironmentLost):
-            removing = await self.client(self._remove)
-            try:
-                await removing.wait()
-            finally:
-                await removing.kill()
+            removing = await self.client([*self.remove, self.name])
+            await removing.finish()
         if self._held_open >= 0:
             os.close(self._held_open)
             self._held_open = -1
