@@ -234,9 +234,9 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
             if connection is not None:
                 if connection.is_lost:
                     raise ClientGone("the client closed the connection")
-                called.sends(answer.call, connection.deliver().taken)
+                answer.call.was_taken = connection.deliver().taken
         except BaseException:
-            called.lose(answer.call)
+            answer.call.lose()
             raise
         return response
 

@@ -7,7 +7,6 @@ reward.
 """
 
 import asyncio
-import hashlib
 import inspect
 import json
 import time
@@ -19,7 +18,7 @@ from common.errors import InvalidInput, shorten
 from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
-from services.environment.messages import Message, encodable, parse_messages, tools_key
+from services.environment.messages import Message, encodable, parse_messages
 from services.environment.outcome import (
     CallTimedOut,
     EnvironmentLost,
@@ -116,8 +115,10 @@ class EpisodeRun:
         self._chat = await self._begin()
         self._prompt_messages = len(self._chat)
         while True:
+            # No call of an episode is made twice: its number tells it from the others.
+            key = str(self._session.turns)
             try:
-                answer = await self._session.call(self._chat, self._tools, self._call_key())
+                answer = await self._session.call(self._chat, self._tools, key)
             except LimitReached:
                 outcome.stop_reason = self._session.stop_reason
                 return
@@ -146,13 +147,6 @@ class EpisodeRun:
                 if not new_messages:
                     return
                 self._chat += new_messages
-
-    def _call_key(self) -> str:
-        """Returns the key of the next call. The turn is part of it: no call is made twice here."""
-        chat = "\n".join(message.key for message in self._chat).encode("utf-8", "surrogatepass")
-        content = tools_key(self._tools) + b"\n" + chat
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return f"{self._session.turns} {digest}"
 
     async def _turn_rewards(self) -> list[float]:
         """Returns the environment's rewards for single turns; empty when it gives none."""

@@ -329,9 +329,9 @@ async def _wait_for_end(program: RunningProgram, session: Session) -> int:
 
 def _check_answered(session: Session) -> None:
     """Raises EnvironmentLost when a call has no answer: the program may have made a 0 of it."""
-    for error in session.unanswered().values():
-        if error is not None:
-            raise EnvironmentLost(f"the engines did not answer a call: {error}")
+    for call in session.unanswered():
+        if call.error is not None:
+            raise EnvironmentLost(f"the engines did not answer a call: {call.error}")
         raise EnvironmentLost(
             "a call had no answer when the program ended or stopped waiting: the engines may be "
             "slow; give its client a longer time-out, and let it read every answer to its end"

@@ -40,8 +40,6 @@ _TRIES = 3
 _DETAIL_CHARS = 10_000
 _SEND_AGAIN = "it was deleted or never made: send the request again"
 
-log = logging.getLogger(__name__)
-
 
 class _Known(NamedTuple):
     """A request whose episodes are running, or finished and remembered."""
@@ -390,9 +388,9 @@ class EpisodeService:
             outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
-        for failure in session.unanswered().values():
-            if isinstance(failure, ServiceLost):
-                raise failure
+        for call in session.unanswered():
+            if isinstance(call.error, ServiceLost):
+                raise call.error
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
