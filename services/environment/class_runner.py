@@ -23,6 +23,7 @@ from services.environment.outcome import (
     CallTimedOut,
     EnvironmentLost,
     EpisodeFailed,
+    EpisodeRunner,
     Outcome,
     parse_reward,
     play_to_end,
@@ -290,7 +291,7 @@ class EpisodeRun:
         return text
 
 
-class ClassRunner:
+class ClassRunner(EpisodeRunner):
     """Runs the episodes of an environment, with at most `threads` concurrent calls."""
 
     def __init__(self, environment: Environment, threads: int) -> None:
@@ -303,7 +304,7 @@ class ClassRunner:
         prepare = getattr(environment.make, "_prepare", None)
         if prepare is not None:
             prepare()
-        self.threads = Threads(threads)
+        self.threads: Threads = Threads(threads)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome; never raises, except when cancelled."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -11,7 +12,7 @@ from common.errors import ServiceLost
 from common.process.exits import how_ended
 from common.process.topology import WRONG_SETTING
 from services.environment.environments import FIELD
-from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, recorded
 from services.environment.programs import Folders, RunningProgram, free_port, words_of
 
 PORT = "{port}"
@@ -75,15 +76,25 @@ class KeptServer:
                 f"{self._words[0]} was not ready within {deadline_s:g} s"
             ) from None
 
-    async def end_if_lost(self, program: RunningProgram) -> None:
-        """Kills a server that does not answer, so that it is started again.
+    async def play(self, episode: Callable[[], Awaitable[Outcome]], deadline_s: float) -> Outcome:
+        """Plays an episode with the server; returns its outcome. Raises ServiceLost.
 
-        It may hang, or be shutting down.
+        A server that was lost in it, since it hangs or is shutting down, is killed, so that it is
+        started again.
         """
-        if program is not self._program or program.ended:
-            return
-        if not await self._answers():
-            await program.kill()
+        outcome = Outcome()
+        with recorded(outcome):
+            program = await self.ready(deadline_s)
+        if outcome.status != "ok":
+            return outcome
+
+        outcome = await episode()
+        if outcome.status in ("timeout", "died"):
+            # Another episode may have started the next one meanwhile.
+            is_newest = program is self._program and not program.ended
+            if is_newest and not await self._answers():
+                await program.kill()
+        return outcome
 
     async def close(self) -> None:
         """Ends the server and removes its folder."""

@@ -10,7 +10,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -21,9 +22,15 @@ from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
 from services.environment.environments import FIELD, Environment
 from services.environment.kept_server import PORT, KeptServer
-from services.environment.outcome import CallTimedOut, EnvironmentLost, EpisodeFailed, Outcome
+from services.environment.outcome import (
+    CallTimedOut,
+    EnvironmentLost,
+    EpisodeFailed,
+    EpisodeRunner,
+    Outcome,
+    recorded,
+)
 from services.environment.session import Session
-from services.environment.threads import Threads
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _RETRY_S = 0.1
@@ -48,7 +55,7 @@ class Interface(NamedTuple):
     """The action's field for the model's answer; empty if there is none."""
 
 
-class OpenEnvRunner:
+class OpenEnvRunner(EpisodeRunner):
     """Plays episodes of an OpenEnv server at a URL, or of one that this process starts and keeps
     alive.
 
@@ -65,15 +72,10 @@ class OpenEnvRunner:
     def __init__(self, name: str, target: str, slots: int, step_rewards: str = "sum") -> None:
         self.name = name
         self._step_rewards = step_rewards
-        self.tools: dict[str, Any] = {}
-        self.has_steps = False
-        self.has_reward: bool | None = None
-        self.gives_verdicts = False
-        self.threads: Threads | None = None
+        self.tools = {}
         self._slots = asyncio.Semaphore(slots)
         self._http: aiohttp.ClientSession | None = None
         self._interface: Interface | None = None
-
         self._describing = asyncio.Lock()
 
         self._url = ""
@@ -93,27 +95,20 @@ class OpenEnvRunner:
                 )
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome.
+        """Plays an episode and returns its outcome."""
+        play = partial(self._play, task, session, limits)
+        if self._server is None:
+            return await play()
+        return await self._server.play(play, limits.deadline_s)
 
-        Raises ServiceLost when the command never starts a server; otherwise nothing, except when
-        cancelled.
-        """
-        program = None
-        try:
-            if self._server is not None:
-                program = await self._server.ready(limits.deadline_s)
-                self._url = self._server.url
-            async with asyncio.timeout(limits.deadline_s), self._describing:
-                interface = await self._described()
-        except TimeoutError:
-            return Outcome(
-                "died",
-                detail=f"the OpenEnv server did not describe itself within {limits.deadline_s:g} s",
-            )
-        except EnvironmentLost as error:
-            return Outcome("died", detail=str(error))
-        except EpisodeFailed as error:
-            return Outcome("error", detail=str(error))
+    async def _play(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
+        outcome = Outcome()
+        if self._server is not None:
+            self._url = self._server.url  # a server that was started again has another port
+        with recorded(outcome):
+            interface = await self._described(limits.deadline_s)
+        if outcome.status != "ok":
+            return outcome
 
         connection = Connection(
             self._connect,
@@ -133,12 +128,9 @@ class OpenEnvRunner:
         )
         async with self._slots:
             try:
-                outcome = await EpisodeRun(environment, task, session, limits=limits).run()
+                return await EpisodeRun(environment, task, session, limits=limits).run()
             finally:
                 await asyncio.shield(connection.close())
-        if outcome.status in ("timeout", "died") and self._server and program:
-            await self._server.end_if_lost(program)
-        return outcome
 
     async def close(self) -> None:
         """Stops the server if this process started it."""
@@ -155,21 +147,23 @@ class OpenEnvRunner:
 
     async def _get(self, path: str) -> Any:
         """Returns the JSON at a path of the server. Raises EnvironmentLost."""
-        try:
+        with _reaching(self._url):
             async with self._client().get(f"{self._url}{path}") as answer:
                 if answer.status != 200:
                     raise EnvironmentLost(f"{self._url}{path} answered {answer.status}")
                 return await answer.json(content_type=None)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EnvironmentLost(
-                f"the OpenEnv server {self._url} does not answer: {error}"
-            ) from error
 
-    async def _described(self) -> Interface:
-        """Returns how the model acts; asks the server the first time."""
-        if self._interface is None:
-            self._interface = await self._describe()
-        return self._interface
+    async def _described(self, deadline_s: float) -> Interface:
+        """Returns how the model acts; asks the server the first time. Raises EnvironmentLost."""
+        try:
+            async with asyncio.timeout(deadline_s), self._describing:
+                if self._interface is None:
+                    self._interface = await self._describe()
+                return self._interface
+        except TimeoutError:
+            raise EnvironmentLost(
+                f"the OpenEnv server did not describe itself within {deadline_s:g} s"
+            ) from None
 
     async def _describe(self) -> Interface:
         """Asks the server how the model acts; sets `tools` and `has_steps`."""
@@ -183,7 +177,6 @@ class OpenEnvRunner:
         finally:
             await connection.close()
         if self.tools:
-            self.has_steps = False
             return Interface(has_mcp_tools=True, answer_field="")
 
         action = schema.get("action") if isinstance(schema, dict) else None
@@ -193,14 +186,10 @@ class OpenEnvRunner:
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         """Returns a connection to the server. Raises EnvironmentLost."""
-        try:
+        with _reaching(self._url):
             return await self._client().ws_connect(
                 f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=30
             )
-        except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentLost(
-                f"the OpenEnv server {self._url} does not answer: {error}"
-            ) from error
 
 
 class Connection:
@@ -343,16 +332,13 @@ class Connection:
 
     async def _exchange(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """Sends a message, if there is one, and returns the next answer."""
-        try:
+        sent = None if message is None else json.dumps(message)
+        with _reaching("of this episode"):
             self._socket = self._socket or await self._connect()
             self._is_behind = True  # until the answer comes, in case this is cancelled
-            if message is not None:
-                await self._socket.send_str(json.dumps(message))
+            if sent is not None:
+                await self._socket.send_str(sent)
             answer = await self._socket.receive()
-        except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentLost(
-                f"the connection to the OpenEnv server was lost: {error}"
-            ) from error
         self._is_behind = False
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
@@ -368,6 +354,15 @@ class Connection:
         if content.get("type") == "error":
             raise _refusal(content.get("data"))
         return content
+
+
+@contextlib.contextmanager
+def _reaching(server: str) -> Iterator[None]:
+    """Raises EnvironmentLost when the connection to the server fails."""
+    try:
+        yield
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise EnvironmentLost(f"the OpenEnv server {server} does not answer: {error}") from error
 
 
 class _Full(Exception):

@@ -12,8 +12,11 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import orjson
@@ -29,6 +32,7 @@ from services.environment.kept_server import PORT, KeptServer
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
+    EpisodeRunner,
     Outcome,
     parse_reward,
     play_to_end,
@@ -37,7 +41,6 @@ from services.environment.programs import Folders, RunningProgram, words_of
 from services.environment.runtimes import load_runtime
 from services.environment.runtimes.runtime import Container, Network, Spec, with_tools
 from services.environment.session import Session
-from services.environment.threads import Threads
 
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
@@ -45,7 +48,7 @@ _MAX_REWARD_BYTES = 1 << 20
 _SHOWN_CHARS = 1000
 
 
-class ProgramRunner:
+class ProgramRunner(EpisodeRunner):
     """Plays episodes with a command or URL.
 
     Args:
@@ -74,11 +77,8 @@ class ProgramRunner:
         plays_tasks: bool = False,
     ) -> None:
         self.name = name
-        self.tools: dict[str, Any] = {}
-        self.has_steps = False
+        self.tools = {}
         self.has_reward = has_reward
-        self.gives_verdicts = False
-        self.threads: Threads | None = None
         self._folders = Folders()
         self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
@@ -86,6 +86,13 @@ class ProgramRunner:
         self._plays_tasks = plays_tasks
 
         self._url = target if target.startswith(("http://", "https://")) else ""
+        if self._url and not urlsplit(self._url).hostname:
+            raise ConfigError(
+                "this is not a URL",
+                field=FIELD,
+                value=target,
+                remedy="write agent:http://host:port/path",
+            )
         is_here = self._section.kind == "local"
         keeps_server = PORT in target and not self._url
         self._server = KeptServer(name, target) if keeps_server and is_here else None
@@ -94,39 +101,25 @@ class ProgramRunner:
             self._words = with_tools(self._words, self._section)
         if keeps_server and not is_here:
             raise ConfigError(
-                f"a command with {PORT} serves all episodes, and containers are for one each",
+                f"a command with {PORT} starts one server for all episodes, but a container holds "
+                "only one episode",
                 field="runtime.kind",
                 value=self._section.kind,
-                remedy="set it to local, or name a program that plays one episode",
+                remedy=f"set it to local, or name a command without {PORT} that plays one episode",
             )
         starts_programs = bool(self._words) and not keeps_server
         self._runtime = load_runtime(
             self._section if starts_programs else RuntimeSection(), gateway
         )
-        if self._url and not _is_url(self._url):
-            raise ConfigError(
-                "this is not a URL",
-                field=FIELD,
-                value=target,
-                remedy="write agent:http://host:port/path",
-            )
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome.
-
-        Raises ServiceLost when the command never starts a server; otherwise nothing, except when
-        cancelled.
-        """
-        outcome = Outcome()
+        """Plays an episode and returns its outcome."""
+        play = partial(self._play_to_end, task, session, limits)
         async with self._slots:
-            program = None
-            if self._server is not None:
-                program = await self._ready(self._server, limits, outcome)
-            if outcome.status == "ok":
-                episode = self._play(task, session, limits, outcome)
-                await play_to_end(episode, session, limits, outcome)
-            if outcome.status in ("timeout", "died") and self._server and program:
-                await self._server.end_if_lost(program)
+            if self._server is None:
+                outcome = await play()
+            else:
+                outcome = await self._server.play(play, limits.deadline_s)
 
         answers = [node.answer for node in session.tree.nodes]
         outcome.answer = answers[-1].content if answers else ""
@@ -144,19 +137,12 @@ class ProgramRunner:
         await self._runtime.close()
         await asyncio.to_thread(self._folders.close)
 
-    async def _ready(
-        self, server: KeptServer, limits: EpisodeLimits, outcome: Outcome
-    ) -> RunningProgram | None:
-        """Returns the running server, or None and why not in `outcome`. Raises ServiceLost."""
-        try:
-            return await server.ready(limits.deadline_s)
-        except EnvironmentLost as error:
-            outcome.status = "died"
-            outcome.detail = str(error)
-        except EpisodeFailed as error:
-            outcome.status = "error"
-            outcome.detail = str(error)
-        return None
+    async def _play_to_end(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits
+    ) -> Outcome:
+        outcome = Outcome()
+        await play_to_end(self._play(task, session, limits, outcome), session, limits, outcome)
+        return outcome
 
     async def _play(
         self, task: EpisodeTask, session: Session, limits: EpisodeLimits, outcome: Outcome
@@ -239,10 +225,14 @@ class ProgramRunner:
             # A program may be killed when its work is done: a whole reward is kept.
             # An earlier one may be a default.
             written = await container.read(reward_file, after=session.asked_at)
-            has_reward = has_reward or _is_complete(written)
+            with suppress(EpisodeFailed):
+                parse_reward(_parse_reward(written), "the program's reward is")
+                has_reward = True
         if status and not has_reward and not session.stop_reason:
             _check_answered(session)
-            raise _failure(words[0], status, output)
+            shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
+            kind = EnvironmentLost if status > SIGNALLED else EpisodeFailed
+            raise kind(f"{words[0]} {how_ended(status)}{shown}")
         session.close()
         _check_answered(session)
         return None if self._plays_tasks else _parse_reward(await container.read(reward_file))
@@ -250,9 +240,8 @@ class ProgramRunner:
     async def _post_task(self, url: str, content: dict[str, Any], session: Session) -> Any:
         """Posts the task; returns the reward in the response, or None."""
         post = asyncio.create_task(_post(url, orjson.dumps(content)))
-        graded = asyncio.create_task(session.graded.wait())
         try:
-            await asyncio.wait((post, graded), return_when=asyncio.FIRST_COMPLETED)
+            await _until_graded(post, session)
             if not post.done():
                 return None
             status, body = post.result()
@@ -262,7 +251,6 @@ class ProgramRunner:
             ) from error
         finally:
             post.cancel()
-            graded.cancel()
 
         text = body.decode("utf-8", "replace").strip()
         if status >= 300:
@@ -316,14 +304,20 @@ async def _wait_for_end(program: RunningProgram, session: Session) -> int:
     reward call.
     """
     ended = asyncio.create_task(program.wait())
-    graded = asyncio.create_task(session.graded.wait())
     try:
-        await asyncio.wait((ended, graded), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            await asyncio.wait((ended,), timeout=GRACE_S)
+        await _until_graded(ended, session)
+        await asyncio.wait((ended,), timeout=GRACE_S)
         return ended.result() if ended.done() else 0
     finally:
         ended.cancel()
+
+
+async def _until_graded(task: asyncio.Task[Any], session: Session) -> None:
+    """Waits until a task is done, or the program has sent its reward."""
+    graded = asyncio.create_task(session.graded.wait())
+    try:
+        await asyncio.wait((task, graded), return_when=asyncio.FIRST_COMPLETED)
+    finally:
         graded.cancel()
 
 
@@ -338,28 +332,11 @@ def _check_answered(session: Session) -> None:
         )
 
 
-def _failure(program: str, status: int, output: str) -> Exception:
-    """Returns the error for a program that ended with `status`."""
-    shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
-    if status > SIGNALLED:
-        return EnvironmentLost(f"{program} {how_ended(status)}{shown}")
-    return EpisodeFailed(f"{program} {how_ended(status)}{shown}")
-
-
 def _parse_reward(content: bytes | None) -> Any:
     """Returns the content of a reward file; None when there is none. Raises EpisodeFailed."""
     if content is None:
         return None
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
-
-
-def _is_complete(content: bytes | None) -> bool:
-    """Returns whether a reward file holds a whole reward."""
-    try:
-        parse_reward(_parse_reward(content), "the program's reward is")
-    except EpisodeFailed:
-        return False
-    return True
 
 
 def _parse_json(text: str, source: str) -> Any:
@@ -390,10 +367,3 @@ async def _post(url: str, content: bytes) -> tuple[int, bytes]:
                     " or a mapping of numbers"
                 )
         return response.status_code, body
-
-
-def _is_url(text: str) -> bool:
-    try:
-        return bool(httpx.URL(text).host)
-    except httpx.InvalidURL:
-        return False
