@@ -121,8 +121,7 @@ def _read_list(text: str, tools: Tools) -> list[Call]:
 
 
 def _call(content: Any) -> Call:
-    if not isinstance(content, dict):
-        raise ValueError("the tool call has no name")
+    content = content if isinstance(content, dict) else {}
     name = content.get("name", content.get("tool_name"))
     if not isinstance(name, str):
         raise ValueError("the tool call has no name")

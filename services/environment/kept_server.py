@@ -44,7 +44,7 @@ class KeptServer:
 
     def __init__(self, name: str, command: str) -> None:
         self._name = name
-        self._words = words_of(command, FIELD)
+        self._words = words_of(command)
         self._folders = Folders()
         self._home: Path | None = None
         self._program: RunningProgram | None = None

@@ -10,7 +10,6 @@ import orjson
 
 from common.errors import InvalidInput
 
-MESSAGE_FORM = 'send {"role": "user", "content": text}'
 CONTENT_FORM = 'send text or [{"type": "text", "text": text}]'
 ROLES = {
     "system": "system",
@@ -107,6 +106,22 @@ class History:
     parsed: list[Message] = field(default_factory=list)
 
 
+def made_tool_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """Returns a tool call in OpenAI's format."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
+
+
+def made_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """Returns a tool in OpenAI's format; without arguments if `parameters` is empty."""
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
 def parse_messages(
     content: Any, where: str = "messages", history: History | None = None
 ) -> list[Message]:
@@ -135,14 +150,19 @@ def parse_messages(
     return messages
 
 
-def _parse_message(content: Any, where: str) -> Message:
-    if not isinstance(content, dict):
+def check_mapping(message: Any, where: str) -> None:
+    """Raises InvalidInput for a message that is no mapping."""
+    if not isinstance(message, dict):
         raise InvalidInput(
             "a message must be a mapping with role and content",
             field=where,
-            value=content,
-            remedy=MESSAGE_FORM,
+            value=message,
+            remedy='send {"role": "user", "content": text}',
         )
+
+
+def _parse_message(content: Any, where: str) -> Message:
+    check_mapping(content, where)
     role = content.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidInput(
@@ -229,15 +249,11 @@ def _parse_tool_call(content: Any, where: str) -> dict[str, Any]:
         raise InvalidInput(
             "this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}"
         )
-    arguments = parsed_arguments(function.get("arguments"))
-    return {
-        "id": str(content.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    arguments = _parsed_arguments(function.get("arguments"))
+    return made_tool_call(str(content.get("id") or ""), function["name"], arguments)
 
 
-def parsed_arguments(arguments: Any) -> Any:
+def _parsed_arguments(arguments: Any) -> Any:
     """Parses the arguments of a tool call; returns them unchanged when they are not JSON."""
     if arguments is None:
         return {}
@@ -245,15 +261,15 @@ def parsed_arguments(arguments: Any) -> Any:
         return arguments
     if not arguments.strip():
         return {}
+
+    def refuse(constant: str) -> None:
+        """Refuses NaN and Infinity, which Python's parser accepts."""
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        return json.loads(arguments, parse_constant=_refuse_constant)
+        return json.loads(arguments, parse_constant=refuse)
     except (ValueError, RecursionError):
         return arguments
-
-
-def _refuse_constant(constant: str) -> None:
-    """Refuses NaN and Infinity, which Python's parser accepts."""
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _as_numbers(value: Any) -> Any:

@@ -22,6 +22,7 @@ from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
 from services.environment.environments import FIELD, Environment
 from services.environment.kept_server import PORT, KeptServer
+from services.environment.messages import made_tool
 from services.environment.outcome import (
     CallTimedOut,
     EnvironmentLost,
@@ -43,7 +44,6 @@ _JOINED: dict[str, Callable[[list[float]], float]] = {
     "max": max,
 }
 """The reward of an episode from those of its steps, by `environment.step_rewards`."""
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class Interface(NamedTuple):
@@ -260,7 +260,11 @@ class Connection:
         data = answer.get("data", {})
         listed = (data.get("result") or {}).get("tools", []) if isinstance(data, dict) else []
         return {
-            tool["name"]: _function(tool)
+            tool["name"]: made_tool(
+                tool["name"],
+                tool.get("description"),
+                tool.get("input_schema") or tool.get("inputSchema"),
+            )
             for tool in listed
             if isinstance(tool, dict) and isinstance(tool.get("name"), str)
         }
@@ -393,16 +397,6 @@ def _refusal(data: Any) -> Exception:
     return Refused(str(message))
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Converts an MCP tool to OpenAI's format."""
-    function = {
-        "name": tool["name"],
-        "description": tool.get("description") or "",
-        "parameters": tool.get("input_schema") or tool.get("inputSchema") or _NO_ARGUMENTS,
-    }
-    return {"type": "function", "function": function}
-
-
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
     """Returns the action's only field if it holds any text, or otherwise the tool `step` with the
     action's fields.
@@ -417,12 +411,8 @@ def _action(schema: Any) -> tuple[str, dict[str, Any]]:
         if is_free_text:
             return name, {}
 
-    function = {
-        "name": "step",
-        "description": "Acts in the environment.",
-        "parameters": schema | {"properties": fields},
-    }
-    return "", {"step": {"type": "function", "function": function}}
+    parameters = schema | {"properties": fields}
+    return "", {"step": made_tool("step", "Acts in the environment.", parameters)}
 
 
 def _text(observation: dict[str, Any]) -> str:

@@ -1,11 +1,10 @@
 """Extracts thoughts and tool calls from answers, in the format of the model."""
 
-import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from services.environment.call_formats import HERMES, Call, CallFormat, schemas_of
-from services.environment.messages import Message
+from services.environment.messages import Message, made_tool_call
 
 
 class Parsed(NamedTuple):
@@ -19,9 +18,10 @@ def parse_answer(
     text: str,
     tools: Sequence[dict[str, Any]],
     call_format: CallFormat = HERMES,
-    id_prefix: str = "",
+    answer: int = 0,
 ) -> Parsed:
-    """Returns the answer as a message; looks for tool calls only with `tools`.
+    """Returns an answer as a message; looks for tool calls only with `tools`. The ids of its calls
+    begin with its number, `answer`.
 
     If one tool call cannot be read, all of them stay in the content, so that nothing that was
     sampled is lost.
@@ -44,7 +44,7 @@ def parse_answer(
 
     if problem and not thoughts and "</think>" in text:
         # Its end may stand in what looks like a string: of a call that a thought only begins.
-        after_thought = parse_answer(f"<think>{text}", tools, call_format, id_prefix)
+        after_thought = parse_answer(f"<think>{text}", tools, call_format, answer)
         if after_thought.message.tool_calls:
             return after_thought
 
@@ -56,11 +56,7 @@ def parse_answer(
     if calls and not problem:
         fields["tool_calls"] = []
         for number, (name, arguments) in enumerate(calls):
-            unique = f"{id_prefix}_{number}" if id_prefix else uuid.uuid4().hex[:24]
-            function = {"name": name, "arguments": arguments}
-            fields["tool_calls"].append(
-                {"id": f"call_{unique}", "type": "function", "function": function}
-            )
+            fields["tool_calls"].append(made_tool_call(f"call_{answer}_{number}", name, arguments))
         content = "".join(spoken).strip()
     return Parsed(Message(fields | {"content": content}), problem)
 

@@ -96,7 +96,7 @@ class ProgramRunner(EpisodeRunner):
         is_here = self._section.kind == "local"
         keeps_server = PORT in target and not self._url
         self._server = KeptServer(name, target) if keeps_server and is_here else None
-        self._words = [] if self._url else words_of(target, FIELD, is_here=is_here)
+        self._words = [] if self._url else words_of(target, is_here=is_here)
         if not is_here:
             self._words = with_tools(self._words, self._section)
         if keeps_server and not is_here:

@@ -23,6 +23,7 @@ from common.errors import ConfigError
 from common.process import child
 from common.process.exits import SIGNALLED
 from common.process.security import SecretRedactor, tls
+from services.environment.environments import FIELD
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -42,7 +43,7 @@ _STARTED_S = 60.0
 """Age from which an empty folder is not that of a server which is starting."""
 
 
-def words_of(command: str, field: str, *, is_here: bool = True) -> list[str]:
+def words_of(command: str, *, is_here: bool = True) -> list[str]:
     """Returns the words of a command line. Raises ConfigError when it cannot be run, as far as that
     is known: here, not in a container.
     """
@@ -51,14 +52,14 @@ def words_of(command: str, field: str, *, is_here: bool = True) -> list[str]:
     except ValueError as error:
         raise ConfigError(
             f"this is not a command: {error}",
-            field=field,
+            field=FIELD,
             value=command,
             remedy="close every quote",
         ) from None
     if not words or (is_here and not shutil.which(words[0])):
         raise ConfigError(
             f"there is no program {words[0]}" if words else "there is no command",
-            field=field,
+            field=FIELD,
             value=command,
             remedy="name a program on the PATH of the environment-server, or its path from the "
             "working directory",

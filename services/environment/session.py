@@ -19,7 +19,7 @@ from common.wire.schemas import (
     StopReason,
 )
 from services.environment.messages import History, Message
-from services.environment.template import Template
+from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 
 MAX_CHARS_PER_TOKEN = 64
@@ -350,8 +350,9 @@ class Session:
         self.sampled_tokens += len(completion.token_ids)
         self.stop_reason = tightest if completion.finish_reason == "length" else ""
         # All sampled tokens are recorded; the program does not see the stop text.
-        text, stop_text = _cut(self._template.decode(completion.token_ids.tolist()), options.stop)
-        message, problem = self._template.parse(text, tools, id_prefix=str(len(self.tree.nodes)))
+        text = self._template.decode(completion.token_ids.tolist())
+        text, stop_text, _ = cut(text, options.stop)
+        message, problem = self._template.parse(text, tools, answer=len(self.tree.nodes))
         self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
             call=call,
@@ -419,13 +420,3 @@ def _limit_reached(limit: StopReason, value: int) -> LimitReached:
     )
     error.limit = limit
     return error
-
-
-def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Returns a text up to its first stop text, and that stop text."""
-    places = {stop: text.find(stop) for stop in stops}
-    found = [(place, stop) for stop, place in places.items() if place >= 0]
-    if not found:
-        return text, ""
-    place, stop = min(found)
-    return text[:place], stop

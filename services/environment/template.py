@@ -6,7 +6,8 @@ earlier answers (strips thoughts, reformats tool calls). `Template` verifies on 
 that this text depends only on the new messages, or refuses with the reason.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,7 @@ from jinja2 import TemplateError
 from common.errors import ConfigError, InvalidInput, shorten
 from common.wire.schemas import Int32
 from services.environment.call_formats import FORMATS, HERMES, CallFormat
-from services.environment.messages import Message
+from services.environment.messages import Message, made_tool, made_tool_call
 from services.environment.parsing import Parsed, parse_answer
 
 _MARK = "Zq7Answer7qZ"
@@ -35,14 +36,8 @@ def _tool(name: str) -> dict[str, Any]:
         key: {"type": kind, "description": "Probes."} for key, kind in types.items()
     }
     properties["items"]["items"] = {}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Probes.",
-            "parameters": {"type": "object", "properties": properties, "required": ["x"]},
-        },
-    }
+    parameters = {"type": "object", "properties": properties, "required": ["x"]}
+    return made_tool(name, "Probes.", parameters)
 
 
 _TOOL = _tool("probe_tool")
@@ -119,9 +114,9 @@ class Template:
             ids.pop()
         return self.text(ids)
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]], id_prefix: str = "") -> Parsed:
-        """Returns the message in the text of an answer."""
-        return parse_answer(text, tools, self.call_format, id_prefix)
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], answer: int = 0) -> Parsed:
+        """Returns the message in the text of an answer, which is the session's `answer`th."""
+        return parse_answer(text, tools, self.call_format, answer)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, unchanged."""
@@ -161,13 +156,8 @@ class Template:
         mark = whole.rfind(_MARK)
         if mark < 0:
             return None
-
-        places = {stop: whole.find(stop, mark) for stop in self._stop_tokens}
-        written = [(place, stop) for stop, place in places.items() if place >= 0]
-        if not written:
-            return None
-        place, stop = min(written)
-        return stop, whole[place + len(stop) :]
+        _, stop, text = cut(whole[mark:], self._stop_tokens)
+        return (stop, text) if stop else None
 
     def _verify(self) -> str:
         """Returns why tools cannot be used, or nothing. Raises ConfigError when the template cannot
@@ -235,13 +225,8 @@ class Template:
             return str(error)
 
         # The answer begins where the two differ, and ends with a stop token.
-        pairs = zip(asking, whole, strict=False)
-        start = next(
-            (i for i, (old, new) in enumerate(pairs) if old != new), min(len(asking), len(whole))
-        )
-        written = whole[start:]
-        for stop in self._stop_tokens:
-            written = written.partition(stop)[0]
+        start = len(os.path.commonprefix([asking, whole]))  # noqa: RUF071 - of characters
+        written, _, _ = cut(whole[start:], self._stop_tokens)
 
         if "probe_tool" not in written:
             return "it writes no tool calls"
@@ -296,6 +281,16 @@ class Template:
         )
 
 
+def cut(text: str, stops: Iterable[str]) -> tuple[str, str, str]:
+    """Returns a text before its first stop text, that stop text, and the text after it. Without
+    one, the whole text comes before.
+    """
+    places = [(text.find(stop), stop) for stop in stops]
+    found = [(place, stop) for place, stop in places if place >= 0]
+    place, stop = min(found, default=(len(text), ""))
+    return text[:place], stop, text[place + len(stop) :]
+
+
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     """Returns a function that tokenises text: the tokenizer's core, three times as fast, if its
     tokens are the same.
@@ -344,5 +339,4 @@ def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
 
 
 def _call(number: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": "probe_tool", "arguments": arguments}
-    return {"id": f"call{number + 1:05}", "type": "function", "function": function}
+    return made_tool_call(f"call{number + 1:05}", "probe_tool", arguments)

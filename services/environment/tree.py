@@ -64,10 +64,6 @@ class _Match(NamedTuple):
     """
     node: TurnNode | None
 
-    @property
-    def rank(self) -> tuple[int, int]:
-        return self.messages, self.same_marks
-
 
 class SessionTree:
     """The turns of one session, in the order of their answers."""
@@ -93,7 +89,7 @@ class SessionTree:
             match = _match(above, node, messages)
             if match is None:
                 continue
-            if match.rank > best.rank:
+            if match[:2] > best[:2]:
                 best = match
             stack += [(match, child) for child in reversed(node.children)]
 

@@ -11,6 +11,7 @@ nothing from this project.
 
 import asyncio
 import importlib.metadata
+import itertools
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -151,20 +152,14 @@ class PlayedEpisodes:
             )
         position = int(index)
         async with self._reading:
-            if position >= len(self._tasks):
-                await asyncio.to_thread(self._read_tasks, position)
+            if self._more_tasks is None:
+                self._more_tasks = await asyncio.to_thread(iter, self._environment.taskset)
+            # Only as far as needed: a taskset may be endless.
+            missing = itertools.islice(self._more_tasks, max(0, position + 1 - len(self._tasks)))
+            await asyncio.to_thread(self._tasks.extend, missing)
         if position >= len(self._tasks):
             raise Wrong(f"the taskset has no task {index}: column index is beyond its end")
         return self._tasks[position]
-
-    def _read_tasks(self, last: int) -> None:
-        """Reads the tasks up to `last`; a taskset may be endless."""
-        if self._more_tasks is None:
-            self._more_tasks = iter(self._environment.taskset)
-        for task in self._more_tasks:
-            self._tasks.append(task)
-            if len(self._tasks) > last:
-                return
 
 
 def _check(episode: Any, traces: Sequence[Any]) -> None:

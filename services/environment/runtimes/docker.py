@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.settings.sections import RuntimeSection
-from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.outcome import EpisodeFailed
 from services.environment.runtimes.gate import Gate
 from services.environment.runtimes.held import HOLD, LABEL, Held, call
 from services.environment.runtimes.runtime import Container, Runtime, Spec, tools_of
@@ -104,10 +104,7 @@ class DockerRuntime(Runtime):
             missing, _ = await inspecting.finish()
             if not missing:
                 return tag
-            building = await container.client(["build", "--quiet", "--tag", tag, str(build)])
-            status, shown = await building.finish()
-        if status:
-            raise EnvironmentLost(f"the image of {build} could not be built: {shown}")
+            await container.must(["build", "--quiet", "--tag", tag, str(build)])
         return tag
 
 

@@ -14,9 +14,15 @@ from pathlib import Path
 from common.errors import ConfigError
 from services.environment.outcome import EnvironmentLost
 from services.environment.programs import RunningProgram
-from services.environment.runtimes.runtime import EPISODE, WORKDIR, Container, Spec, pack
+from services.environment.runtimes.runtime import (
+    EPISODE,
+    FIELD,
+    WORKDIR,
+    Container,
+    Spec,
+    pack,
+)
 
-FIELD = "runtime.kind"
 LABEL = "rlhf-episodes"
 READY = b"the container is ready"
 HOLD = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && exec cat"
@@ -87,6 +93,14 @@ class Held(Container):
         """Starts the client with the server's own environment, in which it finds its daemon."""
         command = [self.client_name, *words]
         return await RunningProgram.start(command, os.environ, home=self.home, stdin=stdin)
+
+    async def must(self, words: Sequence[str], stdin: str = "") -> None:
+        """Runs the client. Raises EnvironmentLost when it fails."""
+        running = await self.client(words, stdin=stdin.encode())
+        status, shown = await running.finish()
+        if status:
+            command = f"{self.client_name} {' '.join(words)}"
+            raise EnvironmentLost(f"{command} failed: {shown}")
 
     def _command(
         self, words: Sequence[str], env: Mapping[str, str]

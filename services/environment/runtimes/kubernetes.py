@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
-from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.outcome import EpisodeFailed
 from services.environment.runtimes.held import HOLD, LABEL, Held, call
 from services.environment.runtimes.runtime import Container, Runtime, Spec, pack, tools_of
 
@@ -123,13 +123,6 @@ class Pod(Held):
 
     client_name = "kubectl"
     remove = ("delete", "pod", "--now", "--wait=false", "--ignore-not-found")
-
-    async def must(self, words: Sequence[str], stdin: str = "") -> None:
-        """Runs kubectl. Raises EnvironmentLost when it fails."""
-        running = await self.client(words, stdin=stdin.encode())
-        status, shown = await running.finish()
-        if status:
-            raise EnvironmentLost(f"kubectl {words[0]} failed: {shown}")
 
     def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         # kubectl passes no variables on.

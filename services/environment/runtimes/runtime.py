@@ -15,7 +15,9 @@ from common.settings.sections import RuntimeSection
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.programs import RunningProgram
 
+FIELD = "runtime.kind"
 MOST_READ = 1 << 20
+"""Bytes of a file that are read from a container."""
 Network = Literal["gateway", "none", "open"]
 """What a container reaches: this server's gateway, nothing, or whatever its host does."""
 EPISODE = "/episode"

@@ -16,6 +16,7 @@ from common.settings.sections import RuntimeSection
 from services.environment.runtimes.gate import Gate
 from services.environment.runtimes.runtime import (
     EPISODE,
+    FIELD,
     Container,
     Runtime,
     Spec,
@@ -31,7 +32,6 @@ from services.sandbox.command import (
     interpreters,
 )
 
-FIELD = "runtime.kind"
 DOCKER_FILES = ("Dockerfile", "docker-compose.yaml")
 _USER = "60599"
 """The user of programs when the server runs as root, whom no limit of processes stops."""
