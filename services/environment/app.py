@@ -77,7 +77,7 @@ def create_environment_app(
         keyed_path=SESSIONS,
     )
 
-    # First: most requests are for these, and each route before them is tried.
+    # First, since routes are tried in order and most requests are for these.
     for dialect in DIALECTS:
         _gateway_route(app, service, dialect)
 
@@ -182,8 +182,8 @@ def _small_routes(app: FastAPI, service: EpisodeService) -> None:
 
 
 def _with_whole_message(route: _Route) -> _Route:
-    """Returns a route whose errors say all in the message, the only part that client libraries
-    show.
+    """Returns a route whose errors have field, value and remedy in the message, the only part that
+    client libraries show.
     """
 
     @wraps(route)
@@ -248,7 +248,7 @@ def _response(dialect: Dialect, answer: CallAnswer, call: Call) -> Response:
     content = dialect.write(answer, call, secrets.token_hex(16))
     if not call.streams:
         return _json(content)
-    # Whole and with its length: nothing follows the last event, where clients stop reading.
+    # As one body with its length, since clients stop reading at the last event.
     return Response("".join(dialect.events(content, call)), media_type=EVENTS)
 
 

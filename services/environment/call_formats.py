@@ -22,11 +22,11 @@ Read = Callable[[str, Tools], list[Call]]
 """Returns the calls in the text of one block; none, if it is no call after all. Raises ValueError
 for a call that cannot be read."""
 
-# An answer may be anything: no pattern has two neighbours that take the same characters, which
-# would take a time beyond all bounds.
+# Answers are untrusted: no two neighbouring parts of a pattern match the same characters, since
+# such a pattern may take exponential time.
 _THINK = r"\A\s*+<think>(?P<thought>.*?)(?:</think>|\Z)"
 
-# What may hold any mark, and ends only with its own: a text in JSON or Python, a marked value.
+# Texts that may contain any mark of a format, and that end only at their own closing mark.
 _JSON_TEXT = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
 _PYTHON_TEXT = rf"{_JSON_TEXT}|'(?:[^'\\]|\\.)*+(?:'|\Z)"
 _GEMMA_TEXT = r'<\|"\|>.*?(?:<\|"\|>|\Z)'
@@ -37,8 +37,9 @@ class CallFormat(NamedTuple):
 
     name: str
     pieces: re.Pattern[str]
-    """Finds, from the left, a `call` (a block with one call or more), a `thought`, the `end` of a
-    thought that began in the prompt, and what nobody should see. None is found within another."""
+    """Matches the pieces of an answer one after another: a `call` (a block with one call or more),
+    a `thought`, the `end` of a thought that began in the prompt, and markup, which nobody should
+    see."""
     read: Read
 
 
@@ -180,13 +181,14 @@ def _tagged(start: str, end: str, argument: tuple[str, str]) -> Read:
         argument: begins an argument, with its name as the group, and ends it.
     """
     opens, closes = argument
-    # Beside the arguments, none begins and no call does: what is not closed is not skipped.
+    # Between arguments neither an argument nor a call begins, so that one which is not closed makes
+    # the match fail instead of being skipped.
     body = rf"(?:(?>{opens}.*?{closes})|(?!{opens}|{start}).)*?"
     calls = re.compile(rf"{start}({body}){end}", re.DOTALL)
     arguments = re.compile(rf"{opens}(.*?){closes}", re.DOTALL)
 
     def read(text: str, tools: Tools) -> list[Call]:
-        # What is left over was meant as something: a call without it is not what was asked for.
+        # Anything left over belongs to a broken call: the rest is not what the model asked for.
         if calls.sub("", text).strip():
             raise ValueError("the tool call is not closed, or something is beside it")
         found = []
@@ -208,7 +210,7 @@ def _typed(text: str, parameters: Any, name: str) -> Any:
     """Returns an argument that was written as bare text, as a value that the schema of the tool's
     parameters allows.
 
-    Text that is no such value stays text; the tool says what it thinks of it.
+    Other text stays text, which the tool may refuse.
     """
     try:
         value = _json(text)

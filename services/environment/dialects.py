@@ -153,7 +153,7 @@ def _chat_events(body: Json, call: Call) -> Iterator[str]:
         ]
     yield chunk(message, None)
     yield chunk({}, choice["finish_reason"])
-    # Its `choices` are empty, which a plain loop over them does not expect.
+    # Only on request: this chunk has no choices, and many programs read choices[0].
     if call.streams_usage:
         yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
     yield "data: [DONE]\n\n"

@@ -150,8 +150,8 @@ def _gives_verdicts(user_class: Any, methods: Mapping[str, Any], name: str) -> b
 
 
 def _check_ours(method: Callable[..., Any], method_name: str, name: str) -> None:
-    """Raises ConfigError for a method with the name of ours that is a tool, as TRL would take
-    it.
+    """Raises ConfigError for a tool with the name of a method that the server calls. For TRL, such
+    a method is a tool like any other.
     """
     signature = inspect.signature(method)
     required = [each for each in signature.parameters.values() if each.default is each.empty]

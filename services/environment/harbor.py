@@ -100,8 +100,9 @@ async def grade(
 ) -> Any:
     """Returns the reward of what an agent left in its container.
 
-    Only its working directory and the task's artifacts reach a clean container, in which the tests
-    are; the agent's is removed first. Raises EpisodeFailed when the tests write no reward.
+    The tests run in a clean container, which gets only the agent's working directory and the task's
+    artifacts. The agent's container is removed first. Raises EpisodeFailed when the tests write no
+    reward.
     """
     if task.is_shared:
         await agent.run(["sh", "-c", "kill -9 -1"])  # what the agent left running
@@ -136,7 +137,7 @@ async def _tested(task: HarborTask, container: Container, home: Path) -> Any:
     if written is None:
         written = await container.read(f"{LOGS}/reward.txt")
 
-    # The status says nothing: tests that fail still write their reward.
+    # The exit status does not matter: tests that fail write their reward, too.
     try:
         return json.loads((written or b"").decode())
     except (ValueError, RecursionError):
@@ -169,7 +170,7 @@ def _check(content: dict[str, Any], folder: Path) -> None:
     }
     used = [name for name, is_used in refused.items() if is_used]
     if used:
-        raise ValueError(f"it uses {', '.join(used)}, which episodes do not have")
+        raise ValueError(f"it uses {', '.join(used)}, which episodes do not support")
     if not (folder / "tests/test.sh").is_file():
         raise ValueError("it has no tests/test.sh")
 
@@ -179,7 +180,9 @@ def _variables(section: Mapping[str, Any], folder: Path) -> dict[str, str]:
     variables = {name: str(value) for name, value in section.get("env", {}).items()}
     for name, value in variables.items():
         if "${" in value:
-            raise ValueError(f"its variable {name} is {value}, and the server's are secret")
+            raise ValueError(
+                f"its variable {name} is {value}: tasks cannot read the server's variables"
+            )
     return variables
 
 

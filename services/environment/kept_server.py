@@ -1,4 +1,4 @@
-"""A server of the user's that this process starts once, for all episodes, and keeps alive."""
+"""The user's server: started once for all episodes, and started again when it ends."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ PORT = "{port}"
 _RETRY_S = 0.1
 """Pause before the server is asked again whether it is ready."""
 _MAX_FAILED_STARTS = 5
-"""Starts in a row after which the command ended before it answered: another one would not help."""
+"""Failed starts in a row after which another one would not help."""
 _START_DEADLINES = 10
-"""Deadlines of episodes after which a server that does not answer hangs: it is started again."""
+"""A server that has not answered after this many deadlines of an episode is started again."""
 _HUNG_S = 5.0
 """Time in which a live server answers."""
 _STOP_S = 10.0

@@ -106,6 +106,23 @@ class History:
     parsed: list[Message] = field(default_factory=list)
 
 
+def user_message(text: str) -> Message:
+    """Returns a message of the user."""
+    return Message({"role": "user", "content": encodable(text)})
+
+
+def tool_message(text: str, tool_call: dict[str, Any]) -> Message:
+    """Returns the result of a tool call."""
+    return Message(
+        {
+            "role": "tool",
+            "content": encodable(text),
+            "tool_call_id": tool_call["id"],
+            "name": tool_call["function"]["name"],
+        }
+    )
+
+
 def made_tool_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
     """Returns a tool call in OpenAI's format."""
     function = {"name": name, "arguments": arguments}

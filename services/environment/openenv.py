@@ -216,7 +216,7 @@ class Connection:
         self._tool_timeout_s = tool_timeout_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_behind = False
-        """Whether an answer is still to come to a step that nobody waits for any more."""
+        """Whether a step took too long and its answer has not come yet."""
         self._rewards: list[float] = []
         self.done = False
 
@@ -238,7 +238,7 @@ class Connection:
         return text or "(nothing)"
 
     async def get_reward(self) -> float | None:
-        """Returns what the steps' rewards are worth; None when no step gave one."""
+        """Returns the reward of the episode; None when no step gave one."""
         await self._catch_up()
         return _JOINED[self._step_rewards](self._rewards) if self._rewards else None
 

@@ -43,7 +43,8 @@ def parse_answer(
         problem = "the tool call is nested too deeply"
 
     if problem and not thoughts and "</think>" in text:
-        # Its end may stand in what looks like a string: of a call that a thought only begins.
+        # The thought may mention only the beginning of a call, whose open string then hides the
+        # thought's end.
         after_thought = parse_answer(f"<think>{text}", tools, call_format, answer)
         if after_thought.message.tool_calls:
             return after_thought

@@ -1,5 +1,8 @@
-"""Episodes played by programs of the user: each starts a command or posts to a URL, or to a server
-that a command with `{port}` started for all; the program reaches the model via its session.
+"""Plays episodes with the user's programs.
+
+A program is a command that is started for each episode, a URL that each task is posted to, or, if
+the command has `{port}`, a server that is started once for all episodes. It calls the model through
+the session of its episode.
 
 The program gets the task as JSON, on standard input or as the request body, with the addresses of
 its session. The reward is what the program writes to a file or returns, or what it sends to the
@@ -222,8 +225,8 @@ class ProgramRunner(EpisodeRunner):
 
         has_reward = session.graded.is_set()
         if status > SIGNALLED:
-            # A program may be killed when its work is done: a whole reward is kept.
-            # An earlier one may be a default.
+            # A program may be killed when its work is done, so that a whole reward counts. One from
+            # before its last call does not: it may be a default.
             written = await container.read(reward_file, after=session.asked_at)
             with suppress(EpisodeFailed):
                 parse_reward(_parse_reward(written), "the program's reward is")
@@ -322,7 +325,9 @@ async def _until_graded(task: asyncio.Task[Any], session: Session) -> None:
 
 
 def _check_answered(session: Session) -> None:
-    """Raises EnvironmentLost when a call has no answer: the program may have made a 0 of it."""
+    """Raises EnvironmentLost when a call has no answer, since the program may have graded that as a
+    failure of the model.
+    """
     for call in session.unanswered():
         if call.error is not None:
             raise EnvironmentLost(f"the engines did not answer a call: {call.error}")

@@ -38,9 +38,9 @@ _END_S = 10.0
 """Seconds in which a program's starter (`common.process.child`) kills what the program started."""
 _FOLDERS = "rlhf-episodes-"
 _LIMITED = 'ulimit -f 8388608; exec "$@"'
-"""The blocks are of 512 bytes."""
+"""Limits the files that a program writes to 4 GiB; `ulimit` counts in blocks of 512 bytes."""
 _STARTED_S = 60.0
-"""Age from which an empty folder is not that of a server which is starting."""
+"""An empty folder that is younger may belong to a server that is starting."""
 
 
 def words_of(command: str, *, is_here: bool = True) -> list[str]:
@@ -96,7 +96,7 @@ class Folders:
             return Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
         except OSError as error:
             raise EnvironmentLost(
-                f"an episode has no folder: {error.strerror} in {tempfile.gettempdir()}"
+                f"no folder for an episode can be made: {error.strerror} in {tempfile.gettempdir()}"
             ) from error
 
     def close(self) -> None:

@@ -242,7 +242,7 @@ class EpisodeService:
             log.warning("calls of %s are refused: %s", self.environment.name, error)
         self._refused.labels(field).inc()
         session.refused_calls += 1
-        # In words, for who reads of it in the trainer.
+        # The trainer shows this text: the field alone would not say what to do.
         session.refusal = session.refusal or f"{error.field}: {error.message}; {error.remedy}"
 
     def close_session(self, session: Session) -> None:

@@ -17,7 +17,13 @@ from jinja2 import TemplateError
 from common.errors import ConfigError, InvalidInput, shorten
 from common.wire.schemas import Int32
 from services.environment.call_formats import FORMATS, HERMES, CallFormat
-from services.environment.messages import Message, made_tool, made_tool_call
+from services.environment.messages import (
+    Message,
+    made_tool,
+    made_tool_call,
+    tool_message,
+    user_message,
+)
 from services.environment.parsing import Parsed, parse_answer
 
 _MARK = "Zq7Answer7qZ"
@@ -152,7 +158,7 @@ class Template:
         """Returns the text of the stop token after `answer`, and all text after it; None if there
         is no stop token.
         """
-        whole = self._render([*(before or [_user("x")]), answer, *new], tools)
+        whole = self._render([*(before or [user_message("x")]), answer, *new], tools)
         mark = whole.rfind(_MARK)
         if mark < 0:
             return None
@@ -163,7 +169,7 @@ class Template:
         """Returns why tools cannot be used, or nothing. Raises ConfigError when the template cannot
         continue a conversation.
         """
-        question = [_user("x")]
+        question = [user_message("x")]
         silent = self._render(question, [], asks=False)
         asking = self._render(question, [])
         if not asking.startswith(silent) or asking == silent:
@@ -171,7 +177,7 @@ class Template:
         answer_start = asking[len(silent) :]
 
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
-        messages = [_user(text) for text in _NEW_TEXTS]
+        messages = [user_message(text) for text in _NEW_TEXTS]
         no_tools = self._verify_tools(question, answer)
         # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
         # continue; a message of the user begins a new sequence.
@@ -218,9 +224,9 @@ class Template:
         calls = [_call(number, each) for number, each in enumerate(arguments)]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
         _, results = _tool_exchange(count)
-        asking = self._render([_user("x")], [_TOOL])
+        asking = self._render([user_message("x")], [_TOOL])
         try:
-            whole = self._render([_user("x"), answer, *results], [_TOOL])
+            whole = self._render([user_message("x"), answer, *results], [_TOOL])
         except InvalidInput as error:
             return str(error)
 
@@ -247,8 +253,8 @@ class Template:
         earlier = Message(
             {"role": "assistant", "content": "earlier", "reasoning_content": "thought"}
         )
-        short = [_user("x")]
-        long = [_user("another, longer question"), earlier, _user("y")]
+        short = [user_message("x")]
+        long = [user_message("another, longer question"), earlier, user_message("y")]
         after_short = self._after(answer, new, tools, short)
         after_long = self._after(answer, new, tools, long)
 
@@ -308,10 +314,6 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return lambda text: list(core.encode(text, add_special_tokens=False).ids)
 
 
-def _user(text: str) -> Message:
-    return Message({"role": "user", "content": text})
-
-
 def _stand_in(answer: Message) -> Message:
     """Returns a made-up answer with the tool calls of `answer`: templates read their names and ids
     for later messages.
@@ -330,10 +332,7 @@ def _stand_in(answer: Message) -> Message:
 def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
     """Returns a made-up answer with tool calls, and their results."""
     calls = [_call(i, {}) for i in range(count)]
-    results = [
-        Message({"role": "tool", "content": text, "tool_call_id": call["id"], "name": "probe_tool"})
-        for call, text in zip(calls, _NEW_TEXTS, strict=False)
-    ]
+    results = [tool_message(text, call) for call, text in zip(calls, _NEW_TEXTS, strict=False)]
     answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
     return _stand_in(answer), results
 

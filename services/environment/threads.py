@@ -54,7 +54,7 @@ class _UserLoop:
         threading.Thread(target=self._serve, name="environment-loop", daemon=True).start()
 
     def beat(self) -> "asyncio.Future[None]":
-        """Returns a future that is done when the loop has come round."""
+        """Returns a future that is done when the loop has run its next callbacks."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop))
 
     def end(self) -> None:
@@ -157,7 +157,7 @@ class Threads:
         except TimeoutError:
             if not limit.expired():  # the user's own
                 raise
-            # The others are not to blame for one that blocks the loop.
+            # If another coroutine blocks the loop, this one was lost and not too slow.
             beat = user_loop.beat()
             await asyncio.wait((beat,), timeout=_BEAT_S)
             if not beat.done() and asyncio.current_task(user_loop.loop) is not call.task:

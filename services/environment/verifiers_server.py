@@ -152,14 +152,18 @@ class PlayedEpisodes:
             )
         position = int(index)
         async with self._reading:
-            if self._more_tasks is None:
-                self._more_tasks = await asyncio.to_thread(iter, self._environment.taskset)
-            # Only as far as needed: a taskset may be endless.
-            missing = itertools.islice(self._more_tasks, max(0, position + 1 - len(self._tasks)))
-            await asyncio.to_thread(self._tasks.extend, missing)
+            if position >= len(self._tasks):
+                await asyncio.to_thread(self._read_tasks, position)
         if position >= len(self._tasks):
             raise Wrong(f"the taskset has no task {index}: column index is beyond its end")
         return self._tasks[position]
+
+    def _read_tasks(self, last: int) -> None:
+        """Reads the tasks up to `last`; a taskset may be endless."""
+        if self._more_tasks is None:
+            self._more_tasks = iter(self._environment.taskset)
+        missing = last + 1 - len(self._tasks)
+        self._tasks += itertools.islice(self._more_tasks, missing)
 
 
 def _check(episode: Any, traces: Sequence[Any]) -> None:
@@ -217,8 +221,8 @@ def configuration(target: str) -> Any:
         budgets = [owner.retries.max_retries, *(rule.max_retries for rule in owner.retries.rules)]
         if any(budgets):
             raise Wrong(
-                f"[{name}.retries] would train the abandoned tries with the reward of the last; "
-                "remove it: lost episodes are played again"
+                f"[{name}.retries] would train on abandoned tries with the reward of the last one; "
+                "remove it: the environment-server plays lost episodes again"
             )
     return config
 

@@ -1,5 +1,5 @@
-"""Containers that live as long as a program of this server holds their standard input open: they
-end with it, however it ends.
+"""Containers that end when this server closes their standard input, which also happens when it is
+killed.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from services.environment.runtimes.runtime import (
 LABEL = "rlhf-episodes"
 READY = b"the container is ready"
 HOLD = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && exec cat"
-"""The first program of a container: it begins with a line of its input, whose writer then sees what
-it says, and ends with its input."""
+"""The first program of a container. It waits for a line of its input, so that the client which
+writes the line also sees what it prints, and ends when its input is closed."""
 
 
 def call(words: Sequence[str], value: str, *, remedy: str) -> str:
@@ -46,7 +46,7 @@ def call(words: Sequence[str], value: str, *, remedy: str) -> str:
 
 
 class Held(Container):
-    """A container that its `holder` keeps.
+    """A container that ends with the client that holds its standard input open.
 
     Args:
         home: a folder of this machine for its files.
@@ -112,7 +112,7 @@ class Held(Container):
         """Returns the client's arguments that run `words` in the container."""
 
     async def kill(self) -> None:
-        """Removes the container. A client that fails is no matter: it ends with its holder."""
+        """Removes the container. If that fails, it ends with its holder."""
         with contextlib.suppress(EnvironmentLost):
             removing = await self.client([*self.remove, self.name])
             await removing.finish()
