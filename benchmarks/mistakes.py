@@ -1,4 +1,4 @@
-"""Makes forty mistakes as a newcomer would, and times what each program says.
+"""Makes sixty mistakes as a newcomer would, and times what each program says.
 
     python -m benchmarks.mistakes [--only 3 17] [--json mistakes.json]
 
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -266,6 +267,109 @@ MISTAKES = [
         'GRPOTrainer("BASE", reward, config(), rows).train("FOLDER/trl/checkpoint-5")',
         "resume_from_checkpoint|no such checkpoint|leave it out",
     ),
+    Mistake(
+        "a section that stands twice",
+        f"jobgroup.local {GROUP} --env RUN_CONFIG=FOLDER/twice.yaml --env RUN_DIR=FOLDER/o",
+        "--config|line 2: the key trainer stands twice|merge the two",
+    ),
+    Mistake(
+        "a field of a sweep that stands twice",
+        "jobgroup.sweep FOLDER/twice.yaml",
+        "FILE|line 2: the key trainer stands twice|merge the two",
+    ),
+    Mistake(
+        "a key that stands twice in a row",
+        "trainer.train_math --model BASE --dataset FOLDER/twice.jsonl",
+        "--dataset|the key 'answer' stands twice|repair the file",
+    ),
+    Mistake(
+        "a CSV with semicolons",
+        "trainer.train_math --model BASE --dataset FOLDER/semicolons.csv",
+        "--dataset|separates its columns by ';'|save it with commas",
+    ),
+    Mistake(
+        "a role of another format",
+        "trainer.sft --model.name BASE --data.source FOLDER/human.jsonl "
+        "--data.messages_field messages",
+        "line 1|has the role 'human'|rename it to 'user'",
+    ),
+    Mistake(
+        "a model without a tokenizer",
+        f"jobgroup.local {GROUP} {TINY} --env RUN_DIR=FOLDER/o --env MODEL_NAME=FOLDER/mute",
+        "model.name|has no tokenizer|copy its files there",
+    ),
+    Mistake(
+        "the directory of a run as a model",
+        "trainer.evaluate_model --model FOLDER/stepless --dataset tiny",
+        "--model|the directory of a run|checkpoints/step_000002",
+    ),
+    Mistake(
+        "a BERT",
+        "trainer.train_math --model FOLDER/bert --dataset tiny",
+        "--model|no causal language model, but a BertForMaskedLM|writes text",
+    ),
+    Mistake(
+        "the report of a directory that is not there",
+        "trainer.report FOLDER/absent",
+        "RUN_DIR|there is no such run directory|name the directory of a run",
+    ),
+    Mistake(
+        "the report of a model",
+        "trainer.report BASE",
+        "RUN_DIR|this is not a run directory|name the directory of a run",
+    ),
+    Mistake(
+        "the report of a run without a step",
+        "trainer.report FOLDER/stepless",
+        "RUN_DIR|no step is recorded|rlhf diagnose",
+    ),
+    Mistake(
+        "the comparison of a run without a step",
+        "trainer.compare FOLDER/stepless",
+        "RUN_DIR|no step is recorded|rlhf diagnose",
+    ),
+    Mistake(
+        "the replay of a run without a step",
+        "trainer.audit FOLDER/stepless --step 1",
+        "RUN_DIR|no step is recorded|rlhf diagnose",
+    ),
+    Mistake(
+        "the diagnosis of a folder",
+        "trainer.diagnose FOLDER/nothing",
+        "RUN_DIR|this is not a run directory|name the directory of a run",
+    ),
+    Mistake(
+        "the dashboard of a folder",
+        "trainer.dashboard FOLDER/nothing",
+        "RUN_DIR|contains none|name the directory of a run",
+    ),
+    Mistake(
+        "the name of a reward function",
+        'GRPOTrainer("BASE", "accuracy_reward", config(), rows)',
+        "reward_funcs|accuracy_reward|give a function itself",
+    ),
+    Mistake(
+        "chats for a base model",
+        'chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]\n'
+        'GRPOTrainer("FOLDER/base", reward, config(), chats).train()',
+        'settings["model.chat_template"]|a problem is a chat|use an instruct model',
+    ),
+    Mistake(
+        "a model of a script without a tokenizer",
+        'GRPOTrainer("FOLDER/mute", reward, config(), rows).train()',
+        "field: model ·|has no tokenizer|copy its files there",
+    ),
+    Mistake(
+        "a prompt without room for an answer",
+        'GRPOTrainer("BASE", reward, config(max_completion_length=10**6), rows).train()',
+        "max_completion_length|context has only|lower it to",
+    ),
+    Mistake(
+        "an argument file with a key twice",
+        "from rlhf_math import TrlParser\n"
+        'TrlParser(GRPOConfig).parse_args_and_config(["--config", "FOLDER/twice.yaml"])',
+        "--config|line 2: the key trainer stands twice|one argument a line",
+    ),
 ]
 FILES = {
     "latin1.csv": "question,answer\ncafé,3\n".encode("latin1"),
@@ -288,6 +392,18 @@ FILES = {
     "seeds.yaml": b"grid: {seed: [0, 1]}",
     "swept/sweep.yaml": b"grid: {seed: [2, 3]}",
     "nothing/notes.txt": b"",
+    "twice.yaml": b"trainer: {learning_rate: 5.0e-4}\ntrainer: {max_steps: 3}\n",
+    "twice.jsonl": b'{"question": "1?", "answer": "1", "answer": "2"}\n',
+    "semicolons.csv": b"question;answer\n1?;1\n",
+    "human.jsonl": b'{"messages": [{"role": "human", "content": "1?"}, '
+    b'{"role": "gpt", "content": "1"}]}\n',
+    "mute/config.json": b'{"architectures": ["LlamaForCausalLM"]}',
+    "mute/model.safetensors": b"",
+    "bert/config.json": b'{"architectures": ["BertForMaskedLM"]}',
+    "bert/model.safetensors": b"",
+    "bert/tokenizer.json": b"{}",
+    "stepless/config.json": b'{"trainer": {"max_steps": 2}}',
+    "stepless/checkpoints/step_000002/config.json": b"{}",
 }
 
 
@@ -339,8 +455,11 @@ def main() -> None:
 def folder(directory: Path) -> Iterator[None]:
     """Fills a directory with the files of the mistakes; a run holds `busy` meanwhile."""
     for name, content in FILES.items():
-        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
+    # A model whose tokenizer has no chat template.
+    shutil.copytree(ROOT / BASE, directory / "base")
+    (directory / "base/chat_template.jinja").unlink()
     with RunLock(directory / "busy", "another"):
         yield
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from common.errors import ConfigError, did_you_mean
 from common.settings import config
 from common.settings.explain import explained
-from common.settings.sources import yaml_problem
+from common.settings.sources import read_yaml_documents, yaml_problem
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -229,7 +229,7 @@ def no_job_group(path: Path, message: str) -> ConfigError:
 
 def _documents(path: Path) -> list[dict[str, Any]]:
     try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        documents = read_yaml_documents(path.read_text(encoding="utf-8"))
     # ValueError: an invalid date
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = f"the job group cannot be read: {yaml_problem(error)}"

@@ -16,6 +16,7 @@ not started again, and one that was interrupted goes on from its newest checkpoi
 sweep, start it again.
 """
 
+import hashlib
 import itertools
 import math
 import os
@@ -38,7 +39,7 @@ from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, positive, run
 from common.process.storage import make_directory, storing
 from common.settings.config import load, names
-from common.settings.sources import packaged, unknown, variable, yaml_problem
+from common.settings.sources import packaged, read_yaml, unknown, variable, yaml_problem
 from trainer.cli.compare import compare
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
@@ -135,7 +136,7 @@ def read(path: Path) -> Sweep:
     of a point that are wrong.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"the file of the sweep cannot be read: {yaml_problem(error)}",
@@ -193,12 +194,16 @@ def _points(settings: Settings, grid: object, points: object) -> Iterator[Point]
         raise _wrong("grid", grid, "nothing varies: give a grid or points")
     if len(varying) > _MOST_POINTS:
         raise _wrong("grid", len(varying), f"these are more than {_MOST_POINTS} runs")
-    taken = set[str]()
+    taken: dict[str, dict[str, str]] = {}
     for own in varying:
+        texts = _environment(own, "")
         name = _name(own)
-        if name in taken:
+        if texts in taken.values():
             raise _wrong("points", name, "two runs have the same settings")
-        taken.add(name)
+        if name in taken:  # it leaves out sections, special characters and what is too long
+            digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
+            name = f"{name},{digest[:8]}"
+        taken[name] = texts
         yield Point(name, settings | own)
 
 
@@ -234,7 +239,8 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and math.isfinite(value):
-        return f"{value:g}"
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
     if isinstance(value, (list, dict)):
         return yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip()
     return str(value)
@@ -265,7 +271,7 @@ def _keep_copy(file: Path, runs: Path) -> None:
     make_directory(runs, "--runs")
     copy = runs / _COPY
     text = file.read_text(encoding="utf-8")
-    if copy.exists() and yaml.safe_load(copy.read_text(encoding="utf-8")) != yaml.safe_load(text):
+    if copy.exists() and read_yaml(copy.read_text(encoding="utf-8")) != read_yaml(text):
         raise ConfigError(
             "this directory has the runs of a sweep with other settings",
             field="--runs",

@@ -26,18 +26,20 @@ from transformers.core_model_loading import (
 )
 
 
-def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> None:
+def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
     """Sets the conversions that files with these `names` need, for a model that `from_pretrained`
-    did not load.
+    did not load; returns the model's name of what each becomes, or a part of it.
 
     `own` are the model's tensors by their names in the model.
     """
     conversions = get_model_conversion_mapping(model)
     renamings, converters = _by_kind(conversions)
+    own_names: dict[str, str] = {}
     for name in sorted(names, key=dot_natural_key):
-        # Called only because it notes which conversions apply.
-        _renamed(name, renamings, converters, model=model, own=own)
+        # This also notes which conversions apply.
+        own_names[name], _ = _renamed(name, renamings, converters, model=model, own=own)
     model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+    return own_names
 
 
 Sources = str | list[list[str]]

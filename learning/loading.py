@@ -7,7 +7,8 @@ files' tensors differ from the model's in another way, rank 0 reads and sends on
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from transformers import AutoConfig, GenerationConfig
 from common.models.hub import refuse_random
 from common.process import progress
 from common.settings.sections import TrainerSection
+from common.weights.checksums import Hasher
 from learning.hub_names import Sources, from_hub, hub_shapes, learn, sources
 from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard
@@ -47,6 +49,14 @@ _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 _ALIGNMENT = 64
 """Bytes; torch allocates memory at multiples of it."""
+_OWN_HEAD = (
+    "the files of %s have a head that differs from the embedding, while its config.json ties the "
+    "two (tie_word_embeddings true): the head is kept; set it to false there"
+)
+_SHOWN = 3
+"""Names in a warning."""
+_SAMPLE_BYTES = 4096
+"""Of each tensor, to notice that ranks see different files."""
 
 
 def only_logits(config: Any) -> None:
@@ -61,6 +71,20 @@ def only_logits(config: Any) -> None:
                 setattr(part, name, False)
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Returns the safetensors files of a model, those that transformers reads: beside a
+    `model.safetensors`, the index of an earlier save does not count. Empty if there are none.
+    """
+    whole = directory / "model.safetensors"
+    if whole.exists():
+        return [whole]
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return []
+    names = set(json.loads(index.read_text())["weight_map"].values())
+    return [directory / Path(name).name for name in sorted(names)]  # in no other directory
+
+
 class Reader(Protocol):
     """A source of tensors, in files or in memory."""
 
@@ -72,13 +96,9 @@ class SafetensorsReader:
     """Reads tensors from all safetensors files in a directory, and only the requested parts."""
 
     def __init__(self, directory: Path) -> None:
-        files = ["model.safetensors"]
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         self._file_of: dict[str, Any] = {}
-        for name in files:
-            file: Any = safe_open(directory / Path(name).name, "pt")  # in no other directory
+        for path in weight_files(directory):
+            file: Any = safe_open(path, "pt")
             self._file_of |= dict.fromkeys(file.keys(), file)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -166,6 +186,10 @@ class Pretrained:
             if name not in own or added.first(name, own[name].shape) is None:
                 missing.append(name)
         refuse_random(missing)
+        _warn_of_unused(model, found["unexpected_keys"], self.source)
+        if getattr(model.config, "tie_word_embeddings", False) and len(_head_names(model)) == 1:
+            _note_own_head(model)
+            log.warning(_OWN_HEAD, self.source)
         return model
 
     def whole(self) -> Any:
@@ -190,6 +214,13 @@ class Pretrained:
                 else:
                     local(tensor).copy_(first[region(tensor)])
         return targets
+
+    def names(self, model: Any) -> dict[str, Tensor]:
+        """Returns the model's tensors by their names without `added`, tied ones by each name."""
+        added = self.added or AddedModules()
+        return {
+            added.name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()
+        }
 
     def empty(self) -> Any:
         """Builds the modules, with parameters on the meta device and initialised buffers."""
@@ -251,7 +282,18 @@ def load(
 
     # Build and shard the modules without weights.
     directory = pretrained.files(ranks)
+    names = ranks.broadcast(list(_shapes_in(directory)) if ranks.is_rank_zero else [])
     model = pretrained.empty()
+    own_names = learn(model, pretrained.names(model), names)
+    has_own_head = ranks.is_rank_zero and _has_own_head(model, directory, own_names)
+    if ranks.broadcast(has_own_head) and len(_head_names(model)) > 1:
+        head = model.get_output_embeddings()
+        requires_grad = head.weight.requires_grad
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=requires_grad)
+        _note_own_head(model)
+        if ranks.is_rank_zero:
+            log.warning(_OWN_HEAD, pretrained.source)
+    unused = set(own_names.values()) - pretrained.names(model).keys()
     root = wrap(model)
     prepare(model, settings, trained=trained, device=ranks.device)
     offload = settings.offload_optimizer and trained
@@ -267,8 +309,6 @@ def load(
     )
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
     targets = pretrained.fill_added(model)
-    names = list(_shapes_in(directory)) if ranks.is_rank_zero else []
-    learn(model, targets, ranks.broadcast(names))
 
     # Fill them: every rank from the files, if all see the same ones and they fit; else from rank 0.
     shared = ranks.all_equal(_fingerprint(directory))
@@ -283,10 +323,70 @@ def load(
             directory,
         )
         reader = MemoryReader(pretrained.plain().state_dict())
+    elif ranks.is_rank_zero:
+        _warn_of_unused(model, unused, pretrained.source)
     if ranks.is_rank_zero and not everywhere and ranks.world_size > 1:
         log.info("rank 0 reads %s and sends it to the others", directory)
     fill(targets, reader, ranks, everywhere)
     return root
+
+
+def _head_names(model: Any) -> list[str]:
+    """Returns the names of the head's weight: also the embedding's if the two are tied."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    named = model.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in named if parameter is head]
+
+
+def _has_own_head(model: Any, directory: Path, own_names: Mapping[str, str]) -> bool:
+    """Whether the head is not the embedding. If the model has tied the two and its files have both,
+    with different numbers, then transformers keeps both, whatever `tie_word_embeddings` says.
+
+    `own_names` are the model's names of the tensors in the files.
+    """
+    tied = _head_names(model)
+    if len(tied) < 2:
+        return True
+    in_files = [name for name, own in own_names.items() if own in tied]
+    if len(in_files) < 2:
+        return False
+    reader = SafetensorsReader(directory)
+    first, second = (reader.read(name, ()) for name in in_files[:2])
+    return not torch.equal(first.float(), second.float())
+
+
+def _note_own_head(model: Any) -> None:
+    """Makes the configuration, with which the model is saved and published, say what it is."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def _warn_of_unused(model: Any, names: Iterable[str], source: str) -> None:
+    """Warns of tensors in the files that the model does not have, such as biases that its
+    configuration switches off.
+
+    `names` are those that they would have in the model. A model without a language-model head,
+    such as a critic, has no use for other heads either.
+    """
+    ignored = model._keys_to_ignore_on_load_unexpected or []
+    computed = tuple(name.rpartition(".")[2] for name, _ in model.named_buffers())
+    body = "" if _head_names(model) else f"{model.base_model_prefix}."
+    unused = sorted(
+        name
+        for name in names
+        if name.startswith(body)
+        and not name.endswith(computed)
+        and not any(re.search(pattern, name) for pattern in ignored)
+    )
+    if unused:
+        log.warning(
+            "the files of %s have %d tensors that %s does not have, and that are left out: %s%s",
+            source,
+            len(unused),
+            type(model).__name__,
+            ", ".join(unused[:_SHOWN]),
+            " …" if len(unused) > _SHOWN else "",
+        )
 
 
 def _align(model: nn.Module) -> None:
@@ -377,9 +477,6 @@ def _shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
     """Returns the shapes of the tensors in the safetensors files of `directory`; empty when there
     are none.
     """
-    names = ("model.safetensors", "model.safetensors.index.json")
-    if not any((directory / name).exists() for name in names):
-        return {}
     return SafetensorsReader(directory).shapes()
 
 
@@ -466,14 +563,26 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _fingerprint(directory: Path) -> bytes:
-    """Identifies the files that a rank sees by names, sizes, and the small state file of a
-    checkpoint.
+    """Identifies the files that a rank sees by names, sizes, the small state file of a checkpoint
+    and a piece of every tensor: the same path may hold an older version on another node.
     """
     if not directory.is_dir():
         return b""
     files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))
-    seen = "\n".join(files).encode()
+    hasher = Hasher("\n".join(files).encode())
     for state in (directory / "trainer_state.json", directory.parent / "trainer_state.json"):
         if state.exists():
-            seen += state.read_bytes()  # it may be damaged, which is told by whoever resumes
-    return seen
+            hasher.update(state.read_bytes())  # whoever resumes says if it is damaged
+    for path in weight_files(directory):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = file.read(size)
+            hasher.update(header)
+            tensors = json.loads(header)
+            tensors.pop("__metadata__", None)
+            for tensor in tensors.values():
+                begin, end = tensor["data_offsets"]
+                middle = (begin + end) // 2
+                file.seek(8 + size + middle)
+                hasher.update(file.read(min(_SAMPLE_BYTES, end - middle)))
+    return hasher.hexdigest().encode()

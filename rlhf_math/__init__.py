@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
     if name == "__all__":
         return trainer.__all__
-    if name not in trainer.__all__:
+    if name not in trainer.__all__ and name not in trainer.ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(trainer, name)
 

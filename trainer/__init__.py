@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transformers.trainer_callback import TrainerCallback as TrainerCallback
+    from transformers.trainer_callback import TrainerControl as TrainerControl
+    from transformers.trainer_callback import TrainerState as TrainerState
+
     from common.wire.schemas import Prompt as Prompt
     from services.data.loaders import CustomDatasetLoader as CustomDatasetLoader
     from services.data.loaders import GSM8KLoader as GSM8KLoader
@@ -22,9 +26,6 @@ if TYPE_CHECKING:
     from services.reward.functions import RepetitionPenaltyFunction as RepetitionPenaltyFunction
     from services.reward.functions import RewardFunction as RewardFunction
     from services.reward.functions import RewardModelFunction as RewardModelFunction
-    from trainer.api.callbacks import TrainerCallback as TrainerCallback
-    from trainer.api.callbacks import TrainerControl as TrainerControl
-    from trainer.api.callbacks import TrainerState as TrainerState
     from trainer.api.evaluator import ModelEvaluator as ModelEvaluator
     from trainer.api.grpo import GRPOConfig as GRPOConfig
     from trainer.api.grpo import GRPOTrainer as GRPOTrainer
@@ -54,7 +55,7 @@ _HOMES = {
         "LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction RewardFunction "
         "RewardModelFunction"
     ),
-    "trainer.api.callbacks": "TrainerCallback TrainerControl TrainerState",
+    "transformers.trainer_callback": "TrainerCallback TrainerControl TrainerState",
     "trainer.api.evaluator": "ModelEvaluator",
     "trainer.api.grpo": "GRPOConfig GRPOTrainer RLOOConfig RLOOTrainer",
     "trainer.api.online": "OnlineRLTrainer TrainResult",
@@ -68,9 +69,16 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
+ELSEWHERE = ("SFTConfig", "SFTTrainer")
+"""Names of TRL that scripts import, and that are a command here."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in ELSEWHERE:
+        raise ImportError(
+            f"there is no {name}: supervised fine-tuning is the command rlhf sft "
+            "(docs/how-to/sft.md)"
+        )
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

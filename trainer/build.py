@@ -5,6 +5,7 @@ number of steps and publish the first weights, in this order.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from trainer.observe.run_log import LeaderRunLog
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.identity import identity
-from trainer.policy.policy import Policy
+from trainer.policy.policy import Policy, learning_rate
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.policy.trained_prompts import TrainedPrompts, style_of
@@ -129,6 +130,26 @@ def _load_models(config: Config, ranks: Ranks, run_dir: Path) -> _Models:
         saved=saved,
         continues=policy.step > 0 or attempted,
     )
+
+
+def _other_rate(policy: Policy, run_dir: Path) -> str:
+    """Returns a warning if the learning rate of the last step before a resume is not that of the
+    present schedule; empty otherwise.
+    """
+    settings = policy.config.trainer
+    for line in read_lines(run_dir / "metrics.jsonl"):
+        was = line["update"]["learning_rate"]
+        would_be = learning_rate(policy.step - 1, policy.total_steps, settings)
+        if line["step"] == policy.step and not math.isclose(was, would_be, rel_tol=1e-6):
+            rate = learning_rate(policy.step, policy.total_steps, settings)
+            return (
+                f"warning: step {policy.step} had the learning rate {was:.3g}, and step "
+                f"{policy.step + 1} has {rate:.3g}: the schedule has changed since, and is now "
+                f"{settings.lr_schedule} over {policy.total_steps} steps "
+                f"(trainer.learning_rate {settings.learning_rate:.3g}, trainer.warmup_steps "
+                f"{settings.warmup_steps})"
+            )
+    return ""
 
 
 def _gpu_lease(
@@ -262,6 +283,9 @@ def _build_leader(
             f"{policy.total_steps} steps: the learning rate stays below trainer.learning_rate, and "
             "little is learned"
         )
+        say(text, level=logging.WARNING)
+    text = _other_rate(policy, run_dir)
+    if text:
         say(text, level=logging.WARNING)
     trained = TrainedPrompts.of(models.saved or config.model.name)
     trained.style = style_of(prompter.style)

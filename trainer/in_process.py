@@ -169,7 +169,11 @@ class InProcessBackend:
         template = None
         if context.config.environment.name:
             # Before an engine starts, which takes minutes: it raises for an unusable chat template.
-            template = Template(context.tokenizer, _stop_token_ids(context))
+            template = Template(
+                context.tokenizer,
+                _stop_token_ids(context),
+                context.config.sampling.chat_template_kwargs,
+            )
 
         apps = AsyncExitStack()
         context.stack.callback(lambda: loop.call(apps.aclose()))

@@ -13,7 +13,8 @@ from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
+from common.models.hub import text_config
 from common.process import topology as names
 from common.process.loop_thread import LoopThread
 from common.process.security import TOKEN, token
@@ -92,6 +93,21 @@ def _try_rewards(config: Config, topology: Topology) -> bool:
         return loop.call(trial())
 
 
+def check_head(config: Config, model: Any) -> None:
+    """Raises ConfigError when SGLang would leave out the head of `model`: it believes a config.json
+    that ties the head to the embedding, whatever the files have.
+    """
+    ties = text_config(config.model.name).get("tie_word_embeddings", False)
+    if config.rollout.engine == "sglang" and ties and not model.config.tie_word_embeddings:
+        raise ConfigError(
+            "the model's files have a head that differs from the embedding, while its config.json "
+            "ties the two: SGLang would answer with the embedding as its head",
+            field="model.name",
+            value=config.model.name,
+            remedy="set tie_word_embeddings to false in its config.json",
+        )
+
+
 class JobGroupBackend:
     """The `Backend` of a job group: services found by name, weights pulled by or broadcast to the
     rollout nodes.
@@ -108,6 +124,7 @@ class JobGroupBackend:
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
         config = context.config
+        check_head(config, context.policy.model)
         topology = self._topology
         services = _clients(config, topology, context)
         services.rewards_tried = self._rewards_tried

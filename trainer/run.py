@@ -251,10 +251,10 @@ class Run:
         collective.
         """
         watchdog.at("the end of the run")
-        self.listener.on_event(self, "train_end")
         self.evaluate_now(self.config.trainer.eval_pass_samples)
         saved = self.save_now()
         self.checkpoints.wait()
         self.log.report(saved)
         self.flush()
+        self.listener.on_event(self, "train_end")
         return saved

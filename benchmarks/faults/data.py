@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.faults.fault import fault
 from benchmarks.faults.lab import Lab, replaced
 from common.clients.data import DataClient
+from common.process.storage import sum_of
 from common.wire.schemas import PromptBatch
 
 Row = dict[str, Any]
@@ -233,7 +234,8 @@ def data_stream_restarts(lab: Lab) -> None:
             lab.strike()
             path = config.state_dir / "data" / "stream.db"
             with closing(sqlite3.connect(path, timeout=30)) as db, db:
-                db.execute("UPDATE cursors SET position = 0")
+                cursor = ("shuffled", 0, 0)
+                db.execute("REPLACE INTO cursors VALUES (?, ?, ?, ?)", (*cursor, sum_of(cursor)))
                 db.execute("DELETE FROM answers")
         return answers
 

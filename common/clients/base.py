@@ -11,7 +11,8 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any, Self, TypeVar
 
@@ -23,6 +24,8 @@ from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
 from common.process.progress import Progress
 from common.process.security import authorization
+from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, WORKING
+from common.wire.store_mark import STORE_HEADER, StoreMark
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -33,6 +36,10 @@ _GRACE_S = 1.0
 """Time for a socket's own limits to come first: their errors say more. They cover neither sending
 nor names nor a trickle of bytes."""
 _WARN_EVERY_S = 10.0
+_SILENT_S = 10.0
+"""After so many seconds without a byte, a client asks whether the service works on its request."""
+_SAY_AFTER_S = 60.0
+"""A call that its service may well work on is said after so long, and then ever less often."""
 _PROGRESS_BYTES = 16 << 10
 """So many further bytes of a body, sent or received, begin the time of a call again."""
 _url = lru_cache(256)(httpx.URL)
@@ -76,6 +83,8 @@ class _Patience:
         self._ends = time.monotonic() + limit_s
         self._most = 0
         self._attempt: asyncio.Timeout | None = None
+        self.moved_at = 0.0
+        """When the last byte of a body moved."""
 
     @property
     def left_s(self) -> float:
@@ -93,8 +102,14 @@ class _Patience:
         self._attempt = asyncio.timeout(left + _GRACE_S if left < math.inf else None)
         return self._attempt
 
+    def end_attempt(self) -> None:
+        """Ends the attempt, so that the call makes another one."""
+        if self._attempt is not None and not self._attempt.expired():
+            self._attempt.reschedule(asyncio.get_running_loop().time())
+
     def moved(self, size: int) -> None:
         """Records that `size` bytes of this attempt's bodies were sent or received."""
+        self.moved_at = time.monotonic()
         if size < self._most + _PROGRESS_BYTES or self._limit_s == math.inf:
             return
         self._most = size
@@ -134,6 +149,8 @@ class Client:
         self._last_warning = 0.0
         self._made = time.monotonic()
         self._answered = False
+        self._store_mark: StoreMark | None = None
+        """The latest mark of the service's store that was seen."""
         own = authorization() if headers is None else headers
         self._default_headers = {"accept-encoding": "identity", **own}
         self._transport = transport or Network()
@@ -157,7 +174,8 @@ class Client:
         self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any
     ) -> httpx.Response:
         """Sends a request, with retries, until it succeeds or its deadline passes; honours
-        Retry-After. A large body may take longer, as long as its bytes move.
+        Retry-After. A large body may take longer, as long as its bytes move. An attempt on which
+        the service does not work, as it says over another connection, is ended before.
 
         All attempts share a request id (`common.process.logs`). Raises Unreachable at the deadline,
         and ServiceError for a response that is not 2xx and not worth a retry.
@@ -184,10 +202,13 @@ class Client:
         while patience.left_s > 0:
             retry_after_s = 0.0
             timeout = patience.timeout
+            attempt = logs.new_request_id()
+            sent = {**arguments, "headers": {**arguments.get("headers", {}), ATTEMPT: attempt}}
+            watch = self._watched(attempt, f"{method} {path}", patience, start=start)
             try:
-                async with patience.attempt():
+                async with patience.attempt(), watch:
                     response = await self._exchange(
-                        method, path, timeout, arguments, moved=patience.moved
+                        method, path, timeout, sent, moved=patience.moved
                     )
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
@@ -222,6 +243,62 @@ class Client:
             request=logs.request_id(),
         )
 
+    @asynccontextmanager
+    async def _watched(
+        self, attempt: str, call: str, patience: _Patience, *, start: float
+    ) -> AsyncIterator[None]:
+        """Watches an attempt that has been silent for long (`_watch_attempt`)."""
+        tasks: list[asyncio.Task[None]] = []
+
+        # Most calls are over before, and would pay for a task of their own.
+        def begin() -> None:
+            tasks.append(asyncio.create_task(self._watch_attempt(attempt, call, patience, start)))
+
+        timer = asyncio.get_running_loop().call_later(_SILENT_S, begin)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _watch_attempt(
+        self, attempt: str, call: str, patience: _Patience, start: float
+    ) -> None:
+        """Says that a call waits, and ends its attempt when the service does not work on it: the
+        request or its answer was lost, or the connection leads nowhere.
+        """
+        say_at = start + _SAY_AFTER_S
+        lost = 0
+        while True:
+            works = await self._works_on(attempt)
+            now = time.monotonic()
+            if works is False and now - patience.moved_at >= _SILENT_S:
+                lost += 1
+                self._warn(start, f"{call}, on which it does not work: trying another connection")
+                if lost > 1:  # not a request that was just on its way
+                    patience.end_attempt()
+                    return
+            else:
+                lost = 0
+            if works is None and now >= say_at:
+                self._warn(start, f"{call}; its connection is silent")
+                say_at = now + (now - start)
+            await asyncio.sleep(_SILENT_S)
+
+    async def _works_on(self, attempt: str) -> bool | None:
+        """Asks the service, over another connection, whether it works on an attempt; None when it
+        does not say.
+        """
+        if not isinstance(self._transport, Network):
+            return None  # there is no connection
+        try:
+            answer = await self.http.get("/health", headers={ASKED_ATTEMPT: attempt}, timeout=5)
+        except _NETWORK_ERRORS:
+            return None
+        said = answer.headers.get(ASKED_ATTEMPT)
+        return None if said is None else said == WORKING
+
     def _warn(self, start: float, text: str) -> None:
         """Logs that a call has waited since `start`: one line for all calls that wait."""
         now = time.monotonic()
@@ -247,6 +324,8 @@ class Client:
         if self.http.is_closed:
             raise RuntimeError(f"the client of {self.service} is closed")
         headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
+        if self._store_mark is not None:
+            headers[STORE_HEADER] = str(self._store_mark)
         url = self.base_url.rstrip("/") + path
         limits = timeout.as_dict()
         if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
@@ -270,7 +349,23 @@ class Client:
             await response.aread()
         finally:
             await response.aclose()
+        self._see_store(StoreMark.parse(response.headers.get(STORE_HEADER, "")))
         return response
+
+    def _see_store(self, mark: StoreMark | None) -> None:
+        """Remembers how far the service's store is, and logs a warning when it is another one."""
+        if mark is None:
+            return
+        known = self._store_mark
+        if known is not None and known.identity != mark.identity:
+            log.warning(
+                "warning: %s has a new store, without what the one before held: that one was "
+                "removed or replaced",
+                self.service,
+            )
+        elif known is not None and known.changes > mark.changes:  # answers overtake one another
+            return
+        self._store_mark = mark
 
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for an untrusted certificate, which no retry can fix."""

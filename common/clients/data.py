@@ -35,9 +35,12 @@ class DataClient(Client):
     async def total(self) -> int:
         return int((await self.request("GET", "/stats")).json()["total_available"])
 
-    async def seek(self, position: int) -> None:
-        """Moves the shuffled stream to `position`, counted in prompts from its beginning."""
-        await self.request("POST", "/seek", json={"position": position})
+    async def seek(self, position: int, request_id: str | None = None) -> None:
+        """Moves the shuffled stream to `position`, counted in prompts from its beginning. A copy
+        with the same id that arrives late moves nothing.
+        """
+        body = {"position": position, "request_id": request_id}
+        await self.request("POST", "/seek", json=body)
 
     async def report_pass_rates(
         self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str

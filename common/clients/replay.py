@@ -48,22 +48,34 @@ class ReplayClient(Client):
         )
         return codec.decode(response.content, answer)
 
-    async def set_priorities(self, priorities: dict[str, float]) -> None:
+    async def set_priorities(
+        self, priorities: dict[str, float], request_id: str | None = None
+    ) -> None:
         """Sets the priorities of groups for `sample`; unknown ids are ignored, as they may have
-        left the buffer.
+        left the buffer. A copy with the same id that arrives late changes nothing.
         """
-        body = {"ids": list(priorities), "priorities": list(priorities.values())}
+        body = {
+            "ids": list(priorities),
+            "priorities": list(priorities.values()),
+            "request_id": request_id,
+        }
         await self.request("POST", "/groups/priorities", json=body)
 
-    async def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
+    async def reset_fresh(
+        self,
+        from_position: int | None = None,
+        step: int | None = None,
+        run_id: str | None = None,
+    ) -> int:
         """Drops every unacknowledged group, because a trainer that resumes draws their prompts
         again.
 
         `from_position` also drops all groups from that position in the prompt stream on; `step`
-        also undoes reuse draws made at that step or later. Returns how many groups were dropped.
+        also undoes reuse draws made at that step or later. With `run_id` that run begins: calls of
+        the runs before it are refused from now on. Returns how many groups were dropped.
         """
-        params = {"from_position": from_position, "step": step}
-        given = {name: number for name, number in params.items() if number is not None}
+        params = {"from_position": from_position, "step": step, "run_id": run_id}
+        given = {name: value for name, value in params.items() if value is not None}
         answer = await self.request("POST", "/groups/reset_fresh", params=given)
         return int(answer.json()["dropped"])
 

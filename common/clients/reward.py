@@ -7,7 +7,6 @@ from common.clients.base import Client
 from common.wire.schemas import (
     BatchRewardRequest,
     BatchRewardResult,
-    GroundTruthProblem,
     GroundTruthProblems,
     RewardItem,
     RewardResult,
@@ -33,14 +32,13 @@ class RewardClient(Client):
         stats = await self.json("GET", "/stats", dict[str, Any])
         return bool(stats["gives_verdicts"])
 
-    async def check_ground_truths(self, items: list[RewardItem]) -> list[GroundTruthProblem]:
+    async def check_ground_truths(self, items: list[RewardItem]) -> GroundTruthProblems:
         """Returns the ground truths that no answer can match; the items' responses do not count."""
         body = BatchRewardRequest(items=items).model_dump_json()
         headers = {"content-type": "application/json"}
-        answer = await self.json(
+        return await self.json(
             "POST", "/check_ground_truths", GroundTruthProblems, content=body, headers=headers
         )
-        return answer.problems
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
         """Grades several batches with one request."""

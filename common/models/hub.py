@@ -24,6 +24,14 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ELSEWHERE = (
     "or name a local model directory (`rlhf tiny-model DIRECTORY` makes the built-in model)"
 )
+_NOT_CAUSAL = (
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+"""Ends of the names of architectures that have another head."""
 _T = TypeVar("_T")
 
 
@@ -41,12 +49,19 @@ def check_models(config: "Config") -> None:
             check_model(name, field)
 
 
-def check_model(name: str, field: str = "model.name", *, needs_weights: bool = False) -> None:
+def check_model(
+    name: str,
+    field: str = "model.name",
+    *,
+    needs_weights: bool = False,
+    is_policy: bool = False,
+) -> None:
     """Raises ConfigError, naming `field`, unless `name` is a model directory, or a model in the
     hub's cache or on the hub.
 
     `needs_weights`: a directory also has to have the files of the weights, and if it is an adapter,
-    the directory of its model has to exist.
+    the directory of its model has to exist. `is_policy`: it also has to have those of a tokenizer,
+    and must not be a model that cannot write text.
     """
     path = Path(name)
     if path.is_dir():
@@ -57,9 +72,10 @@ def check_model(name: str, field: str = "model.name", *, needs_weights: bool = F
                 name=name,
                 remedy="name another,",
             )
+        _refuse_two_models(path, field)
         file = path / "config.json"
         try:
-            json.loads(file.read_bytes() if file.is_file() else b"{}")
+            content = json.loads(file.read_bytes() if file.is_file() else b"{}")
         except ValueError as error:
             raise _not_found(
                 f"its config.json is not JSON: {error}",
@@ -67,8 +83,13 @@ def check_model(name: str, field: str = "model.name", *, needs_weights: bool = F
                 name=name,
                 remedy="restore that file,",
             ) from None
-        if needs_weights:
+        if "trainer" in content and "model_type" not in content:
+            raise _is_run(path, field)
+        if needs_weights or is_policy:
             _check_weights(path, field)
+        if is_policy:
+            check_tokenizer(path, field)
+            check_causal(name, field)
         return
 
     remedy = "correct the path, name a model of the hub as org/name,"
@@ -80,6 +101,22 @@ def check_model(name: str, field: str = "model.name", *, needs_weights: bool = F
         raise _not_found(problem, field=field, name=name, remedy=remedy)
 
     _check_hub(name, field)
+
+
+def _refuse_two_models(directory: Path, field: str) -> None:
+    """Raises ConfigError for a directory with a whole model and an adapter: transformers would load
+    the adapter's base model, and an engine the whole one.
+    """
+    kinds = ("model*.safetensors", "pytorch_model*.bin")
+    has_weights = any(next(directory.glob(kind), None) for kind in kinds)
+    if has_weights and (directory / "adapter_config.json").is_file():
+        raise ConfigError(
+            "the directory has both a whole model and an adapter",
+            field=field,
+            value=str(directory),
+            remedy="remove the one that is old: adapter_config.json and adapter_model.safetensors, "
+            "or config.json and the model's weights",
+        )
 
 
 def _check_weights(directory: Path, field: str) -> None:
@@ -104,6 +141,52 @@ def _check_weights(directory: Path, field: str) -> None:
                 remedy="restore that model, or correct base_model_name_or_path in "
                 "adapter_config.json",
             )
+
+
+def _is_run(directory: Path, field: str) -> ConfigError:
+    """Returns the error for the directory of a run in the place of a model."""
+    newest = max(directory.glob("checkpoints/step_*"), default=None)
+    remedy = "it has no checkpoint yet: name another model,"
+    if newest is not None:
+        remedy = f"name its newest checkpoint, {newest},"
+    return _not_found(
+        "this is the directory of a run, not of a model",
+        field=field,
+        name=str(directory),
+        remedy=remedy,
+    )
+
+
+def check_tokenizer(directory: Path, field: str = "model.name") -> None:
+    """Raises ConfigError for a directory without a tokenizer, for which transformers would make an
+    empty one. An adapter may have that of its model.
+    """
+    files = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "adapter_config.json")
+    if not any(next(directory.glob(pattern), None) for pattern in files):
+        raise no_tokenizer(str(directory), field)
+
+
+def no_tokenizer(name: str, field: str = "model.name") -> ConfigError:
+    """Returns the error for a model without a tokenizer."""
+    return _not_found(
+        "the model has no tokenizer (tokenizer.json and tokenizer_config.json)",
+        field=field,
+        name=name,
+        remedy="copy its files there, name another,",
+    )
+
+
+def check_causal(name: str, field: str = "model.name") -> None:
+    """Raises ConfigError for a model that does not write text from left to right, such as BERT."""
+    config = text_config(name)
+    architecture = next(iter(config.get("architectures") or [""]))
+    if architecture.endswith(_NOT_CAUSAL) or config.get("is_encoder_decoder"):
+        raise _not_found(
+            f"this is no causal language model, but a {architecture}",
+            field=field,
+            name=name,
+            remedy="name one that writes text from left to right, such as Qwen/Qwen3-0.6B,",
+        )
 
 
 def is_path(name: str) -> bool:

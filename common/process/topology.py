@@ -225,6 +225,21 @@ class Topology:
             )
         }
 
+    def proxy_env(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Returns the variables that except this group from the proxies of `env`, for programs that
+        are not ours: the router and SGLang use a proxy even for loopback.
+        """
+        given = env.get("no_proxy") or env.get("NO_PROXY") or ""
+        if given.strip() == "*":
+            return {}
+        # Not every client knows blocks of addresses, so each one is named.
+        own = ["localhost", "127.0.0.1", "127.0.0.0/8"]
+        own += [host.address for host in self.local_hosts.values()]
+        if self.group is not None:
+            own.append(f".{self.group}")
+        spared = ",".join(dict.fromkeys([*filter(None, given.split(",")), *own]))
+        return {"NO_PROXY": spared, "no_proxy": spared}
+
     def own_name(self, task: str) -> str:
         """Returns the stable name of this node, for logs and registrations: `rollout-server-1`."""
         return f"{task}-{self.node_rank}"

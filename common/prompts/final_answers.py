@@ -5,6 +5,7 @@ Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import re
+from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -15,12 +16,13 @@ MAX_ANSWER_CHARS = 1024
 """Longer answers are ignored, because cutting one could turn it into another answer."""
 _CONTEXT_CHARS = 500  # text around a mark that is read for its meaning
 _MAX_LABELS = 16  # statements that are read, from the last one backwards
+_MAX_QUESTIONS = 8  # headings that are tried
 FIRST_MASK = 0xE000  # the private characters that stand for formulas
 
 # `\\` before anything but a box is a line break, so a brace after it counts; `\{` and `\}` are
 # literal characters.
 _TOKEN = re.compile(
-    rf"""(?P<box>{BOX}\s{{0,8}}(?:\{{|(?P<bare>[-−]?[0-9](?:[0-9.,/]*[0-9])?)))
+    rf"""(?P<box>{BOX}\s{{0,8}}(?:\{{|(?P<bare>[-−]?[0-9](?:[0-9.,/]*[0-9])?)|\Z))
     | \\\\(?!f?box) | \\[{{}}] | [{{}}] | (?<![#])[#]{{4}}(?![#])
     | <(?P<closes>/?)(?i:(?:final_?)?answer)>""",
     re.VERBOSE,
@@ -30,6 +32,11 @@ _BETWEEN_BOXES = re.compile(
     r"|[.,;]*\(?[a-d1-4][).:](?:[A-Za-z]=)?"
 )
 _TYPESETTING = re.compile(r"[\s$*]|\\[()\[\],;:!]|\\q?quad(?![A-Za-z])")
+
+_BLANK = re.compile(
+    r"(?:[\s~{}_.…?-]|\\[,;:! ]|\\(?:q?quad|[lc]?dots|square|underline)(?![A-Za-z])"
+    r"|\\(?:text|mbox)\{\s*\}|\\[hv]?(?:phantom|space)\*?\{[^{}]*\})*"
+)
 
 # The surroundings of a box: where its side of the formula ends, and what is joined to it.
 _STYLE = r"""(?:[\s{}()\[\]*"'.~$]|\\(?:displaystyle|left|right|[bB]igg?[lr]?|[lL]arge|LARGE|[hH]uge
@@ -82,8 +89,8 @@ _FORMULA = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 SENTENCE_END = re.compile(
-    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')]|$)
-    | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。]""",
+    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')”’»」]|$)
+    | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。।]""",
     re.VERBOSE,
 )
 DOUBT = re.compile(rf"\b{phrases('doubt')}\b", re.IGNORECASE)
@@ -91,11 +98,31 @@ _HEDGE = re.compile(rf"\b{phrases('doubt', 'could')}\b", re.IGNORECASE)
 _ALTERNATIVE = re.compile(rf"\b(?:{phrases('doubt', 'could')}|or|not)\b", re.IGNORECASE)
 _VALUE = r"(?:[-−–+]?\s?[$€£¥]?\.?[0-9]|[\ue000-\uf8ff]|\(?[A-H]\)?(?![\w'’]))"
 _NUMERAL = re.compile("[0-9\ue000-\uf8ff]")
-_SIGNS_OF_LABEL = ("nswer", "NSWER", "inal", "esult", "答案", "结果")
+_JSON = re.compile(
+    r"""["'](?:(?:final|correct)[_\ ]?)?(?:answer|result)["']\s{0,8}:\s{0,8}
+    (?: (?P<list>\[\s{0,8})?(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\\n]|\\.){0,1024})(?P=quote)
+        (?(list)\s{0,8}\])
+    | (?P<bare>[^\s"',}]{1,1024}) | ["'] )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A member of a JSON object that is the answer."""
+_SIGNS_OF_QUESTION = (
+    "uestion", "UESTION", "Q:", "roblem", "ROBLEM", "ruction", "uman:", "UMAN:", "ser:", "SER:",
+    "user", "问题", "题目",
+)  # fmt: skip
+_NEXT_QUESTION = re.compile(
+    r"""(?:\n[\s#*\[]{0,8}(?i:next\s)?|\s(?=[QP])|<\|)
+    (?: (?i:question|problem|instruction|human|user|问题|题目|(?-i:Q))[\s*\]]{0,4}[:：]
+    | (?:(?<=[#\[])|(?<=[#\[]\s))(?i:question|problem)[*\]]{0,3}\s
+    | (?<=\n)user\s | (?<=<\|)user\|> )""",
+    re.VERBOSE,
+)
+_SIGNS_OF_LABEL = ("nswer", "NSWER", "inal", "esult", "hoice", "ption", "答案", "结果")
 _LABEL = re.compile(
     rf"""\banswers?\b
         (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
         [\s*_`"')]{{0,4}}(?:{phrases("states")}\b(?:\s?:)?|[:=：]|(?=\s{phrases("wavers")}\b))
+    | \b(?:correct|right)\s(?:choice|option)\s{phrases("states")}\b
     | (?:^|[.\n])[\s#>*_-]{{0,8}}(?:final(?:\ result|\ value)?|result)[*_\s]{{0,4}}[:：]
     | ^[\ \t>#*_0-9.)]{{0,8}}(?:the\ |my\ )?(?:final\ )?(?:answer|result)s?[\ \t*_:.]*$
     | (?:答案|结果)\s*(?:[是为為]|：|:|=){{1,3}}""",
@@ -105,7 +132,7 @@ _NO_LABEL = re.compile(rf"\b{phrases('no label')}\b[^,]*$", re.IGNORECASE)
 _DENIED_LABEL = re.compile(
     rf"\b(?:{phrases('doubt', 'could')}|false|untrue|never)\b[^,;:]{{0,40}}$", re.IGNORECASE
 )
-_OPENING = re.compile(r"(?:```[a-z]*\n|[\s*_`\"')\]}:>#])*")
+_OPENING = re.compile(r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:>#]|[\"'](?=[\s*:]))*")
 _FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
 _PROSE = re.compile(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])")
 _RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
@@ -120,7 +147,7 @@ NOTE = re.compile(
 )
 _REASON = re.compile(rf"\s*,?\s+{phrases('reason')}\b", re.IGNORECASE)
 _REMARK = re.compile(
-    rf"""\s*,?\s+{phrases("remark")}\b | ,\s+(?!{phrases("continues")}\b)[a-z]{{2,}}
+    rf"""\s*,?\s+{phrases("remark")}\b | [,;]\s+(?!{phrases("continues")}\b)[a-z]{{2,}}
     | \s*[–—]\s*(?=[A-Za-z]{{3}})""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -137,6 +164,8 @@ _WORDS_FIRST = re.compile(
     [A-Za-z]{2}""",
     re.VERBOSE,
 )
+_FINAL_SIGN = re.compile(r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
+_TEX_QUOTES = re.compile(r"\A`{1,2}([^`']*)'{1,2}\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
 """Decoration after an answer: check marks, emoji."""
@@ -146,7 +175,9 @@ class Mark(NamedTuple):
     """A mark of an answer in a text."""
 
     kind: str
-    """box, tag, line (`####`) or label ("the answer is")."""
+    """box, tag, json, line (`####`), label ("the answer is"), or cut: a box or a second tag without
+    its end.
+    """
     span: tuple[int, int]
     inner: tuple[int, int]
     """Where the answer is; empty when it ends with its line or sentence."""
@@ -168,20 +199,25 @@ def stated_answer(text: str) -> str | None:
         marks.append(Mark("label", match.span(), (match.end(), match.end())))
     marks.sort(key=lambda mark: mark.span[1])
 
+    lines = [mark for mark in marks if mark.kind == "line"]
+    if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].span[1] :].strip():
+        return ""  # the last line was cut
+
     while marks:
         mark = marks[-1]
+        content = text[slice(*mark.inner)]
+        answer: str | None = ""  # if it was cut
         if mark.kind == "box":
             answer = _boxed(text, marks)
+        elif mark.kind == "json":
+            answer = _inside(content.replace("\\\\", "\\"))
         elif mark.kind == "tag":
-            content = text[slice(*mark.inner)]
-            answer = stated_answer(content)
-            if answer is None:
-                answer = clean(content) or None
+            answer = _inside(content)
         elif mark.kind == "line":
             answer = _line(
                 text[mark.span[1] : mark.span[1] + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1
             )
-        else:
+        elif mark.kind == "label":
             answer = _labelled(text, mark, words=not closed)
         if answer is not None:
             return answer if len(answer) <= MAX_ANSWER_CHARS else ""
@@ -189,12 +225,31 @@ def stated_answer(text: str) -> str | None:
     return None
 
 
-def last_box(text: str) -> str | None:
-    r"""Returns the content of the last balanced `\boxed{…}` (or `\fbox{…}`), stripped, together
-    with the boxes that it continues; None when there is none.
+def _inside(content: str) -> str:
+    """Returns the answer that a tag or a JSON object holds."""
+    answer = stated_answer(content)
+    return clean(content) if answer is None else answer
+
+
+def before_next_question(text: str) -> str:
+    """Returns the text without what follows its first complete answer from "Question:" (or
+    "Problem:", "Q:", "User:") on: the model asks itself.
     """
-    boxes = [mark for mark in _marks(text) if mark.kind == "box"]
-    if not boxes:
+    if not any(sign in text for sign in _SIGNS_OF_QUESTION):
+        return text
+    for asked in islice(_NEXT_QUESTION.finditer(text), _MAX_QUESTIONS):
+        head = text[: asked.start()]
+        if stated_answer(head):
+            return head
+    return text
+
+
+def last_box(text: str) -> str | None:
+    r"""Returns the content of the last `\boxed{…}` (or `\fbox{…}`), stripped, together with the
+    boxes that it continues; None when there is none, or it is cut.
+    """
+    boxes = [mark for mark in _marks(text) if mark.kind in ("box", "cut")]
+    if not boxes or boxes[-1].kind == "cut":
         return None
     last = text[slice(*boxes[-1].inner)].strip()
     joined = _joined(text, boxes)[1]
@@ -203,8 +258,8 @@ def last_box(text: str) -> str | None:
 
 
 def _marks(text: str) -> list[Mark]:
-    """Returns the boxes, tags and `####` lines in the order they end."""
-    marks: list[Mark] = []
+    """Returns the boxes, tags, answers in JSON and `####` lines in the order they end."""
+    marks = list(_json_marks(text))
     if "####" not in text and "box" not in text and "nswer>" not in text:
         return marks
     braces: list[re.Match[str] | None] = []  # open ones: a box's, or None for any other
@@ -227,7 +282,21 @@ def _marks(text: str) -> list[Mark]:
         elif match["closes"] and tag is not None:
             marks.append(Mark("tag", (tag.start(), stop), (tag.end(), start)))
             tag = None
-    return marks
+    # What has no end was cut. A tag alone may have lost its end to a stop string.
+    unclosed = filter(None, (*braces, tag if marks else None))
+    return sorted([*marks, *map(_cut, unclosed)], key=lambda mark: mark.span[1])
+
+
+def _cut(opening: re.Match[str]) -> Mark:
+    return Mark("cut", opening.span(), (opening.end(), opening.end()))
+
+
+def _json_marks(text: str) -> Iterator[Mark]:
+    if '":' in text or "':" in text or '" :' in text:
+        for match in _JSON.finditer(text):
+            name = "text" if match["quote"] else "bare"
+            inner = (match.end(), match.end()) if match[name] is None else match.span(name)
+            yield Mark("json", match.span(), inner)
 
 
 def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
@@ -245,17 +314,19 @@ def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
         joint = " or " if "or" in between and "=" not in between else ", "
         begin = mark.span[0]
         contents.append(text[slice(*mark.inner)].strip())
+    if _BLANK.fullmatch(contents[0]):
+        return begin, ""
     return begin, joint.join(dict.fromkeys(filter(None, reversed(contents))))
 
 
-def _boxed(text: str, marks: list[Mark]) -> str | None:
-    r"""Returns the content of the last box within its formula: -7 of `-\boxed{7}`, "" when the
-    sentence denies or doubts it, None when it is empty.
+def _boxed(text: str, marks: list[Mark]) -> str:
+    r"""Returns the content of the last box within its formula: -7 of `-\boxed{7}`, "" when it is
+    empty, or the sentence denies or doubts it.
     """
     begin, answer = _joined(text, marks)
     stop = marks[-1].span[1]
     if not answer or len(answer) > MAX_ANSWER_CHARS:
-        return answer or None
+        return answer
     left = text[max(0, begin - _CONTEXT_CHARS) : begin].rpartition("\n\n")[2]
     right = text[stop : stop + _CONTEXT_CHARS]
     if _DENIED_BEFORE.search(left[-100:].lower()) or _DENIED_AFTER.match(right):
@@ -275,7 +346,7 @@ def _boxed(text: str, marks: list[Mark]) -> str | None:
         answer = head + (f"({answer})" if is_compound else answer) + tail
     elif scale:
         answer = f"{answer} {scale[1]}"
-    return clean(answer) or None
+    return clean(answer)
 
 
 def _line(rest: str, alone: bool) -> str | None:
@@ -304,7 +375,7 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
     end = SENTENCE_END.search(sentence)
     if end:
         sentence = sentence[: end.start()]
-        if end.group() == "?" and re.match(_VALUE, sentence):
+        if end.group() == "?" and re.match(rf"[\"'“‘«„]?{_VALUE}", sentence):
             return ""
     sentence = _FILLER.sub("", sentence, count=1)
     if "\\boxed" in sentence:
@@ -368,10 +439,14 @@ def clean(answer: str) -> str:
     """
     text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
+        before = text
+        text = _TEX_QUOTES.sub(r"\1", text)
         text = text.rstrip(_SYMBOLS).strip().strip("*_`").strip()
         is_money = len(_DOLLAR.findall(text)) == 1 and re.search(r"\$[-\s]*[0-9.]", text)
         text = text if is_money else _DOLLAR.sub("", text)
-        text = re.sub(r"(?<!\.)[.,。]\Z|(?<=\.)[,。]\Z", "", text)
+        text = _FINAL_SIGN.sub("", text)
         if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):
             text = text[2:-2]
+        if text == before:
+            break
     return text.replace("\\$", "$").rstrip("\\ ").strip()

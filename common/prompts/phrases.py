@@ -4,9 +4,11 @@ patterns are built.
 
 _TABLE = r"""
 doubt: maybe, perhaps, possibly, probably, presumably, either, guess, guessing, guessed, unsure,
-    uncertain, unlikely, doubt, doubtful, impossible, not sure, not certain, not true, no way, no
-    idea, nobody, no one, who knows, not think, not believe, not know, \w*n['’]t think, \w*n['’]t
-    believe, \w*n['’]t know, wrong answer, incorrect answer;
+    uncertain, unlikely, doubt, doubtful, impossible, not sure, not certain, not true, no way,
+    no idea, nobody, no one, who knows, not think, not believe, not know, \w*n['’]t think,
+    \w*n['’]t believe, \w*n['’]t know, wrong answer, incorrect answer, false that, untrue that,
+    not follow, not conclude, cannot conclude, not mean, not imply, not the case, not possible,
+    not clear, likely, nothing;
 could: might, may be, could, possible, neither, nor, unclear, unknown;
 states: is, are, was, were, equals, becomes, remains, would be, should be, must be, will be, has
     to be, comes to, comes out to, is going to be, comes out to be, works out to, works out to be,
@@ -35,17 +37,24 @@ no label: if, suppose, assume, assuming, whether, when, unless, wrong, incorrect
 starts anew: is, are, was, were, must be, would be, will be, should be, to be, equals, rounds to,
     rounds up to, rounded to, gives, makes, leaves, leaving, making, giving, has, have, had, so,
     thus, hence, therefore, then;
-limits: not, never, none, cannot, can be, not equal to, not be, without, except, except for,
-    besides, other than, anything but, far from, or, between, less than, more than, fewer than,
-    greater than, larger than, smaller than, bigger than, higher than, lower than, at least, at
-    most, up to, under, over, above, below, beyond, nearly, almost, close to, near, short of,
-    exceeds, exceeding, within, twice, thrice, double, triple, half of, root of, square of, cube
-    of, power of, multiple of, factor of, divisor of, reciprocal of, inverse of, negative of,
-    opposite of, logarithm of, log of, factorial of, plus, minus, negative, divided by, multiplied
-    by, modulo, times;
-limits after: is not, are not, was not, would not, isn['’]t, aren['’]t, is wrong, is incorrect, is
-    false, is impossible, cannot, or more, or less, or so, or fewer, or greater, or higher, or
-    lower, or maybe, or perhaps, factorial, squared, cubed, at least, at most, maybe;
+limits: not, never, fail to, fails to, failed to, unable to, none, hardly, barely, scarcely,
+    cannot, can be, not equal to, not be, without, except, except for, besides, other than,
+    anything but, far from, or, between, less than, more than, fewer than, greater than, larger
+    than, smaller than, bigger than, higher than, lower than, at least, at most, up to, under,
+    over, above, below, beyond, nearly, almost, close to, near, short of, exceeds, exceeding,
+    within, twice, thrice, double, triple, half of, root of, square of, cube of, power of,
+    multiple of, factor of, divisor of, reciprocal of, inverse of, negative of, opposite of,
+    logarithm of, log of, factorial of, plus, minus, negative, divided by, multiplied by,
+    modulo, times, roughly, around, ruled out, all but, about, supposedly, allegedly;
+limits after: is not, are not, was not, would not, isn['’]t, aren['’]t, is wrong, is incorrect,
+    is false, is impossible, cannot, or more, or less, or so, or fewer, or greater, or higher,
+    or lower, or maybe, or perhaps, factorial, squared, cubed, at least, at most, maybe,
+    negatives, opposites, inverses, reciprocals, halves, thirds, quarters, fourths, fifths,
+    sixths, sevenths, eighths, ninths, tenths, hundredths, thousandths, hundreds, thousands,
+    dozens, pairs, tens, twos, couples, factorials, millionths, at best, at the most, at the
+    least, tops;
+denies: not, n['’]t, cannot, never, hardly, barely, no longer, impossible to, no way to, none
+    of, none, fail to, fails to, failed to, unable to, might, could, may have, not the case;
 interjection: wait, but wait, no, oops, hmm, sorry, actually, hold on, ah, oh;
 taken back: wrong, all wrong, incorrect, not right, not correct, mistaken, a mistake, an error,
     made a mistake, made an error;

@@ -100,14 +100,19 @@ class PromptStyle:
 def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
     """Returns the text of a prompt, prefill included. Raises ConfigError that names the setting or
     the problem.
+
+    A chat needs a chat template, however short it is; a template text can write one message.
     """
     text = filled(style.template, prompt)
     if style.is_chat(tokenizer):
         messages = conversation(prompt, style.system_prompt, text)
         return _rendered(messages, style, tokenizer) + style.prefill
-    if prompt.chat:
+    if prompt.chat and not (style.template and len(prompt.chat) == 1):
+        no_chat = "data.prompt_template writes only one message"
+        if not style.template:
+            no_chat = "the model has no chat template"
         raise ConfigError(
-            "a problem is a chat, but the model has no chat template",
+            f"a problem is a chat, but {no_chat}",
             field="model.chat_template",
             value=tokenizer.name_or_path,
             remedy="set a chat template, use an instruct model, or give problems as text",

@@ -50,6 +50,7 @@ _CODE = re.compile(
     | \\begin\{(verbatim|lstlisting|comment)\}(?:.*?\\end\{\2\}|.*)""",
     re.DOTALL | re.VERBOSE,
 )
+_JSON = re.compile(r"```(?:json)?\s*\{", re.IGNORECASE)
 _TAG = re.compile(
     r"""</?(?:b|i|u|em|strong|span|font|mark|code|big|small|center)(?:\s[^<>]{0,200})?>
     | <(?P<line>br|/?p|/?div|/?h[1-6])\s?/?>""",
@@ -91,6 +92,12 @@ def without_thoughts(text: str) -> str:
     return "".join(kept)
 
 
+def _without_box(code: re.Match[str]) -> str:
+    """Returns code, or nothing if it prints a box. A JSON object is no code."""
+    is_code = _JSON.match(code.group()) is None and re.search(BOX, code.group())
+    return "" if is_code else code.group()
+
+
 def answering_part(text: str) -> str:
     """Returns the text without thoughts, comments, struck out text, code with a box, HTML tags,
     ends of proofs, stop tokens and everything before a retraction ("Wait, that is wrong").
@@ -99,7 +106,7 @@ def answering_part(text: str) -> str:
     if "<" in text:
         text = _COMMENT.sub("", text)
     if "box" in text:
-        text = _CODE.sub(lambda code: "" if re.search(BOX, code[0]) else code[0], text)
+        text = _CODE.sub(_without_box, text)
     if "</" in text or "<br" in text:
         text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
     text = _PROOF_ENDS.sub("", text)

@@ -29,7 +29,6 @@ _OF_COMPLETIONS = (
     "sampling.stop_token_ids",
     "sampling.min_new_tokens",
     "sampling.ignore_eos",
-    "sampling.chat_template_kwargs",
     "sampling.prefill",
     "evaluation.top_p",
     "evaluation.top_k",

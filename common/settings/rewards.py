@@ -63,6 +63,9 @@ class CodeReward(Reward):
     """Programs that run at once. Unset: one per processor."""
     memory_mb: int = Field(512, ge=32)
     """Address space of one program, in MB."""
+    output_kb: int = Field(1024, ge=1)
+    """Standard output of one test case, and size of a value that a program returns, in KB. A test
+    case that expects more is refused."""
     python: str = ""
     """Python interpreter for programs, with its installed packages. Empty: one without packages."""
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"

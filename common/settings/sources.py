@@ -98,7 +98,7 @@ def read_text(field: FieldInfo, text: str, name: str) -> Any:
         return None
     if text[:1] in "[{" and text:
         try:
-            read = yaml.safe_load(text)
+            read = read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"{name} is not a list or mapping: {yaml_problem(error)}",
@@ -125,6 +125,39 @@ def holds_several(field: FieldInfo) -> bool:
     return is_list(field) or get_origin(field.annotation) in (tuple, dict)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """A loader that refuses a key that stands twice in a mapping: YAML drops the first silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set[tuple[str, str]]()
+        for key, _ in node.value:
+            name = (key.tag, str(key.value))
+            if name in seen and key.tag != _MERGE:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value} stands twice in one mapping; merge the two",
+                    problem_mark=key.start_mark,
+                )
+            seen.add(name)
+        return node
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+"""The tag of `<<`, of which a mapping may have several."""
+
+
+def read_yaml(text: str) -> Any:
+    """Returns the content of a YAML text. Raises YAMLError, also for a key that stands twice, and
+    ValueError for an impossible date.
+    """
+    return yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
+
+
+def read_yaml_documents(text: str) -> list[Any]:
+    """Returns the content of every document of a YAML text. Raises like `read_yaml`."""
+    return list(yaml.load_all(text, _UniqueKeys))
+
+
 def yaml_problem(error: Exception) -> str:
     """Returns one line that says why a YAML file cannot be read."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -135,7 +168,7 @@ def yaml_problem(error: Exception) -> str:
 def from_file(path: Path) -> dict[str, Any]:
     """Reads a YAML file of settings by section. Raises ConfigError."""
     try:
-        content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
+        content = read_yaml(packaged(path).read_text(encoding="utf-8"))
     except (
         OSError,
         ValueError,

@@ -137,7 +137,7 @@ class Prompt(Wire):
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out
     of JSON when empty."""
     chat: Listed[Annotated[dict[str, str], AtMost(MAX_NAMES)]] = Field([], exclude_if=_is_empty)
-    """The conversation to continue, if it is more than one user message. It ends with `prompt`; its
+    """The conversation to continue, if the problem is one and no text. It ends with `prompt`; its
     own system message replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
 
@@ -214,8 +214,7 @@ class RewardResult(Wire):
     components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
     verified: bool = True
-    """Whether `correct` is a verdict, of a function that gives verdicts; otherwise it means a
-    reward above 0.5."""
+    """Whether `correct` is a verdict, of a function that gives verdicts; otherwise it is false."""
     reason: str = ""
     """Why there is no reward: the error in the reward function, with its file and line."""
 
@@ -242,6 +241,8 @@ class GroundTruthProblems(Wire):
     """Response of `POST /check_ground_truths`."""
 
     problems: Annotated[list[GroundTruthProblem], AtMost(MAX_BATCH_ITEMS)]
+    repaired: NonNegativeInt = 0
+    """The number of ground truths that are read otherwise than written: `['31']` as 31."""
 
 
 _Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
@@ -753,7 +754,8 @@ class TakeRequest(Wire):
     wait_s: float = Field(0.0, ge=0, le=60)
     """Seconds to wait for `count` groups; with fewer, none are handed out."""
     request_id: RequestId
-    """A retry with the same id gets the same answer, so a new request makes a new id."""
+    """A retry with the same id gets the same answer, so a new request makes a new id. Once the
+    groups were acknowledged, or the answer was empty, it gets no groups."""
     run_id: Annotated[str, StringConstraints(max_length=128)] = ""
     """The run that takes the groups; its request ids begin with this id. Leases of all other
     requests end, because only one run trains."""
@@ -789,6 +791,8 @@ class PriorityUpdate(Wire):
 
     ids: Ids
     priorities: Listed[NonNegativeFloat]
+    request_id: RequestId | None = None
+    """A copy with the same id changes nothing."""
 
 
 _RunId = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -33,7 +33,6 @@ _CHECKS = {
     "cores": machine.check_cores,
     "all_reduce": machine.check_collective,
     "ports": network.check_ports,
-    "proxies": network.check_proxies,
     "disk": storage.check_disk,
     memory.TITLE: memory.check_fit,
 }

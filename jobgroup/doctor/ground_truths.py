@@ -31,20 +31,27 @@ def check_ground_truths(plan: Plan) -> Iterator[Result]:
     prompts: list[Prompt] = []
     for split in ("train", "eval"):
         prompts += load_split(data.config.data, split, data.config.seed)
-    unsolvable = asyncio.run(_unsolvable(reward, prompts))
+    unsolvable, repaired = asyncio.run(_checked(reward, prompts))
     for name, reason in unsolvable.items():
         yield Result(f"row {name}", "warn", reason, _FIX)
     gradable = len(prompts) - len(unsolvable)
-    yield Result("ground truths", "ok", f"{gradable:,} of {len(prompts):,} can be graded")
+    yield Result(
+        "ground truths",
+        "ok",
+        f"{gradable:,} of {len(prompts):,} can be graded, {repaired:,} of them after a repair",
+    )
 
 
-async def _unsolvable(reward: PlannedTask, prompts: list[Prompt]) -> dict[str, str]:
+async def _checked(reward: PlannedTask, prompts: list[Prompt]) -> tuple[dict[str, str], int]:
     from services.reward.scorer import RewardScorer
-    from trainer.rollouts.ground_truths import PAGE, unsolvable_of
+    from trainer.rollouts.ground_truths import PAGE, check_prompts
 
-    found: dict[str, str] = {}
+    unsolvable: dict[str, str] = {}
+    repaired = 0
     async with RewardScorer(reward.config.reward) as scorer:
         for begin in range(0, len(prompts), PAGE):
             page = prompts[begin : begin + PAGE]
-            found |= await unsolvable_of(page, scorer.check_ground_truths)
-    return found
+            found, count = await check_prompts(page, scorer.check_ground_truths)
+            unsolvable |= found
+            repaired += count
+    return unsolvable, repaired

@@ -1,4 +1,4 @@
-"""Ports and proxies."""
+"""Ports."""
 
 import socket
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import psutil
 from common.process.topology import ROLLOUT
 from common.settings.sources import variable
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, expect
+from jobgroup.doctor.report import Result
 from jobgroup.scrape import SECTIONS
 
 _ROLLOUT_PORTS: tuple[str, ...] = (
@@ -64,17 +64,3 @@ def _listeners(port: int) -> set[str]:
             if listens and each.pid and getattr(each.laddr, "port", 0) == port:
                 users.add(f"{each.pid} ({psutil.Process(each.pid).name()})")
     return users
-
-
-def check_proxies(plan: Plan) -> Iterator[Result]:
-    """Checks proxies: our clients ignore them, but the router and SGLang use them even for the
-    group's names.
-    """
-    names = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-    caught = " ".join(name for name in names if plan.env.get(name))
-    own = plan.group if plan.inside else "127.0.0.0/8"
-    spared = plan.env.get("NO_PROXY") or plan.env.get("no_proxy") or ""
-    good = not caught or own in spared or "*" in spared
-    fix = f"unset {caught} (HTTPS_PROXY is enough for the hub), or add {own} to NO_PROXY"
-    found = f"set for http: {caught}" if caught else "no proxy for http"
-    yield expect("proxies", good, found, fix, otherwise="warn")

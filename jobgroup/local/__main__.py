@@ -110,7 +110,7 @@ def _check_paths(config: Config) -> None:
     there. What is on the hub is left to the tasks.
     """
     if is_path(config.model.name):
-        check_model(config.model.name, needs_weights=True)
+        check_model(config.model.name, is_policy=True)
     for function in config.reward.functions:
         module, _, name = function.name.partition(":")
         top = module.partition(".")[0]
@@ -244,7 +244,8 @@ def _environments(
         own = dict(task.env)
         if not own.get(TOKEN):
             own.pop(TOKEN, None)  # that of this run
-        return {**defaults, **os.environ, **own, **skypilot}
+        env = {**defaults, **os.environ, **own, **skypilot}
+        return env | Topology.from_env(env).proxy_env(env)
 
     return environment
 

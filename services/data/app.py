@@ -24,6 +24,7 @@ from common.wire.schemas import (
     PromptBatch,
     Wire,
 )
+from common.wire.schemas import RequestId as WireRequestId
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream, StreamStats
 from services.http.app import create_app
@@ -41,10 +42,17 @@ RequestId = Annotated[
 
 
 class Position(Wire):
-    """Body of `POST /seek`, and answer of `POST /seek` and `POST /reset`."""
+    """Answer of `POST /seek` and `POST /reset`."""
 
     position: int = Field(ge=0, le=MAX_POSITION)
     """Prompts from the beginning of the shuffled stream, as in `PromptBatch.position`."""
+
+
+class Seek(Position):
+    """Body of `POST /seek`."""
+
+    request_id: WireRequestId | None = None
+    """A copy with the same id moves nothing."""
 
 
 class ListedPrompts(Wire):
@@ -99,6 +107,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
+        store=stream,
     )
 
     _drawing_routes(app, stream, answered)
@@ -142,12 +151,12 @@ def _drawing_routes(app: FastAPI, stream: PromptStream, answered: Counter) -> No
         return Position(position=0)
 
     @app.post("/seek")
-    def seek(body: Position) -> Position:
+    def seek(body: Seek) -> Position:
         """Sets the shuffled stream to a position, and a curriculum to its state at that
         position.
         """
-        stream.seek(body.position)
-        return body
+        stream.seek(body.position, body.request_id)
+        return Position(position=body.position)
 
     @app.post("/pass_rates")
     def pass_rates(body: PassRateReport) -> PassRatesStored:

@@ -19,22 +19,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidInput
+from common.process.storage import Damaged, sum_of
 from common.wire.schemas import Wire
 
 Float64 = NDArray[np.float64]
 _STREAM = 1  # distinguishes these random numbers from those of the plain order
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE curriculum (rewinds INTEGER NOT NULL) STRICT;
 CREATE TABLE draws (
     position INTEGER PRIMARY KEY,
     place INTEGER NOT NULL,
-    free INTEGER NOT NULL
+    free INTEGER NOT NULL,
+    seal INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE reports (
     serial INTEGER PRIMARY KEY,
     request_id TEXT NOT NULL UNIQUE,
     position INTEGER NOT NULL,
-    body TEXT NOT NULL
+    body TEXT NOT NULL,
+    seal INTEGER NOT NULL
 ) STRICT;
 INSERT INTO curriculum VALUES (0);
 """
@@ -126,7 +129,7 @@ class Curriculum:
 
     @staticmethod
     def create(db: sqlite3.Connection) -> None:
-        for statement in filter(str.strip, _SCHEMA.split(";")):
+        for statement in filter(str.strip, SCHEMA.split(";")):
             db.execute(statement)
 
     def forget(self) -> None:
@@ -150,15 +153,16 @@ class Curriculum:
             free = place is None
             if place is None:
                 place = self._plain(self._free)
-            drawn.append((at, place, int(free)))
+            draw = (at, place, int(free))
+            drawn.append((*draw, sum_of(draw)))
             self._add_draw(at, place, free)
-        db.executemany("INSERT INTO draws VALUES (?, ?, ?)", drawn)
+        db.executemany("INSERT INTO draws VALUES (?, ?, ?, ?)", drawn)
 
     @staticmethod
     def places(db: sqlite3.Connection, position: int, count: int) -> list[int]:
         """Returns the prompts that were drawn for these positions."""
-        drawn = "SELECT place FROM draws WHERE position >= ? AND position < ? ORDER BY position"
-        return [place for (place,) in db.execute(drawn, (position, position + count))]
+        drawn = _draws(db, "position >= ? AND position < ?", position, position + count)
+        return [place for _, place, _ in drawn]
 
     def report(
         self,
@@ -177,8 +181,8 @@ class Curriculum:
             "SELECT body FROM reports WHERE request_id = ?", (request_id,)
         ).fetchone()
         if stored is None:
-            new = "INSERT INTO reports (request_id, position, body) VALUES (?, ?, ?)"
-            db.execute(new, (request_id, position, body))
+            new = "INSERT INTO reports (request_id, position, body, seal) VALUES (?, ?, ?, ?)"
+            db.execute(new, (request_id, position, body, sum_of((request_id, position, body))))
         elif stored[0] != body:
             raise InvalidInput(
                 "the request_id was used for other pass rates",
@@ -220,11 +224,13 @@ class Curriculum:
         if rewinds != self._rewinds:
             self.forget()
             self._rewinds = rewinds
-        drawn = "SELECT position, place, free FROM draws WHERE position >= ? ORDER BY position"
-        for at, place, free in db.execute(drawn, (self._next,)):
+        for at, place, free in _draws(db, "position >= ?", self._next):
             self._add_draw(at, place, bool(free))
-        new = "SELECT serial, position, body FROM reports WHERE serial > ? ORDER BY serial"
-        for serial, position, body in db.execute(new, (self._serial,)):
+        new = "SELECT serial, seal, request_id, position, body FROM reports WHERE serial > ?"
+        for serial, seal, *report in db.execute(f"{new} ORDER BY serial", (self._serial,)):
+            if seal != sum_of(tuple(report)):
+                raise Damaged(f"the pass rates of {report[0]} differ from their checksum")
+            _, position, body = report
             self._serial = serial
             for place, rate in json.loads(body):
                 before = self._rates[place]
@@ -239,3 +245,17 @@ class Curriculum:
         self._drawn_at[place] = position
         self._free += free
         self._by_difficulty += not free
+
+
+def _draws(db: sqlite3.Connection, condition: str, *values: int) -> list[tuple[int, int, int]]:
+    """Returns (position, place, free) of the draws that meet an SQL condition, in order. Raises
+    Damaged.
+    """
+    query = f"SELECT position, place, free, seal FROM draws WHERE {condition} ORDER BY position"  # noqa: S608
+    found = []
+    for position, place, free, seal in db.execute(query, values):
+        draw = (position, place, free)
+        if seal != sum_of(draw):
+            raise Damaged(f"the draw at position {position} differs from its checksum")
+        found.append(draw)
+    return found

@@ -6,7 +6,7 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,8 +77,13 @@ def _read_csv(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         names = list(reader.fieldnames or [])
-        if len(set(names)) != len(names):
-            raise ValueError(f"two columns have the same name: {', '.join(names)}")
+        _refuse_same(names)
+        other = next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), None)
+        if other:
+            raise ValueError(
+                f"{path.name} separates its columns by {other!r}: {names[0]!r} is one column; "
+                "save it with commas"
+            )
         for row in reader:
             if None in row:
                 raise ValueError(
@@ -93,6 +98,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
+        _refuse_same(file.schema_arrow.names)
         types = {field.name: str(field.type) for field in file.schema_arrow}
         batches = (batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(itertools.chain.from_iterable(batches), 1):
@@ -132,7 +138,9 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 def _parse(data: bytes, where: str) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+        return json.loads(
+            data.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_same_key
+        )
     except json.JSONDecodeError as error:
         place = f"column {error.colno}"
         if error.lineno > 1:
@@ -140,6 +148,20 @@ def _parse(data: bytes, where: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error.msg} ({place})") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _no_same_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return content
+
+
+def _refuse_same(names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise ValueError(f"two columns have the same name: {', '.join(names)}")
 
 
 def _no_constant(name: str) -> NoReturn:

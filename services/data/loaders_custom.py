@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
 from services.data.rows import (
-    final_answer,
+    answer_of,
     further_columns,
     id_of,
     read_chat,
@@ -108,7 +108,7 @@ class CustomDatasetLoader(RowLoader):
             refuse_chat_as_text(text, self.prompt_field, where)
         if _TESTS in row and row.get(self.answer_field) is None:
             return text, ""
-        return text, final_answer(text_of(row, self.answer_field, where, "--data.answer_field"))
+        return text, answer_of(row, self.answer_field, where, "--data.answer_field")
 
 
 def _single_turn(

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.prompts.final_answers import last_box
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
-from services.data.rows import final_answer, further_columns, id_of, stop, stop_at, text_of
+from services.data.rows import answer_of, further_columns, id_of, stop, stop_at, text_of
 
 GSM8K_ON_HUB = "openai/gsm8k"
 MATH_ON_HUB = "DigitalLearningGmbH/MATH-lighteval"
@@ -35,7 +35,7 @@ class GSM8KLoader(RowLoader):
         super().__init__(source, hub_config="main", name="gsm8k", task=task)
 
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt:
-        answer = final_answer(text_of(row, "answer", where, "another source"))
+        answer = answer_of(row, "answer", where, "another source")
         if not _NUMBER.fullmatch(answer):
             stop_at(
                 where,
@@ -167,7 +167,7 @@ def _plain(subject: str) -> str:
 
 def _ground_truth(row: Mapping[str, Any], where: str) -> str:
     if row.get("answer") is not None:
-        return text_of(row, "answer", where, "the column answer").strip()
+        return answer_of(row, "answer", where, "the column answer")
     solution = text_of(row, "solution", where, "the column answer, or solution")
     answer = last_box(solution)
     if not answer:

@@ -20,6 +20,14 @@ Row = tuple[str, dict[str, Any]]
 MAX_TEXT_CHARS = 1_000_000
 MAX_ID_CHARS = 512
 _REPAIR = "repair the row, or remove it"
+_ROLES_ELSEWHERE = {
+    "human": "user",
+    "gpt": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+"""Roles of chats in other formats, and what they are called here."""
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["'].*\}\s*\]\s*""", re.DOTALL)
 _GROUPED = re.compile(r"[-+]?\$?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
@@ -103,6 +111,16 @@ def id_of(row: Mapping[str, Any], where: str, default: str) -> str:
     return text_of(row, "id", where, "the column id", limit=MAX_ID_CHARS)
 
 
+def answer_of(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
+    """Returns the final answer in a column, a text, a number, or a list of one. Raises ConfigError
+    as `text_of` does.
+    """
+    value = _value(row, column, where, setting)
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    return final_answer(text_of({column: value}, column, where, setting))
+
+
 def final_answer(text: str) -> str:
     """Returns N from a text with `#### N`, else the stripped text.
 
@@ -110,7 +128,8 @@ def final_answer(text: str) -> str:
     unchanged.
     """
     _, marker, tail = text.rpartition("####")
-    tail = tail.strip()
+    # What other white space precedes may be a command whose backslash is lost: the check says so.
+    tail = tail.lstrip(" \n").rstrip()
     if marker and _GROUPED.fullmatch(tail):
         return re.sub("[, ]", "", tail)
     return tail
@@ -194,8 +213,15 @@ def read_message(message: object, column: str, where: str) -> tuple[str, str]:
             where,
             f"a message in column {column!r} is {message!r:.80}, not an object with role and "
             "content",
+            "rename its fields to role and content, or repair the row",
         )
     role = message["role"]
+    if role in _ROLES_ELSEWHERE:
+        stop_at(
+            where,
+            f"a message in column {column!r} has the role {role!r}",
+            f"rename it to {_ROLES_ELSEWHERE[role]!r}",
+        )
     content = message.get("content")
     if isinstance(content, list):
         texts = list(map(_text_of_part, content))

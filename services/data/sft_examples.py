@@ -43,6 +43,8 @@ class Example(Prompt):
     "function", "function": {"name", "arguments"}}`, with arguments by name)."""
     tools: Listed[Columns] = Field([])
     """What the model may call, as JSON schemas."""
+    is_chat: bool = False
+    """Whether the row has messages, which need a chat template, and no texts."""
 
 
 def example(
@@ -50,6 +52,8 @@ def example(
     chat: list[Message],
     columns: Mapping[str, Any] | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    *,
+    is_chat: bool = False,
 ) -> Example:
     """Returns the example for a chat."""
     text = "\n\n".join(message["content"] for message in chat[:-1])
@@ -60,6 +64,7 @@ def example(
         chat=chat,
         columns=dict(columns or {}),
         tools=list(tools),
+        is_chat=is_chat,
     )
 
 
@@ -99,7 +104,10 @@ class WorkedLoader(RowLoader):
         _check(chat, named, where)
         used = {data.messages_field or data.prompt_field, "id"}
         columns = further_columns(changed, used, where) if data.prompt_template else {}
-        return example(id_of(changed, where, default_id), chat, columns, tools)
+        is_chat = bool(data.messages_field) or isinstance(changed[data.prompt_field], list | tuple)
+        return example(
+            id_of(changed, where, default_id), chat, columns, tools=tools, is_chat=is_chat
+        )
 
 
 def _messages(
@@ -130,7 +138,9 @@ def _message(message: Any, column: str, where: str) -> Message:
 
 
 def _call(call: Any, column: str, where: str) -> dict[str, Any]:
-    """Returns a call whose arguments are a mapping: chat templates write them as JSON."""
+    """Returns a call whose arguments are a mapping: chat templates write them as JSON. Only a JSON
+    text keeps an argument that is null.
+    """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -139,6 +149,8 @@ def _call(call: Any, column: str, where: str) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError:
             arguments = None
+    else:
+        arguments = _without_nulls(arguments)
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         stop_at(
             where,
@@ -149,17 +161,34 @@ def _call(call: Any, column: str, where: str) -> dict[str, Any]:
 
 
 def _tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Returns the tools of a row, a list of JSON schemas or its JSON text; none without them."""
+    """Returns the tools of a row, a list of JSON schemas or its JSON text; none without them. Only
+    a JSON text keeps a key of a schema that is null.
+    """
     tools = row.get(_TOOLS) or []
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except ValueError:
             tools = [tools]
+    else:
+        tools = _without_nulls(tools)
     listed = _listed(tools, _TOOLS, where)
     if not all(isinstance(tool, Mapping) for tool in listed):
         stop_at(where, f"column {_TOOLS!r} is {tools!r:.80}, not a list of JSON schemas of tools")
     return [dict(tool) for tool in listed]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the keys that are null, at any depth.
+
+    Arrow gives a mapping the keys that its namesakes in other rows have, as nulls: in parquet, on
+    the hub, and in JSON that `datasets` has written.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def _listed(value: Any, column: str, where: str) -> Sequence[Any]:

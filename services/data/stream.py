@@ -6,10 +6,12 @@ It is on disk before
 a batch is returned: no prompt is handed out twice in an epoch, however many clients there are and
 whenever the process ends. A client whose response was lost gets the same batch by repeating its
 `request_id`. With a curriculum (`services.data.curriculum`) prompts are drawn, and the draws are
-stored with the cursor.
+stored with the cursor. SQLite has no checksum of its pages, so every row has one (`seal`), which is
+compared when the row is read.
 """
 
 import hashlib
+import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,30 +22,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.process.storage import sqlite_damage, sqlite_remedy
+from common.process.storage import (
+    Damaged,
+    OpenedFile,
+    StorageFailed,
+    has_declarations,
+    is_damage,
+    sqlite_damage,
+    sqlite_remedy,
+    sum_of,
+)
 from common.wire.schemas import Prompt, PromptBatch, Wire
-from services.data.curriculum import Curriculum, CurriculumStats, Difficulty
+from common.wire.store_mark import StoreMark
+from services.data.curriculum import SCHEMA, Curriculum, CurriculumStats, Difficulty
 
 REMEMBERED_REQUESTS = 10_000
-_VERSION = 1  # of the schema below
+_VERSION = 2  # of the schema below
 _SHUFFLED = "shuffled"
 _ORDERED = "ordered"
+_SEEK = "seek"
+"""In the place of a stream: an answer to `POST /seek`."""
+_REMEDY = "remove the file: the stream then starts over"
 _SCHEMA = """
-CREATE TABLE identity (seed TEXT NOT NULL, fingerprint TEXT NOT NULL) STRICT;
+CREATE TABLE identity (
+    seed TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    seal INTEGER NOT NULL
+) STRICT;
 CREATE TABLE cursors (
     stream TEXT PRIMARY KEY,
     position INTEGER NOT NULL,
-    served INTEGER NOT NULL
+    served INTEGER NOT NULL,
+    seal INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE answers (
     serial INTEGER PRIMARY KEY,
     request_id TEXT NOT NULL UNIQUE,
     stream TEXT NOT NULL,
     position INTEGER NOT NULL,
-    count INTEGER NOT NULL
+    count INTEGER NOT NULL,
+    seal INTEGER NOT NULL
 ) STRICT;
-INSERT INTO cursors VALUES ('shuffled', 0, 0), ('ordered', 0, 0);
-PRAGMA user_version = 1;
+CREATE TABLE life (identity INTEGER NOT NULL, changes INTEGER NOT NULL, seal INTEGER NOT NULL)
+    STRICT;
+PRAGMA user_version = 2;
 """
 
 
@@ -90,6 +112,8 @@ class PromptStream:
         self.prompts = prompts
         self.seed = seed
         self.path = state_dir / "data" / "stream.db"
+        self.mark: StoreMark
+        """After the last transaction of this process."""
         self._lock = threading.Lock()
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
@@ -119,6 +143,8 @@ class PromptStream:
                 places = [i % len(self.prompts) for i in range(position, position + count)]
             elif self._curriculum:
                 places = self._curriculum.places(db, position, count)
+                if len(places) != count:
+                    raise Damaged(f"{count - len(places)} draws from position {position} are gone")
             else:
                 places = [self._place_at(i) for i in range(position, position + count)]
         return PromptBatch(
@@ -130,20 +156,25 @@ class PromptStream:
 
     def _advance(self, db: sqlite3.Connection, stream: str, count: int) -> int:
         """Moves a cursor on by `count` prompts. Returns where it was."""
-        position = self._position(db, stream)
-        db.execute(
-            "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream = ?",
-            (count, count, stream),
-        )
+        position, served = self._cursor(db, stream)
+        self._set_cursor(db, stream, position + count, served + count)
         if stream == _SHUFFLED and self._curriculum:
             self._curriculum.draw(db, position, count)
         return position
 
     @staticmethod
-    def _position(db: sqlite3.Connection, stream: str) -> int:
-        query = "SELECT position FROM cursors WHERE stream = ?"
-        ((position,),) = db.execute(query, (stream,))
-        return int(position)
+    def _cursor(db: sqlite3.Connection, stream: str) -> tuple[int, int]:
+        """Returns the position of a stream, and how many prompts it has handed out."""
+        query = "SELECT position, served, seal FROM cursors WHERE stream = ?"
+        position, served, seal = db.execute(query, (stream,)).fetchone() or (0, 0, None)
+        if seal != sum_of((stream, position, served)):
+            raise Damaged(f"the cursor of the {stream} stream differs from its checksum")
+        return position, served
+
+    @staticmethod
+    def _set_cursor(db: sqlite3.Connection, stream: str, position: int, served: int) -> None:
+        cursor = (stream, position, served)
+        db.execute("REPLACE INTO cursors VALUES (?, ?, ?, ?)", (*cursor, sum_of(cursor)))
 
     def report(self, pass_rates: Sequence[tuple[str, float]], request_id: str) -> None:
         """Reports (prompt id, pass rate) pairs to the curriculum; repeating a `request_id` changes
@@ -170,17 +201,42 @@ class PromptStream:
             )
         by_place = [(self._places[name], rate) for name, rate in pass_rates]
         with self._transaction() as db:
-            position = self._position(db, _SHUFFLED)
+            position, _ = self._cursor(db, _SHUFFLED)
             self._curriculum.report(db, request_id, by_place, position)
 
-    def seek(self, position: int) -> None:
-        """Continues the shuffled stream at `position`, counted in prompts from its beginning.
+    def read_mark(self) -> StoreMark:
+        """Returns the mark now, with the changes of other processes."""
+        with self._transaction():
+            pass
+        return self.mark
+
+    @staticmethod
+    def _stored_mark(db: sqlite3.Connection) -> StoreMark:
+        query = "SELECT identity, changes, seal FROM life"
+        *found, seal = db.execute(query).fetchone() or (None,)
+        if seal != sum_of(tuple(found)):
+            raise Damaged("the count of changes differs from its checksum")
+        return StoreMark(*found)
+
+    @staticmethod
+    def _set_mark(db: sqlite3.Connection, mark: StoreMark) -> None:
+        db.execute("DELETE FROM life")
+        db.execute("INSERT INTO life VALUES (?, ?, ?)", (*mark, sum_of(tuple(mark))))
+
+    def seek(self, position: int, request_id: str | None = None) -> None:
+        """Continues the shuffled stream at `position`, counted in prompts from its beginning. A
+        repeated `request_id` moves nothing.
 
         Forgets remembered batches that reach beyond it, since their prompts are drawn again. A
         curriculum returns to its state at that position.
         """
         with self._transaction() as db:
-            db.execute("UPDATE cursors SET position = ? WHERE stream = ?", (position, _SHUFFLED))
+            if request_id is not None:
+                if self._repeated(db, request_id, _SEEK, count=0) is not None:
+                    return
+                self._remember(db, request_id, _SEEK, position=position, count=0)
+            _, served = self._cursor(db, _SHUFFLED)
+            self._set_cursor(db, _SHUFFLED, position, served)
             db.execute(
                 "DELETE FROM answers WHERE stream = ? AND position + count > ?",
                 (_SHUFFLED, position),
@@ -191,19 +247,24 @@ class PromptStream:
     def reset(self) -> None:
         """Restarts both streams and forgets remembered requests and pass rates."""
         with self._transaction() as db:
-            db.execute("UPDATE cursors SET position = 0")
+            for stream in (_SHUFFLED, _ORDERED):
+                _, served = self._cursor(db, stream)
+                self._set_cursor(db, stream, 0, served)
             db.execute("DELETE FROM answers")
             if self._curriculum:
                 self._curriculum.rewind(db, -1)  # before every draw and every report
 
     def stats(self) -> StreamStats:
         with self._transaction() as db:
-            position = self._position(db, _SHUFFLED)
-            ((served,),) = db.execute("SELECT sum(served) FROM cursors")
+            position, shuffled = self._cursor(db, _SHUFFLED)
+            _, ordered = self._cursor(db, _ORDERED)
             curriculum = self._curriculum.stats(db) if self._curriculum else None
         epoch = position // len(self.prompts)
         return StreamStats(
-            position=position, epoch=epoch, prompts_served=served, curriculum=curriculum
+            position=position,
+            epoch=epoch,
+            prompts_served=shuffled + ordered,
+            curriculum=curriculum,
         )
 
     def flush(self) -> None:
@@ -227,10 +288,12 @@ class PromptStream:
     @staticmethod
     def _repeated(db: sqlite3.Connection, request_id: str, stream: str, count: int) -> int | None:
         row = db.execute(
-            "SELECT stream, position, count FROM answers WHERE request_id = ?", (request_id,)
+            "SELECT stream, position, count, seal FROM answers WHERE request_id = ?", (request_id,)
         ).fetchone()
         if row is None:
             return None
+        if row[3] != sum_of((request_id, *row[:3])):
+            raise Damaged(f"the answer to {request_id} differs from its checksum")
         if row[0] != stream or row[2] != count:
             raise InvalidInput(
                 f"the request_id was used for batch_size={row[2]}, "
@@ -245,8 +308,11 @@ class PromptStream:
     def _remember(
         db: sqlite3.Connection, request_id: str, stream: str, *, position: int, count: int
     ) -> None:
-        new = "INSERT INTO answers (request_id, stream, position, count) VALUES (?, ?, ?, ?)"
-        db.execute(new, (request_id, stream, position, count))
+        new = (
+            "INSERT INTO answers (request_id, stream, position, count, seal) VALUES (?, ?, ?, ?, ?)"
+        )
+        answer = (request_id, stream, position, count)
+        db.execute(new, (*answer, sum_of(answer)))
         db.execute(
             "DELETE FROM answers WHERE serial <= last_insert_rowid() - ?", (REMEMBERED_REQUESTS,)
         )
@@ -267,12 +333,14 @@ class PromptStream:
             db.execute("PRAGMA synchronous = FULL")
             db.execute("BEGIN IMMEDIATE")
             self._check_or_create(db)
+            self.mark = self._stored_mark(db)
             db.execute("COMMIT")
-        except (sqlite3.Error, ConfigError) as error:
+            self._opened = OpenedFile(self.path)
+        except (sqlite3.Error, UnicodeError, ConfigError) as error:
             db.close()
             if isinstance(error, ConfigError):
                 raise
-            remedy = sqlite_remedy(str(error), "remove the file: the stream then starts over")
+            remedy = sqlite_remedy(str(error), _REMEDY)
             raise self._unusable(error, remedy) from None
         return db
 
@@ -282,7 +350,10 @@ class PromptStream:
         if version == 0:
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 db.execute(statement)
-            db.execute("INSERT INTO identity VALUES (?, ?)", identity)
+            db.execute("INSERT INTO identity VALUES (?, ?, ?)", (*identity, sum_of(identity)))
+            for stream in (_SHUFFLED, _ORDERED):
+                self._set_cursor(db, stream, position=0, served=0)
+            self._set_mark(db, StoreMark(secrets.randbits(52), 0))
             if self._curriculum:
                 self._curriculum.create(db)
             return
@@ -291,7 +362,19 @@ class PromptStream:
             raise sqlite3.DatabaseError(problem)
         if version != _VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_VERSION}")
-        stored = db.execute("SELECT seed, fingerprint FROM identity").fetchone()
+        schema = _SCHEMA + (SCHEMA if Curriculum.exists(db) else "")
+        if not has_declarations(db, schema):
+            raise Damaged("the declarations of its tables are damaged")
+        for stream in (_SHUFFLED, _ORDERED):
+            self._cursor(db, stream)
+        self._check_identity(db, identity)
+
+    def _check_identity(self, db: sqlite3.Connection, identity: tuple[str, str]) -> None:
+        """Raises ConfigError when the cursor belongs to another stream."""
+        *found, seal = db.execute("SELECT seed, fingerprint, seal FROM identity").fetchone()
+        stored = tuple(found)
+        if seal != sum_of(stored):
+            raise Damaged("the identity of the stream differs from its checksum")
         drawn = Curriculum.exists(db)
         if stored != identity or drawn != (self._curriculum is not None):
             changed = f"a stream {'with' if drawn else 'without'} a curriculum"
@@ -318,10 +401,17 @@ class PromptStream:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._named_errors():
+            self._check_place()
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                before = self._db.total_changes
                 yield self._db
+                mark = self._stored_mark(self._db)
+                if self._db.total_changes != before:
+                    mark = mark._replace(changes=mark.changes + 1)
+                    self._set_mark(self._db, mark)
                 self._db.execute("COMMIT")
+                self.mark = mark
             except BaseException:
                 if self._curriculum:
                     self._curriculum.forget()
@@ -329,11 +419,33 @@ class PromptStream:
                     self._db.execute("ROLLBACK")
                 raise
 
+    def _check_place(self) -> None:
+        """Raises StorageFailed when another program has replaced the file under this process, whose
+        changes would be lost when it ends.
+        """
+        if self._opened.is_replaced():
+            raise StorageFailed(
+                "the cursor of the prompts was removed or replaced while this service had it open",
+                field="state_dir",
+                value=str(self.path),
+                remedy="stop the run, put the directory into the state that is wanted, and start "
+                "the run again: it resumes from its checkpoint",
+                code="replaced",
+            )
+
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:
+            if is_damage(error):
+                raise StorageFailed(
+                    f"the cursor of the prompts is damaged: {error}",
+                    field="state_dir",
+                    value=str(self.path),
+                    remedy=f"check the disk; {_REMEDY}",
+                    code="damaged",
+                ) from None
             raise NotReady(
                 f"the cursor of the prompts cannot be stored: {error}",
                 field="state_dir",

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
-from common.models.hub import refuse_random
+from common.models.hub import check_model, refuse_random
 from learning.alone import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
@@ -41,6 +41,7 @@ class Model(Decoder):
                 value=path,
                 remedy="name a directory with config.json",
             )
+        check_model(str(path), "--model-path")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             config = AutoConfig.from_pretrained(path, local_files_only=True)

@@ -2,7 +2,6 @@
 changes nothing.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from common.errors import ServiceError
 from learning.hub_names import from_hub, hub_shapes, to_hub
+from learning.loading import weight_files
 
 _FITTING = "load files of the model that the engine was started with"
 
@@ -100,14 +100,10 @@ def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
 def _read(directory: Path) -> dict[str, Tensor]:
     if not directory.is_dir():
         raise BadWeights("no such directory", field="model_path", value=directory, remedy=_FITTING)
-    index = directory / "model.safetensors.index.json"
+    tensors: dict[str, Tensor] = {}
     try:
-        names = {"model.safetensors"}
-        if index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        tensors: dict[str, Tensor] = {}
-        for name in sorted(names):
-            with safe_open(directory / Path(name).name, framework="pt") as file:
+        for path in weight_files(directory) or [directory / "model.safetensors"]:
+            with safe_open(path, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
     except (
         OSError,

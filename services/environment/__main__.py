@@ -41,7 +41,7 @@ def run(settings: config.Config) -> None:
             remedy="set environment.name, or leave the environment-server out",
         )
 
-    template, stop_token_ids = load_template(settings.model)
+    template, stop_token_ids = load_template(settings.model, settings.sampling.chat_template_kwargs)
     router_url = place.url(topology.ROLLOUT, settings.rollout.router_port)
     metrics = Metrics(topology.ENVIRONMENT)
     service = EpisodeService(

@@ -401,7 +401,8 @@ class EpisodeService:
         if outcome.status == "ok" and not sequences:
             too_long = session.stop_reason == "context"
             reason = (
-                "the first messages are too long for environment.context"
+                "the first messages are too long for environment.context (unless it is set: "
+                "rollout.max_context_tokens, or max_prompt_length + max_new_tokens in Python)"
                 if too_long
                 else "the model was not asked"
             )

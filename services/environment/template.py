@@ -7,8 +7,9 @@ that this text depends only on the new messages, or refuses with the reason.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -56,14 +57,21 @@ class Template:
     Args:
         tokenizer: a transformers tokenizer with a chat template.
         stop_token_ids: the tokens that end an answer.
+        variables: further variables of the template (`sampling.chat_template_kwargs`).
 
     Raises:
         ConfigError: the model has no chat template, or one that cannot continue a conversation
             token by token.
     """
 
-    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._variables = variables
         self._encode = _encoder(tokenizer)
         self._repeats_tools = True
         """Whether the text that the template writes after an answer depends on the tools."""
@@ -139,6 +147,7 @@ class Template:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=asks,
+                **self._variables,
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidInput(

@@ -1,6 +1,8 @@
 """Loads the chat template of the model."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from common.errors import ConfigError
 from common.models.hub import check_model
@@ -9,7 +11,7 @@ from common.settings.sections import ModelSection
 from services.environment.template import Template
 
 
-def load_template(config: ModelSection) -> tuple[Template, list[int]]:
+def load_template(config: ModelSection, variables: Mapping[str, Any]) -> tuple[Template, list[int]]:
     """Returns the template of `config.name`, and the tokens that end an answer. Raises ConfigError.
 
     Never imports torch: the tokenizer does not need it.
@@ -46,4 +48,4 @@ def load_template(config: ModelSection) -> tuple[Template, list[int]]:
             value=config.name,
             remedy="set eos_token_id in its generation_config.json",
         )
-    return Template(tokenizer, stop_token_ids), stop_token_ids
+    return Template(tokenizer, stop_token_ids, variables), stop_token_ids

@@ -29,6 +29,7 @@ from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
 from services.http.errors import add_error_handlers
+from services.http.going_back import GoingBack, MarkedStore
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.tracing import RequestTracing
 
@@ -66,6 +67,7 @@ def create_app(
     open_paths: frozenset[str] = frozenset(),
     access_level: int = logging.INFO,
     keyed_path: str = "",
+    store: MarkedStore | None = None,
 ) -> FastAPI:
     """Returns a FastAPI app with the parts that all services share.
 
@@ -84,6 +86,7 @@ def create_app(
         access_level: log level of successful requests.
         keyed_path: paths with this prefix need no token: their handlers check a key before they
             read a body.
+        store: what the service stores; a client that has seen it further on is refused (409).
     """
     metrics = metrics or Metrics(name)
     load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
@@ -108,6 +111,7 @@ def create_app(
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
+    app.add_middleware(GoingBack, store=store)
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
     # Runs before Admission: a body without a token is not read.
     app.add_middleware(CallerAuth, open_paths=open_paths, keyed_path=keyed_path)

@@ -32,6 +32,9 @@ MIN_BYTES_PER_S = 1000
 MAX_HEAD_BYTES = 128 << 10
 """Limit on request line and headers, or anything else between two parts of a body. Checked as data
 arrives."""
+MAX_UNREAD_BYTES = 1 << 20
+"""Limit on what is still read of a body whose request has been answered, refused for example. A
+client that sends no more gets its answer and may use the connection again."""
 _HTTP2 = b"PRI * HTTP/2.0"
 """Begin of a connection that speaks HTTP/2. The router tries it with every engine, and goes on with
 HTTP/1.1: no reason for uvicorn's warning of an invalid request."""
@@ -61,6 +64,10 @@ class BoundedConnection(HttpToolsProtocol):
         """Bytes since `_late` was set."""
         self._outside_bodies = 0
         """Bytes since the last part of a body."""
+        self._in_body = False
+        """Whether the client is in the middle of a body."""
+        self._unread_bytes = 0
+        """Bytes of the current body that came after its answer."""
         self._deliveries: list[Delivery] = []
         """Answers that were sent and that the client may still be reading."""
         self._socket: Any = None
@@ -127,7 +134,17 @@ class BoundedConnection(HttpToolsProtocol):
                     remedy="send fewer or shorter headers",
                 )
             )
+        if self._is_unread:
+            self._unread_bytes += len(data)
+            if self._unread_bytes > MAX_UNREAD_BYTES:
+                log.info("a connection is closed: its client goes on sending after the answer")
+                self.transport.close()
         self._watch()
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether the client is sending a body that nobody reads, as its request is answered."""
+        return self._in_body and self.cycle.response_complete
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and self.cycle.response_complete:
@@ -138,6 +155,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._in_body = True
+        self._unread_bytes = 0
         if not self.cycle.keep_alive:
             self.cycle.transport = _ClosedByClient(self)  # type: ignore[assignment]
 
@@ -148,6 +167,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._outside_bodies = 0
+        self._in_body = False
 
     def _watch(self) -> None:
         """Runs the timer while the client should be sending."""
@@ -163,7 +183,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        has_head = self.cycle is not None and self.cycle.more_body
+        has_head = self._in_body and not self._is_unread
         if has_head and (self.flow.read_paused or self._received >= MIN_BYTES_PER_S * PATIENCE_S):
             self._watch()
         elif not self.transport.is_closing():

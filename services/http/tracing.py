@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import ServiceError, shorten
 from common.process import logs
 from common.process.metrics import Metrics
+from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, LOST, WORKING
 
 log = logging.getLogger(__name__)
 _POLLED = frozenset(
@@ -49,12 +50,16 @@ class RequestTracing:
         self._level = level
         self._logged = dict[tuple[str, str, int], tuple[float, int]]()
         """By method, route and status: the start of the window, and the lines in it."""
+        self._attempts = set[str]()
+        """The attempts of clients in progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         identifier = _given(scope, logs.REQUEST_HEADER) or logs.new_request_id()
+        attempt = _given(scope, ATTEMPT)
+        asked = _given(scope, ASKED_ATTEMPT)
         status = 500
         start = time.perf_counter()
 
@@ -63,14 +68,19 @@ class RequestTracing:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (_HEADER, identifier.encode())]
+                if asked:
+                    state = WORKING if asked in self._attempts else LOST
+                    message["headers"].append((ASKED_ATTEMPT.encode(), state.encode()))
             await send(message)
 
         # For the crash handler, which runs outside this middleware.
         scope["request_id"] = identifier
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
+            self._attempts.add(attempt)
             try:
                 await self.app(scope, receive, watched)
             finally:
+                self._attempts.discard(attempt)
                 self._finish(scope, status, time.perf_counter() - start)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from pydantic import Field
 
 from common.errors import ServiceError
@@ -106,6 +106,7 @@ def create_replay_app(
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
+        store=buffer.store,
     )
     app.state.worker = worker
     app.state.run = ""
@@ -119,7 +120,11 @@ def create_replay_app(
 def _queue_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
-    @app.post("/groups", **described(_GROUPS, reads=_KINDS, fails=(415,)))
+    @app.post(
+        "/groups",
+        dependencies=[_of_current_run(buffer)],
+        **described(_GROUPS, reads=_KINDS, fails=(415,)),
+    )
     async def add(request: Request) -> dict[str, int]:
         """Stores groups (msgpack, or JSON with arrays as lists), durable when this answers;
         idempotent by id.
@@ -128,15 +133,20 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         request.app.state.run = logs.run_id()
         return {"added": added.added, "duplicates": added.duplicates}
 
-    @app.post("/groups/take", **described(answer=struct_schema(TakenGroups), writes=_KINDS))
+    @app.post(
+        "/groups/take",
+        dependencies=[_of_current_run(buffer)],
+        **described(answer=struct_schema(TakenGroups), writes=_KINDS),
+    )
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
+        buffer.check_run(body.run_id)
         taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
         if taken.blobs:
             _note(request, f"{len(taken.blobs)} groups were taken")
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
-    @app.post("/groups/ack", responses=errors(404))
+    @app.post("/groups/ack", dependencies=[_of_current_run(buffer)], responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:
         """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id,
         which gives a 404.
@@ -148,13 +158,15 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         request: Request,
         from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
         step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
+        run_id: Annotated[str, Query(max_length=128)] = "",
     ) -> dict[str, int]:
         """Drops all unacknowledged groups and, with `from_position`, all groups from that
         prompt-stream position on.
 
-        With `step`, samples drawn in that step or later no longer count.
+        With `step`, samples drawn in that step or later no longer count. With `run_id` that run
+        begins: a copy of the call changes nothing, and calls of the runs before it are refused.
         """
-        dropped = await worker.call(buffer.reset_fresh, from_position, step)
+        dropped = await worker.call(buffer.reset_fresh, from_position, step, run_id)
         if dropped:
             _note(request, f"{dropped} groups were dropped (reset_fresh)")
         return {"dropped": dropped}
@@ -163,13 +175,17 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 def _reuse_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
-    @app.post("/groups/sample", **described(answer=struct_schema(SampledGroups), writes=_KINDS))
+    @app.post(
+        "/groups/sample",
+        dependencies=[_of_current_run(buffer)],
+        **described(answer=struct_schema(SampledGroups), writes=_KINDS),
+    )
     async def sample(body: SampleRequest, request: Request) -> Response:
         """Acknowledged groups by priority, with importance weights."""
         sampled = await worker.call(buffer.sample, body)
         return await _answer(request, sampled.blobs, weights=sampled.weights)
 
-    @app.post("/groups/priorities")
+    @app.post("/groups/priorities", dependencies=[_of_current_run(buffer)])
     async def priorities(body: PriorityUpdate) -> dict[str, int]:
         """Sets priorities for sampling; unknown ids are skipped."""
         return {"updated": await worker.call(buffer.set_priorities, body)}
@@ -227,6 +243,15 @@ def _experience_routes(app: FastAPI, worker: Worker) -> None:
             buffer.sample_experiences, body.batch_size, body.prioritized, body.seed
         )
         return Experiences(experiences=found)
+
+
+def _of_current_run(buffer: ReplayBuffer) -> Any:
+    """Returns a dependency that refuses calls of runs that have ended."""
+
+    async def check() -> None:
+        buffer.check_run(logs.run_id())
+
+    return Depends(check)
 
 
 def _note(request: Request, what: str) -> None:

@@ -22,8 +22,8 @@ import numpy as np
 from msgspec import Raw
 from pydantic import Field
 
-from common.errors import InvalidInput, TooLarge
-from common.process.storage import StorageFailed
+from common.errors import Conflict, InvalidInput, TooLarge
+from common.process.storage import StorageFailed, sum_of
 from common.settings.sections import ReplaySection
 from common.wire import codec
 from common.wire.schemas import (
@@ -37,7 +37,8 @@ from common.wire.schemas import (
     Wire,
 )
 from services.replay import sampling
-from services.replay.store import AddResult, GroupRow, Lease, Store
+from services.replay.reading import GroupRecord
+from services.replay.store import AddResult, Lease, Store
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class ReplayBuffer:
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
+        *ended, self._run = ["", *self.store.runs()]
+        self._ended = set(ended)
 
     def close(self) -> None:
         """Moves everything into one file and closes it; on a full disk the rest stays in the log
@@ -134,7 +137,8 @@ class ReplayBuffer:
         """Leases the first `count` fresh groups, ordered by (weight version, position, id), for
         `lease_s` seconds.
 
-        Returns None when there are fewer. A retry with the same request id gets the same groups.
+        Returns None when there are fewer. A retry with the same request id gets the same groups as
+        long as they are leased to it, and none after that.
         Fresh groups older than `min_version` are evicted.
         """
         if request.count > self.capacity:
@@ -148,8 +152,10 @@ class ReplayBuffer:
         return self.store.take(request, self.clock(), self.lease_s)
 
     def end_take(self, request_id: str) -> Lease:
-        """Returns the empty lease for a request whose wait ended without groups."""
-        return Lease([], self.store.evicted_for(request_id))
+        """Returns the empty lease for a request whose wait ended without groups, and remembers
+        that it has ended.
+        """
+        return self.store.end_take(request_id)
 
     def next_expiry_s(self) -> float | None:
         """Returns the seconds until the first lease ends; None without leases."""
@@ -164,13 +170,34 @@ class ReplayBuffer:
         """
         return self.store.ack(ids)
 
-    def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
+    def check_run(self, run_id: str) -> None:
+        """Raises Conflict for a run after which another one has begun: its calls arrive late, or
+        two runs train. Any thread may call it.
+        """
+        if run_id and run_id in self._ended:
+            raise Conflict(
+                f"run {run_id} has ended here: run {self._run} has begun after it",
+                code="superseded",
+                field="run_id",
+                value=run_id,
+                remedy="end one of the two runs, or give it its own replay-buffer",
+            )
+
+    def reset_fresh(
+        self, from_position: int | None = None, step: int | None = None, run_id: str = ""
+    ) -> int:
         """Drops all unconsumed groups, and all groups from `from_position` in the prompt stream on;
         returns how many.
 
-        Reuse draws from `step` on no longer count.
+        Reuse draws from `step` on no longer count. With `run_id` that run begins, which it does
+        only once, and the ones before it have ended.
         """
-        return self.store.reset_fresh(from_position, step)
+        self.check_run(run_id)
+        dropped = self.store.reset_fresh(from_position, step, run_id)
+        if run_id and run_id != self._run:
+            self._ended.add(self._run)
+            self._run = run_id
+        return dropped
 
     # ------------------------------------------------------------ reuse
 
@@ -200,6 +227,8 @@ class ReplayBuffer:
         rows = self.store.reusable(request.min_version, request.max_times_sampled)
         keys = np.array([key for key, _ in rows], np.int64)
         priorities = np.array([priority for _, priority in rows], np.float64)
+        if not np.isfinite(priorities).all():
+            raise self.store.damaged("the priority of a group is not a number")
         chances = sampling.probabilities(priorities, request.priority_exponent)
         included = sampling.inclusion(chances, request.count)
         sample = sampling.draw(included, np.random.default_rng(request.seed))
@@ -219,7 +248,8 @@ class ReplayBuffer:
                 value=len(update.priorities),
                 remedy="send one priority for each id",
             )
-        return self.store.set_priorities(list(zip(update.ids, update.priorities, strict=True)))
+        priorities = list(zip(update.ids, update.priorities, strict=True))
+        return self.store.set_priorities(priorities, update.request_id)
 
     # ------------------------------------------------------------ inspection and experiences
 
@@ -288,8 +318,10 @@ class ReplayBuffer:
             )
 
 
-def _row(group: Group, where: str) -> GroupRow:
-    """Returns the row of a group. Raises InvalidInput when the group cannot be returned as JSON."""
+def _row(group: Group, where: str) -> tuple[GroupRecord, bytes]:
+    """Returns the record of a group, and the group as msgpack. Raises InvalidInput when the group
+    cannot be returned as JSON.
+    """
     try:
         json.dumps(group.metadata, allow_nan=False)  # GET /groups/{id} must be able to return it
     except (TypeError, ValueError, RecursionError) as error:
@@ -303,7 +335,8 @@ def _row(group: Group, where: str) -> GroupRow:
     correct = -1  # unknown
     if all(completion.verified for completion in group.completions):
         correct = sum(completion.correct for completion in group.completions)
-    return GroupRow(
+    data = codec.encode(group)
+    record = GroupRecord(
         id=group.id,
         prompt_id=group.prompt_id,
         version=group.weight_version,
@@ -314,5 +347,6 @@ def _row(group: Group, where: str) -> GroupRow:
         positive=int((rewards > 0).sum()),
         correct=correct,
         created=group.created_at,
-        data=codec.encode(group),
+        data_sum=sum_of(data),
     )
+    return record, data

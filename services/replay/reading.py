@@ -1,49 +1,125 @@
 """Queries of the store."""
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import NotFound
-from services.replay.database import COUNTERS, Database
+from common.process.storage import StorageFailed, sum_of
+from services.replay.database import COUNTERS, MAX_PRIORITY, Database
 
 _FLOAT32 = struct.Struct("<f")
 
 
+class GroupRecord(NamedTuple):
+    """The fields of a group that queries need, and where the group is in its life."""
+
+    id: str
+    prompt_id: str
+    version: int
+    position: int
+    completions: int
+    rewards: bytes
+    """float32 of each completion, for sampling by reward."""
+    reward_sum: float
+    positive: int
+    """Completions with a reward above zero."""
+    correct: int
+    """Completions with a correct answer; -1 when unknown."""
+    created: float
+    data_sum: int
+    """Checksum of the group as msgpack."""
+    state: str = "fresh"
+    request_id: str | None = None
+    lease_until: float | None = None
+    priority: float | None = None
+    times_sampled: int = 0
+
+
+COLUMNS = ", ".join(GroupRecord._fields)
+EXPERIENCE = ("prompt", "response", "reward", "ground_truth")
+
+
 class Reading(Database):
-    """Queries; each sees the state after the last transaction."""
+    """Queries; each sees the state after the last transaction. Raises StorageFailed for rows that
+    are not what was written.
+    """
+
+    def _check(self) -> None:
+        super()._check()
+        last = 0
+        while found := self.records("WHERE key > ? ORDER BY key LIMIT 10000", last):
+            last = found[-1][0]
+
+    def records(self, condition: str, *values: object) -> list[tuple[int, GroupRecord]]:
+        """Returns the keys and records of the groups that meet an SQL condition."""
+        query = f"SELECT key, seal, {COLUMNS} FROM groups {condition}"  # noqa: S608
+        found = []
+        with self.errors():
+            for key, seal, *fields in self.db.execute(query, values):
+                record = GroupRecord(*fields)
+                if seal != sum_of(tuple(record)):
+                    raise self._differs(record)
+                found.append((key, record))
+        return found
+
+    def record(self, key: int) -> GroupRecord:
+        """Returns the record with this key, which must be there."""
+        found = self.records("WHERE key = ?", key)
+        if not found:
+            raise self.damaged(f"group {key} is in an index but not in the table")
+        return found[0][1]
+
+    def data(self, key: int, record: GroupRecord) -> bytes:
+        """Returns a group as msgpack."""
+        with self.errors():
+            row = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()
+        if row is None or not isinstance(row[0], bytes) or sum_of(row[0]) != record.data_sum:
+            raise self._differs(record)
+        return row[0]
+
+    def _differs(self, record: GroupRecord) -> StorageFailed:
+        return self.damaged(
+            f"group {record.id} differs from its checksum, which was computed when it was written"
+        )
 
     def blob(self, group_id: str) -> bytes:
         """Returns the msgpack bytes of a group. Raises NotFound."""
-        query = "SELECT data FROM groups JOIN blobs USING (key) WHERE id = ?"
-        row = self.db.execute(query, (group_id,)).fetchone()
-        if row is None:
+        found = self.records("WHERE id = ?", group_id)
+        if not found:
             raise unknown(group_id)
-        return bytes(row[0])
+        return self.data(*found[0])
 
     def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
         """Returns the groups without their contents, in insertion order, optionally only those in
         one state.
         """
-        query = (
-            "SELECT id, prompt_id, state, version, position, completions, NULLIF(correct, -1) AS "
-            "correct, reward_sum / completions AS mean_reward, priority, times_sampled, created "
-            "FROM groups WHERE state = :state OR :state IS NULL ORDER BY key LIMIT :limit OFFSET "
-            ":offset"
-        )
-        return self._rows(query, state=state, limit=limit, offset=offset)
-
-    def _rows(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
-        cursor = self.db.execute(query, parameters)
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
+        condition = "WHERE state = ? OR ? IS NULL ORDER BY key LIMIT ? OFFSET ?"
+        return [
+            {
+                "id": record.id,
+                "prompt_id": record.prompt_id,
+                "state": record.state,
+                "version": record.version,
+                "position": record.position,
+                "completions": record.completions,
+                "correct": None if record.correct == -1 else record.correct,
+                "mean_reward": record.reward_sum / record.completions,
+                "priority": record.priority,
+                "times_sampled": record.times_sampled,
+                "created": record.created,
+            }
+            for _, record in self.records(condition, state, state, limit, offset)
+        ]
 
     def stats(self) -> dict[str, Any]:
         """Returns counts and means over everything stored; means are 0 when nothing is stored."""
-        totals = self.totals()
-        reward, positive = self.db.execute(
+        query = (
             "SELECT TOTAL(reward), TOTAL(positive) FROM (SELECT reward_sum AS reward, positive "
             "FROM groups UNION ALL SELECT reward, reward > 0 FROM experiences)"
-        ).fetchone()
+        )
+        with self.errors():
+            totals = self.totals()
+            reward, positive = self.db.execute(query).fetchone()
         size = sum(completions for _, completions in totals.values())
         states = {state: groups for state, (groups, _) in totals.items() if state != "lone"}
         return {
@@ -54,15 +130,16 @@ class Reading(Database):
             **states,
             "experiences": totals["lone"][1],
             **{name: int(self.counter(name)) for name in COUNTERS},
-            "max_priority": self.counter("max_priority"),
+            "max_priority": self.counter(MAX_PRIORITY),
         }
 
     def rewards(self) -> list[tuple[int, bytes]]:
         """Returns (key, float32 rewards) of every group and lone experience; keys of lone
         experiences are negative.
         """
-        lone = self.db.execute("SELECT -key, reward FROM experiences ORDER BY key").fetchall()
-        groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
+        with self.errors():
+            lone = self.db.execute("SELECT -key, reward FROM experiences ORDER BY key").fetchall()
+            groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
         return groups + [(key, _FLOAT32.pack(reward)) for key, reward in lone]
 
     def reusable(self, min_version: int, max_times: int | None) -> list[tuple[int, float]]:
@@ -73,20 +150,23 @@ class Reading(Database):
             "SELECT key, priority FROM groups WHERE state = 'consumed' AND version >= ? AND "
             "(? IS NULL OR times_sampled < ?) ORDER BY version, position, id"
         )
-        return self.db.execute(query, (min_version, max_times, max_times)).fetchall()
+        with self.errors():
+            return self.db.execute(query, (min_version, max_times, max_times)).fetchall()
 
     def blob_at(self, key: int) -> bytes | None:
         """Returns the msgpack bytes of the group with this key, which none gets twice; None when it
         is gone.
         """
-        row = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()
-        return None if row is None else bytes(row[0])
+        found = self.records("WHERE key = ?", key)
+        return self.data(*found[0]) if found else None
 
     def experience_at(self, key: int) -> dict[str, Any]:
-        return self._rows(
-            "SELECT prompt, response, reward, ground_truth FROM experiences WHERE key = :key",
-            key=key,
-        )[0]
+        query = "SELECT seal, prompt, response, reward, ground_truth FROM experiences WHERE key = ?"
+        with self.errors():
+            seal, *fields = self.db.execute(query, (key,)).fetchone()
+        if seal != sum_of(tuple(fields)):
+            raise self.damaged(f"the experience {key} differs from its checksum")
+        return dict(zip(EXPERIENCE, fields, strict=True))
 
 
 def unknown(group_id: str) -> NotFound:

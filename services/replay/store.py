@@ -9,39 +9,24 @@ synchronous and must run in one thread.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import InvalidInput
+from common.process.storage import StorageFailed, sum_of
 from common.wire.schemas import TakeRequest
-from services.replay.database import Full
-from services.replay.reading import Reading, unknown
+from services.replay.database import MAX_PRIORITY, Full
+from services.replay.reading import COLUMNS, EXPERIENCE, GroupRecord, Reading, unknown
 
 log = logging.getLogger(__name__)
-_REMEMBERED_REQUESTS = 1000
-"""Responses kept for late retries."""
+_REMEMBERED_REQUESTS = 10_000
+"""Answers to each call that are kept, for retries and for copies that arrive late."""
+_FORGET_EVERY = 100
 _REMEMBERED_IDS = 100_000
 """Ids of removed groups that are kept, so that a late retry of an add does not bring them back."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """A group to store."""
-
-    id: str
-    prompt_id: str
-    version: int
-    position: int
-    completions: int
-    rewards: bytes
-    """float32 of each completion, for sampling by reward."""
-    reward_sum: float
-    positive: int
-    """Completions with a reward above zero."""
-    correct: int
-    """Completions with a correct answer; -1 when unknown."""
-    created: float
-    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +46,16 @@ class Lease:
     """Groups that were too old for the request."""
 
 
-_COLUMNS = tuple(name for name in GroupRow.__dataclass_fields__ if name != "data")
-_VALUES = ", ".join("?" for _ in _COLUMNS)
-_INSERT = f"INSERT INTO groups ({', '.join(_COLUMNS)}) VALUES ({_VALUES})"  # noqa: S608
+_TAKE = "take"
+_SAMPLE = "sample"
+_PRIORITIES = "priorities"
+_ORDER = "ORDER BY version, position, id"
+_VALUES = ", ".join("?" * len(GroupRecord._fields))
+_INSERT = f"INSERT INTO groups ({COLUMNS}, seal) VALUES ({_VALUES}, ?)"  # noqa: S608
+_CHANGE = (
+    "UPDATE groups SET state = ?, request_id = ?, lease_until = ?, priority = ?, "
+    "times_sampled = ?, seal = ? WHERE key = ?"
+)
 
 
 class Store(Reading):
@@ -71,22 +63,22 @@ class Store(Reading):
 
     # ------------------------------------------------------------ adding
 
-    def add(self, rows: Iterable[GroupRow], capacity: int) -> AddResult:
-        """Stores the groups with new ids. Raises Full when they do not fit even after removing all
-        consumed groups.
+    def add(self, groups: Iterable[tuple[GroupRecord, bytes]], capacity: int) -> AddResult:
+        """Stores the groups with new ids: their records and the groups as msgpack. Raises Full when
+        they do not fit even after removing all consumed groups.
         """
         with self.transaction():
-            new: dict[str, GroupRow] = {}
+            new: dict[str, tuple[GroupRecord, bytes]] = {}
             duplicates = 0
-            for row in rows:
-                if row.id in new or self._known(row.id):
+            for record, data in groups:
+                if record.id in new or self._known(record.id):
                     duplicates += 1
                 else:
-                    new[row.id] = row
-            self._make_room(sum(row.completions for row in new.values()), capacity)
-            for row in new.values():
-                cursor = self.db.execute(_INSERT, [getattr(row, column) for column in _COLUMNS])
-                self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, row.data))
+                    new[record.id] = record, data
+            self._make_room(sum(record.completions for record, _ in new.values()), capacity)
+            for record, data in new.values():
+                cursor = self.db.execute(_INSERT, (*record, sum_of(tuple(record))))
+                self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, data))
             self.count("added", len(new))
             self.count("duplicates", duplicates)
         return AddResult(len(new), duplicates)
@@ -95,13 +87,18 @@ class Store(Reading):
         self, rows: list[tuple[str, str, float, str | None]], capacity: int
     ) -> None:
         """Stores lone experiences (prompt, response, reward, ground truth)."""
+        columns = f"{', '.join(EXPERIENCE)}, seal"
         with self.transaction():
             self._make_room(len(rows), capacity)
             self.db.executemany(
-                "INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, "
-                "?, ?)",
-                rows,
+                f"INSERT INTO experiences ({columns}) VALUES (?, ?, ?, ?, ?)",  # noqa: S608
+                [(*row, sum_of(row)) for row in rows],
             )
+
+    def _change(self, key: int, record: GroupRecord) -> None:
+        """Stores what has changed in a record, which was read in this transaction."""
+        changed = record[-5:]  # the fields in the order of `_CHANGE`
+        self.db.execute(_CHANGE, (*changed, sum_of(tuple(record)), key))
 
     def _known(self, group_id: str) -> bool:
         query = "SELECT 1 FROM groups WHERE id = :id UNION ALL SELECT 1 FROM gone WHERE id = :id"
@@ -154,7 +151,8 @@ class Store(Reading):
 
     def take(self, request: TakeRequest, now: float, lease_s: float) -> Lease | None:
         """Leases the first `count` fresh groups, or returns those this request has leased; None
-        when there are too few.
+        when there are too few. A request whose answer has ended gets no groups: a copy of it that
+        arrives late would lease them to nobody.
 
         Raises InvalidInput when the request id already has a lease with another count or version.
         """
@@ -162,39 +160,51 @@ class Store(Reading):
             self._expire(now)
             if request.run_id:
                 self._end_strays(request.run_id)
-            rows = self.db.execute(
-                "SELECT key, version FROM groups WHERE request_id = ? ORDER BY version, position, "
-                "id",
-                (request.request_id,),
-            ).fetchall()
-            if rows and (len(rows) != request.count or rows[0][1] < request.min_version):
+            taken = self.records(f"WHERE request_id = ? {_ORDER}", request.request_id)
+            oldest = min((record.version for _, record in taken), default=0)
+            if taken and (len(taken) != request.count or oldest < request.min_version):
                 raise InvalidInput(
-                    f"another request with this request_id has leased {len(rows)} groups from "
-                    f"version {rows[0][1]} on",
+                    f"another request with this request_id has leased {len(taken)} groups from "
+                    f"version {oldest} on",
                     field="request_id",
                     value=request.request_id,
                     remedy="use a new id for every request; only a retry of the same request "
-                    "repeats "
-                    "its id",
+                    "repeats its id",
                 )
-            if not rows:
+            if not taken:
+                if self._answer(_TAKE, request.request_id).get("answered"):
+                    return Lease([], self.evicted_for(request.request_id))
                 self._evict(request)
-                rows = self.db.execute(
-                    "SELECT key FROM groups WHERE state = 'fresh' ORDER BY version, position, id "
-                    "LIMIT ?",
-                    (request.count,),
-                ).fetchall()
-            if len(rows) < request.count:
+                taken = self._first_fresh(request.count)
+            if len(taken) < request.count:
                 return None
-            self.db.executemany(
-                "UPDATE groups SET state = 'leased', request_id = ?, lease_until = ? WHERE key = ?",
-                [(request.request_id, now + lease_s, row[0]) for row in rows],
-            )
-            blobs = [
-                self.db.execute("SELECT data FROM blobs WHERE key = ?", row[:1]).fetchone()[0]
-                for row in rows
-            ]
+            for key, record in taken:
+                leased = record._replace(
+                    state="leased", request_id=request.request_id, lease_until=now + lease_s
+                )
+                self._change(key, leased)
+            self._answered(request.request_id)
+            blobs = [self.data(key, record) for key, record in taken]
             return Lease(blobs, self.evicted_for(request.request_id))
+
+    def _first_fresh(self, count: int) -> list[tuple[int, GroupRecord]]:
+        """Returns up to `count` fresh groups in the order in which they are taken."""
+        query = f"SELECT key FROM groups WHERE state = 'fresh' {_ORDER} LIMIT ?"  # noqa: S608
+        keys = [key for (key,) in self.db.execute(query, (count,))]
+        found = [(key, self.record(key)) for key in keys]
+        turns = [(record.version, record.position, record.id) for _, record in found]
+        waiting, _ = self.totals()["fresh"]
+        is_right = all(record.state == "fresh" for _, record in found) and turns == sorted(turns)
+        if not is_right or len(found) < min(count, waiting):
+            raise self.damaged("the index of the groups that wait to be taken is wrong")
+        return found
+
+    def end_take(self, request_id: str) -> Lease:
+        """Ends a request without groups, so that it gets none later."""
+        # On a full disk only a copy that arrives late would make a difference.
+        with suppress(StorageFailed), self.transaction():
+            self._answered(request_id)
+        return Lease([], self.evicted_for(request_id))
 
     def expire(self, now: float) -> None:
         """Makes groups whose lease has ended fresh again."""
@@ -205,44 +215,38 @@ class Store(Reading):
         """Returns how many groups were too old for this request. The number is stored, since a
         response may be lost.
         """
-        row = self.db.execute(
-            "SELECT evicted FROM takes WHERE request_id = ?", (request_id,)
-        ).fetchone()
-        return int(row[0]) if row else 0
+        return int(self._answer(_TAKE, request_id).get("evicted", 0))
+
+    def _answered(self, request_id: str) -> None:
+        answer = self._answer(_TAKE, request_id)
+        if not answer.get("answered"):
+            self._remember(_TAKE, request_id, answer | {"answered": True})
 
     def next_expiry(self) -> float | None:
         """Returns the time at which the first lease ends, on the clock of `take`; None without
         leases.
         """
-        (until,) = self.db.execute(
-            "SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL"
-        ).fetchone()
+        query = "SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL"
+        with self.errors():
+            (until,) = self.db.execute(query).fetchone()
         return None if until is None else float(until)
 
     def _evict(self, request: TakeRequest) -> None:
-        query = "SELECT key FROM groups WHERE state = 'fresh' AND version < ?"
-        old = [key for (key,) in self.db.execute(query, (request.min_version,))]
-        self._remove(old, "evicted")
-        if old:
-            self.db.execute(
-                "INSERT INTO takes VALUES (?, ?) ON CONFLICT DO UPDATE SET evicted = evicted + "
-                "excluded.evicted",
-                (request.request_id, len(old)),
-            )
-            self.db.execute(
-                "DELETE FROM takes WHERE rowid <= (SELECT MAX(rowid) FROM takes) - ?",
-                (_REMEMBERED_REQUESTS,),
-            )
+        old = self.records("WHERE state = 'fresh' AND version < ?", request.min_version)
+        if not old:
+            return
+        self._remove([key for key, _ in old], "evicted")
+        answer = self._answer(_TAKE, request.request_id)
+        evicted = len(old) + answer.get("evicted", 0)
+        self._remember(_TAKE, request.request_id, answer | {"evicted": evicted})
 
     def _expire(self, now: float) -> None:
-        self._end_leases("lease_until <= ?", now)
+        self._end_leases(self.records("WHERE request_id IS NOT NULL AND lease_until <= ?", now))
 
     def _end_strays(self, run_id: str) -> None:
-        query = (
-            "SELECT request_id, COUNT(*) FROM groups WHERE request_id IS NOT NULL AND "
-            "instr(request_id, ?) != 1 GROUP BY 1"
-        )
-        for request, count in self.db.execute(query, (run_id,)).fetchall():
+        strays = self.records("WHERE request_id IS NOT NULL AND instr(request_id, ?) != 1", run_id)
+        leased = Counter(record.request_id for _, record in strays)
+        for request, count in leased.items():
             log.warning(
                 "request %s has leased %d groups but does not belong to run %s, which gets them "
                 "back",
@@ -250,17 +254,11 @@ class Store(Reading):
                 count,
                 run_id,
             )
-            self._end_leases("request_id = ?", request)
+        self._end_leases(strays)
 
-    def _end_leases(self, condition: str, value: object) -> None:
-        leased = f"FROM groups WHERE request_id IS NOT NULL AND {condition}"
-        if not self.db.execute(f"SELECT 1 {leased}", (value,)).fetchone():
-            return
-        takes = f"SELECT request_id {leased}"
-        self.db.execute(f"DELETE FROM takes WHERE request_id IN ({takes})", (value,))  # noqa: S608
-        fresh = "state = 'fresh', request_id = NULL, lease_until = NULL"
-        keys = f"SELECT key {leased}"
-        self.db.execute(f"UPDATE groups SET {fresh} WHERE key IN ({keys})", (value,))  # noqa: S608
+    def _end_leases(self, leased: list[tuple[int, GroupRecord]]) -> None:
+        for key, record in leased:
+            self._change(key, record._replace(state="fresh", request_id=None, lease_until=None))
 
     def ack(self, ids: list[str]) -> int:
         """Marks groups as consumed; already consumed and removed ones stay unchanged.
@@ -269,42 +267,54 @@ class Store(Reading):
         nothing.
         """
         consumed = 0
-        query = (
-            "UPDATE groups SET state = 'consumed', request_id = NULL, lease_until = NULL, "
-            "priority = COALESCE(priority, ?) WHERE id = ? AND state != 'consumed'"
-        )
         with self.transaction():
-            priority = self.counter("max_priority")
+            largest = self.counter(MAX_PRIORITY)
             for group_id in ids:
                 if not self._known(group_id):
                     raise unknown(group_id)
-                consumed += self.db.execute(query, (priority, group_id)).rowcount
+                for key, record in self.records("WHERE id = ? AND state != 'consumed'", group_id):
+                    priority = largest if record.priority is None else record.priority
+                    trained = record._replace(
+                        state="consumed", request_id=None, lease_until=None, priority=priority
+                    )
+                    self._change(key, trained)
+                    consumed += 1
         return consumed
 
-    def reset_fresh(self, from_position: int | None, step: int | None) -> int:
+    def runs(self) -> list[str]:
+        """Returns the runs that have begun, the current one last."""
+        with self.errors():
+            return [run for (run,) in self.db.execute("SELECT id FROM runs ORDER BY key")]
+
+    def reset_fresh(self, from_position: int | None, step: int | None, run_id: str) -> int:
         """Drops all unconsumed groups and, with `from_position`, all groups from that prompt-stream
         position on.
 
         Their ids may be added again. With `step`, undoes what `reuse` counted in that step and
-        later. Returns how many groups were dropped.
+        later. With `run_id` that run begins, which it does only once. Returns how many groups were
+        dropped.
         """
         with self.transaction():
-            # nothing is >= NULL
-            query = "DELETE FROM groups WHERE state != 'consumed' OR position >= ?"
-            dropped = self.db.execute(query, (from_position,)).rowcount
-            self.db.execute("DELETE FROM takes")
-            self.count("dropped", dropped)
+            if run_id:
+                if run_id in self.runs():
+                    return 0
+                self.db.execute("INSERT INTO runs (id) VALUES (?)", (run_id,))
+            # Nothing is >= NULL.
+            leaving = self.records("WHERE state != 'consumed' OR position >= ?", from_position)
+            keys = [(key,) for key, _ in leaving]
+            self.db.executemany("DELETE FROM groups WHERE key = ?", keys)
+            self.count("dropped", len(keys))
             if step is not None:
                 self._take_back(step)
-        return dropped
+        return len(keys)
 
     def _take_back(self, step: int) -> None:
-        for key, answer in self.db.execute("SELECT key, answer FROM samples").fetchall():
-            drawn, _, drawn_at = json.loads(answer)
-            if drawn_at is not None and drawn_at >= step:
-                query = "UPDATE groups SET times_sampled = times_sampled - 1 WHERE key = ?"
-                self.db.executemany(query, [(group,) for group in drawn])
-                self.db.execute("DELETE FROM samples WHERE key = ?", (key,))
+        query = "SELECT key, request FROM answers WHERE call = ?"
+        for key, request_id in self.db.execute(query, (_SAMPLE,)).fetchall():
+            drawn = self._answer(_SAMPLE, request_id)
+            if drawn["step"] is not None and drawn["step"] >= step:
+                self._count_draws(drawn["keys"], -1)
+                self.db.execute("DELETE FROM answers WHERE key = ?", (key,))
 
     # ------------------------------------------------------------ reuse
 
@@ -313,42 +323,74 @@ class Store(Reading):
     ) -> None:
         """Counts one draw of each group and stores the draw by request id."""
         with self.transaction():
-            query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE key = ?"
-            self.db.executemany(query, [(key,) for key in keys])
+            self._count_draws(keys, 1)
             if request_id is not None:
-                answer = json.dumps([keys, weights, step])
-                self.db.execute(
-                    "INSERT INTO samples (request_id, answer) VALUES (?, ?)", (request_id, answer)
-                )
-                query = "DELETE FROM samples WHERE key <= (SELECT MAX(key) FROM samples) - ?"
-                self.db.execute(query, (_REMEMBERED_REQUESTS,))
+                drawn = {"keys": keys, "weights": weights, "step": step}
+                self._remember(_SAMPLE, request_id, drawn)
+
+    def _count_draws(self, keys: list[int], more: int) -> None:
+        for key in keys:
+            for _, record in self.records("WHERE key = ?", key):  # it may have been removed
+                self._change(key, record._replace(times_sampled=record.times_sampled + more))
 
     def draw_of(self, request_id: str | None) -> tuple[list[int], list[float]] | None:
         """Returns the keys and weights drawn for this request; None if it is new."""
-        query = "SELECT answer FROM samples WHERE request_id = ?"
-        row = self.db.execute(query, (request_id,)).fetchone()
-        if row is None:
-            return None
-        keys, weights, _ = json.loads(row[0])
-        return keys, weights
+        drawn = {} if request_id is None else self._answer(_SAMPLE, request_id)
+        return (drawn["keys"], drawn["weights"]) if drawn else None
 
-    def set_priorities(self, priorities: list[tuple[str, float]]) -> int:
+    def set_priorities(
+        self, priorities: list[tuple[str, float]], request_id: str | None = None
+    ) -> int:
         """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups are
-        among them.
+        among them. A request that is repeated changes nothing.
         """
         changed = 0
-        query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING state"
         with self.transaction():
+            answer = {} if request_id is None else self._answer(_PRIORITIES, request_id)
+            if answer:
+                return int(answer["changed"])
             for group_id, priority in priorities:
-                states = self.db.execute(query, (priority, group_id)).fetchall()
-                changed += states.count(("consumed",))
-            largest = max(self.counter("max_priority"), *(priority for _, priority in priorities))
-            self.db.execute("UPDATE counters SET value = ? WHERE name = 'max_priority'", (largest,))
+                for key, record in self.records("WHERE id = ?", group_id):
+                    self._change(key, record._replace(priority=priority))
+                    changed += record.state == "consumed"
+            largest = max(priority for _, priority in priorities)
+            self.set_counter(MAX_PRIORITY, max(self.counter(MAX_PRIORITY), largest))
+            if request_id is not None:
+                self._remember(_PRIORITIES, request_id, {"changed": changed})
         return changed
 
     def clear(self) -> None:
-        """Deletes everything except the counters."""
+        """Deletes everything except the counters and the answers to requests."""
         with self.transaction():
-            for table in ("groups", "experiences", "takes", "samples", "gone"):
+            for table in ("groups", "experiences", "gone"):
                 self.db.execute(f"DELETE FROM {table}")  # noqa: S608
-            self.db.execute("UPDATE counters SET value = 1.0 WHERE name = 'max_priority'")
+            self.set_counter(MAX_PRIORITY, 1.0)
+
+    # ------------------------------------------------------------ answers
+
+    def _answer(self, call: str, request_id: str) -> dict[str, Any]:
+        """Returns what is remembered of a request; empty when it is new."""
+        query = "SELECT answer, seal FROM answers WHERE call = ? AND request = ?"
+        with self.errors():
+            row = self.db.execute(query, (call, request_id)).fetchone()
+        if row is None:
+            return {}
+        if row[1] != sum_of((call, request_id, row[0])):
+            raise self.damaged(f"the answer to {call} {request_id} differs from its checksum")
+        answer: dict[str, Any] = json.loads(row[0])
+        return answer
+
+    def _remember(self, call: str, request_id: str, answer: dict[str, Any]) -> None:
+        content = (call, request_id, json.dumps(answer))
+        self.db.execute(
+            "INSERT INTO answers (call, request, answer, seal) VALUES (?, ?, ?, ?) ON CONFLICT DO "
+            "UPDATE SET answer = excluded.answer, seal = excluded.seal",
+            (*content, sum_of(content)),
+        )
+        (newest,) = self.db.execute("SELECT MAX(key) FROM answers").fetchone()
+        if newest % _FORGET_EVERY == 0:
+            self.db.execute(
+                "DELETE FROM answers WHERE call = :call AND key <= (SELECT key FROM answers WHERE "
+                "call = :call ORDER BY key DESC LIMIT 1 OFFSET :kept)",
+                {"call": call, "kept": _REMEMBERED_REQUESTS},
+            )

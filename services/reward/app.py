@@ -77,8 +77,7 @@ def create_reward_app(
         """The items that no response could solve: their ground truths cannot be read, or do not
         match themselves. The responses of the items do not count.
         """
-        problems = await cancel_on_disconnect(request, scorer.check_ground_truths(body.items))
-        return GroundTruthProblems(problems=problems)
+        return await cancel_on_disconnect(request, scorer.check_ground_truths(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:

@@ -3,12 +3,14 @@ and only when they are used.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import ConfigError
-from common.models.hub import refuse_random
+from common.models.hub import check_model, refuse_random
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, column
 
+_FIELD = "reward.functions.reward_model.model"
 Device = Literal["auto", "cuda", "cpu"]
 Precision = Literal["auto", "bfloat16", "float32"]
 
@@ -61,6 +63,8 @@ class RewardModelFunction(DetailedRewardFunction):
         precision: str = dtype
         if dtype == "auto":
             precision = "bfloat16" if self._device.type == "cuda" else "float32"
+        if Path(model).is_dir():
+            check_model(model, _FIELD)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
             loaded, found = AutoModelForSequenceClassification.from_pretrained(
@@ -73,7 +77,7 @@ class RewardModelFunction(DetailedRewardFunction):
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the reward model cannot be loaded: {error}",
-                field="reward.functions.reward_model.model",
+                field=_FIELD,
                 value=model,
                 remedy="name a sequence-classification model on the hub "
                 "(set HF_TOKEN for a gated one) or its directory",
@@ -81,7 +85,7 @@ class RewardModelFunction(DetailedRewardFunction):
         if loaded.config.num_labels > 2:
             raise ConfigError(
                 f"a model with {loaded.config.num_labels} classes gives no score",
-                field="reward.functions.reward_model.model",
+                field=_FIELD,
                 value=model,
                 remedy="use a model with a single output, or with two classes",
             )

@@ -4,7 +4,6 @@ HTTP.
 
 import asyncio
 import json
-import re
 import subprocess
 import time
 from collections import Counter
@@ -31,11 +30,13 @@ from common.wire.schemas import (
     MAX_BATCH_ITEMS,
     BatchRewardResult,
     GroundTruthProblem,
+    GroundTruthProblems,
     RewardItem,
     RewardResult,
     RewardStatus,
 )
 from services.reward.answers.extract import gold_answer
+from services.reward.answers.golds import has_eaten_backslash, repaired
 from services.reward.functions.answers import MathHost
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
@@ -48,16 +49,11 @@ from services.reward.functions.text import (
 )
 from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
-from services.sandbox.case_formats import parse_cases
 
 _CHECK_S = 300.0
 _MODEL_START_S = 600.0  # without progress: a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_WORD = re.compile(r"[^\W\d_]{2,}")
-_SENTENCE = 4
-"""Words of a sentence. The ground truths of MATH-500 have at most two, those of GSM8K none."""
 _DIFFERS = "it does not match itself"
 _SELF_REASONS = {"unparsable": "it cannot be read", "unevaluated": "it is not worked out"}
 
@@ -229,8 +225,9 @@ class RewardScorer:
         for host in self._hosts_of(item, where):
             host.check(item, where)
 
-    async def check_ground_truths(self, items: Sequence[RewardItem]) -> list[GroundTruthProblem]:
-        """Returns the items that no response could solve.
+    async def check_ground_truths(self, items: Sequence[RewardItem]) -> GroundTruthProblems:
+        """Returns the items that no response could solve, or only the same text, and how many
+        ground truths of the others were repaired.
 
         A function that verifies final answers grades every ground truth against itself; others
         only check the columns that they need.
@@ -258,9 +255,14 @@ class RewardScorer:
             ]
             scores = await host.score(answered)
             for i, score in zip(gradable, scores, strict=True):
-                if not score.correct:
+                if not score.correct or score.reason:
                     reasons[i] = score.reason or _SELF_REASONS.get(score.status, _DIFFERS)
-        return [GroundTruthProblem(index=i, reason=reasons[i]) for i in sorted(reasons)]
+        checked = {i for indices in verified.values() for i in indices}
+        golds = [items[i].ground_truth for i in checked.difference(reasons)]
+        return GroundTruthProblems(
+            problems=[GroundTruthProblem(index=i, reason=reasons[i]) for i in sorted(reasons)],
+            repaired=sum(repaired(gold) != gold.strip() for gold in golds),
+        )
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Returns the results of a batch, in order. Cancelling the call frees the workers.
@@ -338,17 +340,14 @@ class RewardScorer:
             reward = 0.0
             correct = False
 
-        verified = correct is not None
-        if correct is None:
-            correct = reward is not None and reward > 0.5
         return RewardResult(
             reward=reward,
             extracted_answer=whole.answer,
             ground_truth=item.ground_truth,
-            correct=correct and reward is not None,
+            correct=bool(correct) and reward is not None,
             status=whole.status,
             components=whole.components,
-            verified=verified,
+            verified=correct is not None,
             reason=whole.reason,
         )
 
@@ -363,12 +362,15 @@ def _code_host(entry: CodeReward) -> Host:
         entry.partial_credit,
         slots=entry.slots,
         memory_mb=entry.memory_mb,
+        output_kb=entry.output_kb,
         python=entry.python,
         sandbox=entry.sandbox,
     )
-    return ThreadHost(
-        function, timeout_s=None, calls=function.slots, check=_check_cases, call_items=1
-    )
+
+    def check(item: RewardItem, where: str) -> None:
+        function.cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
+
+    return ThreadHost(function, timeout_s=None, calls=function.slots, check=check, call_items=1)
 
 
 def _judge_host(entry: JudgeReward) -> Host:
@@ -419,21 +421,19 @@ def _shared(entry: Reward) -> dict[str, Any]:
 
 def _readable_by_nobody(ground_truth: str) -> str:
     """Returns why only an identical text would match a ground truth; empty when others may."""
-    if ground_truth.count("{") != ground_truth.count("}"):
+    gold = gold_answer(ground_truth) or ""
+    if gold.count("{") != gold.count("}"):
         return "its braces are not balanced"
-    words = _WORD.findall(_COMMAND.sub(" ", ground_truth))
-    if len(words) >= _SENTENCE and not any(map(str.isdigit, ground_truth)):
-        return "it is a sentence, and only the same words match it"
+    if has_eaten_backslash(ground_truth):
+        return "a backslash and a letter of it became a control character"
     return ""
 
 
 def _boxed(ground_truth: str) -> str:
-    """Returns the response that states a ground truth and nothing else."""
-    return rf"\boxed{{{gold_answer(ground_truth)}}}"
-
-
-def _check_cases(item: RewardItem, where: str) -> None:
-    parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
+    """Returns the response that states a ground truth and nothing else. Its braces keep it from
+    being the same text, which is right without being read.
+    """
+    return rf"\boxed{{{{{gold_answer(ground_truth)}}}}}"
 
 
 def _custom(path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -75,7 +76,7 @@ def supervised_engine(
         "engine",
         launch,
         probe,
-        env=engine_env(config) | topology.loopback_env(),
+        env=engine_env(config) | topology.loopback_env() | topology.proxy_env(os.environ),
         log_file=config.state_dir / "logs" / f"{topology.own_name(ROLLOUT)}.engine.log",
         timing=Timing(stuck_s=rollout.stuck_after_s, hang_s=rollout.hang_timeout_s),
         on_up=on_up,

@@ -8,6 +8,7 @@ node, this is its first node, and a further loop watches the others (`nodes`).
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
@@ -147,7 +148,7 @@ class NodeSupervisor:
             "router",
             launch,
             self._router_api.unhealthy_reason,
-            env=router_env(),
+            env=router_env() | self._topology.proxy_env(os.environ),
             log_file=self._config.state_dir / "logs" / f"{self.name}.router.log",
             timing=Timing(max_backoff_s=5, hang_s=self._config.rollout.hang_timeout_s),
             on_up=up,
@@ -329,13 +330,14 @@ class NodeSupervisor:
                 self.engine.restart(problem)
 
     async def _stored_weights(self) -> tuple[WeightManifest, Path] | None:
-        """Returns the newest weights if they are intact on this node's disk, and protects them.
+        """Returns the newest weights if they are intact on this node's disk and no engine has
+        refused them, and protects them.
 
         An engine does not start from the trainer's own directory, which the trainer may remove at
         any time.
         """
         newest = self._follower.newest
-        if newest is None:
+        if newest is None or WeightId.of(newest[0]) == self._follower.refused:
             return None
         manifest, path = newest
         if self._store.hold(path) and await self._store.verify(manifest, path):

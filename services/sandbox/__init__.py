@@ -14,6 +14,10 @@
 
 `python_tests.py` refuses tests in which nothing can fail. `command.py` builds the command line and
 the seccomp filters, `selftest.py` tries to break out before the first program runs, `meter.py`
-counts the time of processes. `inside`, `program`, `remote`, `suite`, `pytest_names`, `values` and
-`meter` are also source text for the Python inside, which may be as old as 3.8.
+counts the time of processes. `inside`, `program`, `remote`, `program_names`, `suite`,
+`pytest_names`, `library_values`, `values` and `meter` are also source text for the Python inside,
+which may be as old as 3.8.
+
+A program may write anything into its pipe to the test. So a test asks for names (`program_names`),
+and a message can only define these, return data, or raise an exception.
 """

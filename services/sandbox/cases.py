@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.sandbox.values import decoded
+from services.sandbox.values import decoded, encoded
 
 CaseStatus = Literal[
     "passed", "wrong", "error", "timeout", "memory", "output", "died", "starved", "skipped"
@@ -52,6 +52,17 @@ class Case:
     """True for `assert … is literal`, a None, True or False: 1 is not True."""
     may_be_wrapped: bool = False
     """The expected value may stand in a list of one, as in APPS and TACO."""
+    imports: frozenset[str] = frozenset()
+    """Modules that a test in Python imports."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """Size of the expected output or value, as the sandbox reports it. Raises RecursionError
+        for a value with too many levels.
+        """
+        if self.request["kind"] == "stdin":
+            return len(self.expected.encode("utf-8", "replace"))
+        return len(json.dumps(encoded(self.expected)))
 
     def verdict(self, done: dict[str, Any]) -> CaseResult:
         """Returns the result of the case from the sandbox's report."""
@@ -108,9 +119,8 @@ def _close(value: Any, expected: Any) -> bool:
         by_text: dict[str, Any] = {}
         for key, item in value.items():
             by_text[key if isinstance(key, str) else json.dumps(key, default=repr)] = item
-        return by_text.keys() == expected.keys() and all(
-            _close(by_text[key], item) for key, item in expected.items()
-        )
+        same_keys = len(by_text) == len(value) and by_text.keys() == expected.keys()
+        return same_keys and all(_close(by_text[key], item) for key, item in expected.items())
     return type(value) is type(expected) and bool(value == expected)
 
 

@@ -20,14 +20,30 @@ from common.errors import ConfigError
 _SOURCES = {
     "services.sandbox.meter": "meter.py",
     "services.sandbox.values": "values.py",
+    "services.sandbox.library_values": "library_values.py",
     "services.sandbox.program": "program.py",
     "services.sandbox.pytest_names": "pytest_names.py",
     "services.sandbox.suite": "suite.py",
+    "services.sandbox.program_names": "program_names.py",
     "services.sandbox.remote": "remote.py",
     "__main__": "inside.py",
 }
 """Modules for the process inside the sandbox, which cannot read files."""
-_FOR_TESTS = ("program.py", "pytest_names.py", "suite.py", "remote.py")
+_FOR_TESTS = (
+    "library_values.py",
+    "program.py",
+    "pytest_names.py",
+    "suite.py",
+    "program_names.py",
+    "remote.py",
+)
+PACKAGES = (
+    "aiohttp attr attrs bs4 cv2 dateutil faker flask freezegun gmpy2 hypothesis jax jsonschema "
+    "keras lxml matplotlib mpmath nltk networkx numba numpy pandas pexpect PIL polars psutil "
+    "pydantic pytz regex requests scipy seaborn shapely skimage sklearn sortedcontainers "
+    "sqlalchemy sympy tensorflow torch tqdm transformers xgboost yaml"
+)
+"""Packages that tests import. Any other module that an interpreter lacks is the program's."""
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
     "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
@@ -54,12 +70,18 @@ _FORBIDDEN = (
     "unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount "
     "fspick mount_setattr name_to_handle_at open_by_handle_at "
     # memory and messages that no limit of a process counts
-    "memfd_create memfd_secret shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semctl "
+    "memfd_secret shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semctl "
     "semtimedop mq_open mq_unlink vmsplice "
     # the machine itself
     "init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct "
     "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname "
     "setdomainname vhangup iopl ioperm"
+)
+_FORBIDDEN_TO_PROGRAMS = (
+    # further processes, and memory that no limit of a process counts
+    "fork vfork memfd_create "
+    # priorities: a program that waits for its turn for ever would look like a busy machine
+    "setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr"
 )
 _LOADER = """\
 import sys, types
@@ -68,8 +90,10 @@ for name, source in {sources!r}.items():
     exec(compile(source, name, 'exec'), module.__dict__)"""
 """The program of a bare Python, which makes its modules from text."""
 _INSPECTION = (
-    "import json, sys; "
-    "print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2] >= (3, 8)]))"
+    "import json, pkgutil, sys; "
+    "names = {module.name for module in pkgutil.iter_modules()}.union(sys.builtin_module_names); "
+    "prefixes = [sys.prefix, sys.base_prefix]; "
+    "print(json.dumps([prefixes, sys.version_info[:2] >= (3, 8), sorted(names)]))"
 )
 
 
@@ -87,6 +111,13 @@ class Interpreter:
     packages: bool
     """Whether programs may import its installed packages: only if the operator named the
     interpreter."""
+    modules: frozenset[str]
+    """Names of the modules that programs may import."""
+
+    @property
+    def options(self) -> list[str]:
+        """Its options for programs."""
+        return ["-I", "-B"] if self.packages else ["-I", "-B", "-S"]
 
 
 @dataclass(frozen=True)
@@ -145,22 +176,24 @@ def interpreters(named: str) -> list[Interpreter]:
 
 def _inspect(path: str, packages: bool) -> Interpreter | None:
     """Returns the interpreter at a path; None when it does not run or is too old."""
+    options = Interpreter(path, (), packages, frozenset()).options
     try:
         done = subprocess.run(
-            [path, "-I", "-c", _INSPECTION],
+            [path, *options, "-c", _INSPECTION],
             capture_output=True,
             text=True,
             timeout=30,
             env={"PATH": os.defpath},
         )
-        prefix, base_prefix, is_supported = json.loads(done.stdout)
+        prefixes, is_supported, modules = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
     if not is_supported:
         return None
-    needed = {Path(prefix), Path(base_prefix), Path(path).resolve().parent.parent} - {Path("/")}
+    needed = {*map(Path, prefixes), Path(path).resolve().parent.parent} - {Path("/")}
     outside = [folder for folder in needed if not any(map(folder.is_relative_to, SYSTEM))]
-    return Interpreter(path, tuple(sorted(map(str, outside))), packages)
+    folders = tuple(sorted(map(str, outside)))
+    return Interpreter(path, folders, packages, frozenset(modules))
 
 
 def bwrap_command(
@@ -187,18 +220,18 @@ def inside_command(python: Interpreter, tests: bool) -> list[str]:
     """Returns the command line of Python with the program that runs test cases; `tests`: some are
     written in Python.
     """
-    site = [] if python.packages else ["-S"]
     sources: dict[str, str] = {}
     for name, file in _SOURCES.items():
         if tests or file not in _FOR_TESTS:
             sources[name] = Path(__file__).with_name(file).read_text(encoding="utf-8")
-    return [python.executable, "-I", *site, "-B", "-c", _LOADER.format(sources=sources)]
+    return [python.executable, *python.options, "-c", _LOADER.format(sources=sources)]
 
 
 @cache
 def base_filter(internet: bool = False) -> bytes:
     """Returns the BPF filter of a whole sandbox, with or without sockets for the internet's
-    protocols. Raises ConfigError when pyseccomp or libseccomp is missing.
+    protocols; with them it has no process that supervises the others. Raises ConfigError when
+    pyseccomp or libseccomp is missing.
     """
     seccomp = _seccomp()
 
@@ -215,6 +248,7 @@ def base_filter(internet: bool = False) -> bytes:
         denied = [family for family in range(max(allowed)) if family not in allowed]
         rules += [("socket", equals(0, family)) for family in denied]
         rules.append(("socket", seccomp.Arg(0, seccomp.GT, max(allowed))))
+        rules.append(("memfd_create", None))
     else:
         rules.append(("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX)))
     rules += [("setsockopt", equals(2, option)) for option in _BUFFER_SIZES]
@@ -227,12 +261,14 @@ def base_filter(internet: bool = False) -> bytes:
 
 @cache
 def threads_only_filter() -> bytes:
-    """Returns a program's filter: it may start threads but no processes. Raises ConfigError like
-    `base_filter`.
+    """Returns a program's filter: it may start threads but no processes, and it cannot change the
+    limits of another process. Raises ConfigError like `base_filter`.
     """
     seccomp = _seccomp()
-    not_a_thread = seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)
-    return _compile([("fork", None), ("vfork", None), ("clone", not_a_thread)])
+    rules: list[_Rule] = [(name, None) for name in _FORBIDDEN_TO_PROGRAMS.split()]
+    rules.append(("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)))
+    rules.append(("prlimit64", seccomp.Arg(0, seccomp.NE, 0)))
+    return _compile(rules)
 
 
 def _seccomp() -> Any:

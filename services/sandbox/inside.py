@@ -21,6 +21,7 @@ import base64
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import gc
 import io
 import json
@@ -155,9 +156,20 @@ def _run_test(job: Json, case: Json) -> dict[str, Any]:
     code = _read_test(case["index"])
     from services.sandbox.remote import Test
 
-    test = Test(_CHANNEL_IN, _CHANNEL_OUT, 8 * job["output_bytes"])
+    test = Test(_CHANNEL_IN, _CHANNEL_OUT, limit=_max_value_bytes(job), end=_end)
     test.run(code["text"], code["tests"], job["source"], code["entry_point"])
     return {"status": "done"}
+
+
+def _end(status: str, detail: str) -> NoReturn:
+    """Ends the test's process with a result."""
+    _write_all(_RESULT_FD, json.dumps({"status": status, "detail": detail}).encode())
+    os._exit(0)
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(fd, content) :]
 
 
 def _read_test(case_index: int) -> Json:
@@ -205,8 +217,10 @@ def _run_child(
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
     os.closerange(len(fds), 256)
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    text = {"encoding": "utf-8", "errors": "surrogateescape"}
+    # Not the server's, which knows that it cannot seek.
+    sys.stdin = sys.__stdin__ = open(0, closefd=False, **text)  # type: ignore[call-overload,misc]  # noqa: SIM115
+    sys.stdout.reconfigure(**text)  # type: ignore[union-attr]
     sys.argv = ["program"]
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # the time of a case bounds it
@@ -244,6 +258,11 @@ def _run_child(
     exit_now(0)
 
 
+def _max_value_bytes(job: Json) -> int:
+    """Returns the limit on a value in JSON, which writes one value in many ways."""
+    return int(2 * job["output_bytes"])
+
+
 # Watching them
 
 
@@ -272,29 +291,25 @@ class _Deadline:
 
 
 class _Pipes(NamedTuple):
-    """This process's ends of the pipes to a case's processes."""
+    """This process's ends of the pipes to a case's processes, and how much it takes of each."""
 
-    stdin: int
     stdout: int
     result: int
+    max_output: int
+    max_result: int
 
 
-def _exchange(
-    case: Json, pipes: _Pipes, max_bytes: int, deadline: _Deadline
-) -> tuple[str | None, bytes, bytes]:
-    """Feeds and drains a case's processes until their pipes end, and returns their status or None,
-    their output and their result.
+def _exchange(case: Json, pipes: _Pipes, deadline: _Deadline) -> tuple[str | None, bytes, bytes]:
+    """Drains a case's processes until their pipes end, and returns their status or None, their
+    output and their result.
     """
-    stdin_left = memoryview(case.get("input", "").encode("utf-8", "surrogateescape"))
-    stdin_is_open = True
-    received = {pipes.stdout: bytearray(), pipes.result: bytearray()}
+    limits = {pipes.stdout: pipes.max_output, pipes.result: pipes.max_result}
+    received = {fd: bytearray() for fd in limits}
     open_fds = set(received)
     poll = select.poll()
     poll.register(0, 0)  # its end; the test of the case may wait in it
     for fd in received:
         poll.register(fd, select.POLLIN)
-    os.set_blocking(pipes.stdin, False)
-    poll.register(pipes.stdin, select.POLLOUT)
 
     status = None
     # A tested program may outlive its test, whose result ends the case.
@@ -302,39 +317,37 @@ def _exchange(
         for fd, _ in poll.poll(_LOOK_S * 1000):
             if fd == 0:
                 _exit_with_all()
-            if fd == pipes.stdin:
-                stdin_left = _write_some(fd, stdin_left)
-                if not stdin_left:
-                    poll.unregister(fd)
-                    os.close(fd)
-                    stdin_is_open = False
-                continue
             data = os.read(fd, _CHUNK)
             received[fd] += data
             if not data:
                 poll.unregister(fd)
                 open_fds.discard(fd)
-            elif len(received[fd]) > max_bytes:
+            elif len(received[fd]) > limits[fd]:
                 status = "output"
         status = status or deadline.look()
         if status:
             break
-
-    if stdin_is_open:
-        os.close(pipes.stdin)
     return status, bytes(received[pipes.stdout]), bytes(received[pipes.result])
 
 
-def _write_some(fd: int, content: memoryview) -> memoryview:
-    """Writes what the pipe takes now; returns what is left, nothing if nobody reads it."""
-    if not content:
-        return content
-    try:
-        return content[os.write(fd, content[:_CHUNK]) :]
-    except BlockingIOError:
-        return content
-    except BrokenPipeError:
-        return content[len(content) :]
+def _input_file(content: bytes) -> int:
+    """Returns a descriptor of a file with this content, which nobody can change.
+
+    Judges give a program its input as a file: some ask for its size, or read it twice.
+    """
+    if not hasattr(os, "memfd_create"):
+        import tempfile  # slow to import
+
+        with tempfile.TemporaryFile(buffering=0) as file:
+            fd = os.dup(file.fileno())
+    else:
+        fd = os.memfd_create("input", os.MFD_ALLOW_SEALING)
+    _write_all(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
 
 
 def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], float]:
@@ -342,10 +355,13 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     limit.
     """
     # In this order: `_run_child` copies descriptors to lower numbers.
-    stdin, write_stdin = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR)
+    stdin = os.dup(null)
+    if case["kind"] == "stdin":
+        os.close(stdin)
+        stdin = _input_file(case["input"].encode("utf-8", "surrogateescape"))
     read_stdout, stdout = os.pipe()
     read_result, result_fd = os.pipe()
-    null = os.open(os.devnull, os.O_RDWR)
     given_away = [null, stdin, stdout, result_fd]
     if case["kind"] == "code":
         program_in, test_out = os.pipe()
@@ -364,8 +380,13 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     meter = Meter(*pids)
     limit_s = min(left_s, job["timeout_s"])
     deadline = _Deadline(meter, limit_s, max_wall_s=WALL_TIMES * job["timeout_s"])
-    pipes = _Pipes(stdin=write_stdin, stdout=read_stdout, result=read_result)
-    status, output, raw_result = _exchange(case, pipes, job["output_bytes"], deadline)
+    pipes = _Pipes(
+        stdout=read_stdout,
+        result=read_result,
+        max_output=job["output_bytes"],
+        max_result=_max_value_bytes(job) + _CHUNK,
+    )
+    status, output, raw_result = _exchange(case, pipes, deadline)
     os.close(read_stdout)
     os.close(read_result)
 
@@ -376,13 +397,19 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     result = {"seconds": meter.wall_s, "detail": "", "status": status or late_status}
     if not result["status"]:
         result.update(_finished(case, wait_status, output, raw_result))
+    if len(str(result.get("value"))) > _max_value_bytes(job):
+        result = {**result, "status": "output", "value": "null"}
+    if result["status"] == "output":
+        result["detail"] = f"more than {job['output_bytes'] >> 10} KB (output_kb)"
     # A slow look at the meter must not cost the next cases their time.
     return result, min(meter.read(), limit_s)
 
 
 def _finished(case: Json, wait_status: int, output: bytes, raw_result: bytes) -> dict[str, Any]:
     """Returns the result of a case's process that ended by itself."""
-    done = {"status": "done", "output": output.decode("utf-8", "replace"), "value": "null"}
+    done = {"status": "done", "output": "", "value": "null"}
+    if case["kind"] == "stdin":
+        done["output"] = output.decode("utf-8", "replace")
     try:
         outcome = json.loads(raw_result)
         status = outcome["status"]
@@ -397,7 +424,7 @@ def _finished(case: Json, wait_status: int, output: bytes, raw_result: bytes) ->
     if status == "done":
         return dict(done, value=value)
     return {
-        "status": status if status in ("error", "memory") else "died",
+        "status": status if status in ("error", "memory", "output") else "died",
         "detail": str(outcome.get("detail", ""))[:200],
     }
 

@@ -15,25 +15,21 @@ import json
 import operator
 import os
 import pickle
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from services.sandbox.library_values import recipe
 from services.sandbox.values import encoded, finished
 
 _PLAIN: tuple[Any, ...] = (
     bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
-    type(None), type(...), type({}.keys()), type({}.items())
+    type(None), type({}.keys()), type({}.items())
 )  # fmt: skip
-MUTABLE = (list, dict, set, bytearray, collections.deque)
-PURE = (
-    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools",
-    "heapq", "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics",
-    "string", "typing",
+_MUTABLE = (
+    list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict,
+    collections.defaultdict
 )  # fmt: skip
-"""Modules whose functions a test may find among the program's names; the test's process imports
-them itself."""
 BINARY = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor",
     "lshift", "rshift",
@@ -42,8 +38,8 @@ COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 UNARY = ("neg", "pos", "invert", "abs")
 _ITEMS = ("getitem", "setitem", "delitem", "contains")
 _BUILTINS = (
-    "iter", "next", "len", "bool", "str", "repr", "format", "isinstance", "getattr", "setattr",
-    "delattr",
+    "iter", "next", "len", "bool", "str", "repr", "format", "hash", "isinstance", "getattr",
+    "setattr", "delattr",
 )  # fmt: skip
 
 
@@ -59,8 +55,13 @@ def _exit(manager: Any) -> Any:
     return type(manager).__exit__(manager, None, None, None)
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 ACTIONS: dict[str, Callable[..., Any]] = {
     "call": _call,
+    "itself": _itself,
     "enter": _enter,
     "exit": _exit,
     "await": finished,
@@ -70,6 +71,12 @@ for _name in BINARY + COMPARED + UNARY + _ITEMS:
     ACTIONS[_name] = getattr(operator, _name)
 for _name in _BUILTINS:
     ACTIONS[_name] = getattr(builtins, _name)
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether a function may change an argument in place, so that its caller sees it."""
+    kind = type(value)
+    return kind in _MUTABLE or (kind.__module__, kind.__qualname__) == ("numpy", "ndarray")
 
 
 class _Local:
@@ -130,22 +137,33 @@ class Program:
                 return self._look_up(content[0])
             return self._act(content[0], content[1])
         except BaseException as error:
-            args = [encoded(arg) for arg in error.args if isinstance(arg, (str, int))]
-            return ["raise", self._encoded(type(error)), args]
+            return ["raise", *self._error(error)]
+
+    def _error(self, error: BaseException) -> list[Any]:
+        """Returns an exception's class, arguments, attributes and, unless it is Python's own, its
+        text.
+        """
+        args = [encoded(arg) for arg in error.args if type(arg) in _PLAIN]
+        attributes = {}
+        for name, value in vars(error).items():
+            if type(value) in _PLAIN:
+                attributes[name] = encoded(value)
+        has_text = type(error).__module__ != "builtins"
+        return [self._encoded(type(error)), args, attributes, str(error) if has_text else None]
 
     def _look_up(self, names: list[str]) -> list[Any]:
-        values: dict[str, list[Any]] = {}
+        values: dict[str, Any] = {}
         for name in names:
             if name in self._namespace:
-                values[name] = self._encoded_global(self._namespace[name])
+                values[name] = self._encoded(self._namespace[name])
         return ["ok", values]
 
     def _act(self, action: str, arguments: str) -> list[Any]:
         """Performs an action; the reply has its value, and the arguments that it changed."""
         args, kwargs = self._loads(arguments)
-        before: dict[int, list[Any]] = {}
+        before: dict[int, Any] = {}
         for i, arg in enumerate(args):
-            if type(arg) in MUTABLE:
+            if is_mutable(arg):
                 before[i] = self._encoded(arg)
 
         value = ACTIONS[action](*args, **kwargs)
@@ -156,34 +174,28 @@ class Program:
                 changed.append([i, now])
         return ["ok", self._encoded(value), changed]
 
-    def _encoded_global(self, value: Any) -> list[Any]:
-        """Encodes what a name of the program means; what both can import is named, not sent."""
-        if isinstance(value, types.ModuleType):
-            return ["import", value.__name__, ""]
-        module = getattr(value, "__module__", None)
-        name = getattr(value, "__qualname__", "")
-        if not isinstance(module, str) or module not in sys.modules:
-            return self._encoded(value)
-        is_pure = module.lstrip("_") in PURE
-        if is_pure and getattr(sys.modules[module], str(name), None) is value:
-            return ["import", module, name]
-        return self._encoded(value)
-
-    def _encoded(self, value: Any, depth: int = 0) -> list[Any]:
+    def _encoded(self, value: Any, depth: int = 0) -> Any:
+        """Encodes a value for the test: plain ones as data, any other as a reference."""
         if isinstance(value, _Local):
             return ["local", value._key]
         if type(value) in _PLAIN:
             return encoded(value, depth, self._encoded)
+        data = recipe(value)
+        if data is not None:
+            module, name, content = data
+            return ["made", module, name, [self._encoded(item, depth + 1) for item in content]]
         self._objects[id(value)] = value
         if isinstance(value, types.CoroutineType):
             return ["coroutine", id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
-            base = next(kind for kind in value.__mro__ if kind.__module__ == "builtins")
-            key = 0 if value is base else id(value)
-            return ["exception", key, value.__name__, base.__name__]
+            if value.__module__ == "builtins":
+                return ["exception", 0, "builtins", value.__name__, []]
+            bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
+            encoded_bases = [self._encoded(base) for base in bases]
+            return ["exception", id(value), value.__module__, value.__name__, encoded_bases]
         converts = any(hasattr(type(value), name) for name in ("tolist", "__index__", "__float__"))
         has_plain_value = converts or isinstance(value, _PLAIN)
-        return ["object", id(value), encoded(value) if has_plain_value else None]
+        return ["object", id(value), [encoded(value)] if has_plain_value else []]
 
     def _loads(self, content: str) -> Any:
         return _Unpickler(io.BytesIO(base64.b64decode(content)), self).load()

@@ -9,17 +9,26 @@ import ast
 import builtins
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
 from common.errors import InvalidInput
 from services.sandbox.cases import Case
+from services.sandbox.command import PACKAGES
 
 _CHECKS = re.compile(r"assert|raises\Z|fail|_?exit\Z|quit\Z", re.IGNORECASE)
 """Names of functions that may end a test (`self.assertEqual`, `pytest.raises`, `sys.exit`)."""
 _UNCOUNTED = re.compile(r"\b(?:skip|xfail|expectedFailure)\b")
 """Decorators of a test that no program can fail."""
 _MOCK = ("mock", "unittest.mock")
+_PYTEST = frozenset(("approx", "fail", "fixture", "main", "mark", "param", "raises"))
+"""What there is of pytest: the names in `services.sandbox.pytest_names`."""
+_SKIPS = frozenset(("importorskip", "skip", "skipTest", "SkipTest"))
+_STREAMS = ("sys.stdin", "sys.stdout", "sys.stderr")
+_NUMPY_ASSERTS = ("assert_allclose", "assert_array_equal")
+"""Functions of numpy that a test has without an import (`services.sandbox.program_names`)."""
+_CATCHING = ("AssertionError", "Exception", "BaseException")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = _Function | ast.ClassDef
 
@@ -41,11 +50,22 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
     comparison = _parse_comparison(tree.body)
     if comparison is not None:
         return comparison
-    _refuse_patches(tree, text, where)
+    undefined = _undefined_asserts(tree)
+    if undefined:
+        _refuse(
+            f"{min(undefined)} is not defined in the test, so the program would define it",
+            text,
+            where,
+            "define it in the test, or use assert",
+        )
+    for node in ast.walk(tree):
+        problem = _patched(node) or _skipped(node) or _always_true(node) or _swallowed(node, tree)
+        if problem is not None:
+            _refuse(problem[0], text, where, problem[1])
     tests = _tests(tree, text, where)
     _refuse_idle(tree, tests, text, where)
     code = {"text": text, "tests": tests, "entry_point": entry_point}
-    return Case({"kind": "code", "code": code})
+    return Case({"kind": "code", "code": code}, imports=_imports(tree))
 
 
 def _refuse(problem: str, text: str, where: str, remedy: str) -> NoReturn:
@@ -216,7 +236,9 @@ def _refuse_missing(function: _Function, fixtures: set[str], text: str, where: s
 
 def _refuse_idle(tree: ast.Module, tests: list[str], text: str, where: str) -> None:
     """Raises InvalidInput when nothing that runs can fail."""
-    if any(map(_can_fail, _reached(tree, tests))):
+    caught = set(_caught_checks(tree))
+    reached = (node for node in _reached(tree, tests) if node not in caught)
+    if any(map(_can_fail, reached)):
         return
     if any(map(_can_fail, ast.walk(tree))):
         _refuse(
@@ -274,15 +296,22 @@ def _can_fail(node: ast.AST) -> bool:
     return isinstance(node, ast.Raise)
 
 
-def _refuse_patches(tree: ast.Module, text: str, where: str) -> None:
-    """Raises InvalidInput for `unittest.mock.patch`, which changes the test's process alone."""
-    if any(map(_patches, ast.walk(tree))):
-        _refuse(
+_Problem = tuple[str, str] | None
+"""What is wrong with a test, and the remedy."""
+
+
+def _patched(node: ast.AST) -> _Problem:
+    """Finds what changes the test's process alone, as `unittest.mock.patch` does."""
+    is_redirected = isinstance(node, ast.Name) and node.id.startswith("redirect_std")
+    is_redirected |= isinstance(node, ast.Attribute) and node.attr.startswith("redirect_std")
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        is_redirected |= ast.unparse(node) in _STREAMS
+    if is_redirected or _patches(node):
+        return (
             "patches do not reach the program, which runs in a process of its own",
-            text,
-            where,
             "test what the program returns, or give it input and compare its output",
         )
+    return None
 
 
 def _patches(node: ast.AST) -> bool:
@@ -290,3 +319,174 @@ def _patches(node: ast.AST) -> bool:
         return "patch" in [alias.name for alias in node.names]
     is_patch = isinstance(node, ast.Attribute) and node.attr == "patch"
     return is_patch and ast.unparse(node).removesuffix(".patch") in _MOCK
+
+
+def _skipped(node: ast.AST) -> _Problem:
+    """Finds a test that skips itself while it runs, and what is missing of pytest."""
+    names: list[str] = []
+    owner: str | None = None
+    if isinstance(node, ast.ImportFrom):
+        owner = node.module
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.Attribute):
+        owner = getattr(node.value, "id", None)
+        names = [node.attr]
+    if owner not in ("pytest", "unittest", "self"):
+        return None
+    # With the decorator `unittest.skip` a test never counts.
+    if _SKIPS.intersection(names) and (owner, names) != ("unittest", ["skip"]):
+        return "a test that skips itself checks nothing", "remove the skip, or the test"
+    missing = [name for name in names if owner == "pytest" and name not in _PYTEST]
+    if missing:
+        return f"there is no pytest.{missing[0]} here", f"use only {', '.join(sorted(_PYTEST))}"
+    return None
+
+
+def _undefined_asserts(tree: ast.Module) -> set[str]:
+    """Returns the functions `assert…` that a test calls and that nobody but the program has."""
+    called: set[str] = set()
+    known: set[str] = set(_NUMPY_ASSERTS)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+        elif isinstance(node, _Function):
+            known |= {node.name, *_required(node)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            known.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            root = str(node.module).partition(".")[0]
+            if root in sys.stdlib_module_names or root in PACKAGES.split():
+                known |= {alias.asname or alias.name for alias in node.names}
+    return {name for name in called - known if name.startswith("assert")}
+
+
+def _always_true(node: ast.AST) -> _Problem:
+    """Finds an assert that no value fails, such as `assert (x == y, "message")`."""
+    condition: ast.expr | None = None
+    if isinstance(node, ast.Assert):
+        condition = node.test
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        condition = node.args[0] if node.func.attr in ("assertTrue", "assert_") else None
+    if condition is None or isinstance(condition, ast.Constant) or not _is_true(condition):
+        return None
+    shown = ast.unparse(node)
+    return f"no program fails `{shown:.60}`", "remove the parentheses, or what makes it true"
+
+
+def _is_true(expression: ast.expr) -> bool:
+    """Whether an expression is true whatever the values in it."""
+    if isinstance(expression, ast.Constant):
+        return bool(expression.value)
+    if isinstance(expression, (ast.Tuple, ast.List, ast.Set)):
+        return any(not isinstance(item, ast.Starred) for item in expression.elts)
+    if isinstance(expression, ast.Dict):
+        return any(key is not None for key in expression.keys)
+    if isinstance(expression, ast.JoinedStr):
+        return any(map(_is_true, expression.values))
+    if isinstance(expression, ast.BoolOp):
+        parts = map(_is_true, expression.values)
+        return any(parts) if isinstance(expression.op, ast.Or) else all(parts)
+    if isinstance(expression, ast.NamedExpr):
+        return _is_true(expression.value)
+    return isinstance(expression, (ast.Lambda, ast.GeneratorExp))
+
+
+def _swallowed(node: ast.AST, tree: ast.Module) -> _Problem:
+    """Finds an assert whose failure nobody learns of."""
+    for check, handler in _handlers(node, tree):
+        if handler is None or not _tells(handler, tree):
+            return (
+                f"nobody learns that `{ast.unparse(check):.60}` has failed",
+                "remove the `try` or `suppress` around it, or catch less than AssertionError",
+            )
+    return None
+
+
+def _caught_checks(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yields the asserts whose failure a test catches and only notes."""
+    for node in ast.walk(tree):
+        for check, handler in _handlers(node, tree):
+            if handler is not None and not any(map(_can_fail, ast.walk(handler))):
+                yield check
+
+
+def _handlers(
+    node: ast.AST, tree: ast.Module
+) -> Iterator[tuple[ast.AST, ast.ExceptHandler | None]]:
+    """Yields the asserts in a `try`, and the calls of functions with asserts, with the handler of
+    their failure; for those below a `suppress`, None.
+    """
+    handler: ast.ExceptHandler | None = None
+    if isinstance(node, ast.Try):
+        catching = [each for each in node.handlers if each.type is None or _catches(each.type)]
+        if not catching:
+            return
+        handler = catching[0]
+    elif isinstance(node, ast.With):
+        calls = [item.context_expr for item in node.items]
+        if not any(isinstance(call, ast.Call) and _suppresses(call) for call in calls):
+            return
+    else:
+        return
+    # A function test… runs by itself, too.
+    checking = {
+        each.name
+        for each in _definitions(tree)
+        if not each.name.startswith("test") and any(map(_is_check, ast.walk(each)))
+    }
+    for statement in node.body:
+        for inner in ast.walk(statement):
+            called = isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in checking
+            if called or _is_check(inner):
+                yield inner, handler
+
+
+def _is_check(node: ast.AST) -> bool:
+    """Whether a node raises AssertionError when a program is wrong."""
+    if isinstance(node, ast.Raise):
+        return node.exc is not None and "AssertionError" in ast.unparse(node.exc)
+    return isinstance(node, (ast.Assert, ast.Call)) and _can_fail(node) and not _exits(node)
+
+
+def _exits(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("exit", "quit"))
+
+
+def _catches(kind: ast.expr) -> bool:
+    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    return any(ast.unparse(each).removeprefix("builtins.") in _CATCHING for each in kinds)
+
+
+def _suppresses(call: ast.Call) -> bool:
+    return ast.unparse(call.func).endswith("suppress") and any(map(_catches, call.args))
+
+
+def _tells(handler: ast.ExceptHandler, tree: ast.Module) -> bool:
+    """Whether a handler ends the test, or notes the failure where the test looks for it."""
+    inside = list(ast.walk(handler))
+    noted: set[str] = set()
+    for node in inside:
+        if _can_fail(node):
+            return True
+        if isinstance(node, ast.Return) and node.value is not None:
+            return True
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            noted.add(node.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            noted |= {each.id for each in ast.walk(node.func) if isinstance(each, ast.Name)}
+    outside = set(ast.walk(tree)).difference(inside)
+    return any(
+        isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in noted
+        for node in outside
+    )
+
+
+def _imports(tree: ast.Module) -> frozenset[str]:
+    """Returns the names of the modules that a test imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(str(node.module).partition(".")[0])
+    return frozenset(names)

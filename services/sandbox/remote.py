@@ -4,7 +4,8 @@ like `inside`.
 The test's process was forked before the program ran, so it contains nothing that the program
 patches or reads. It reaches the program's functions and objects by messages. It receives only data:
 plain values, which it compares itself, and references to objects, whose methods run in the
-program's process.
+program's process. A program can forge a message, but with any message it can only define what the
+test asks it for, return data, or raise an exception; anything else ends the test.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -13,25 +14,97 @@ import ast
 import base64
 import builtins
 import collections
-import importlib
-import importlib.util
 import io
 import json
 import os
 import pickle
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from services.sandbox.program import ACTIONS, BINARY, COMPARED, MUTABLE, PURE, UNARY
+from services.sandbox.library_values import made, make_strict, same, strict_array
+from services.sandbox.program import ACTIONS, BINARY, COMPARED, UNARY, is_mutable
+from services.sandbox.program_names import PROGRAM, names_of, public_functions, root_of
 from services.sandbox.pytest_names import install
 from services.sandbox.suite import run_suite
 from services.sandbox.values import decoded
 
 _TEST = "__main__"
 """The module of the test, so that what stands behind its main guard runs."""
+
+
+_CHECKED = "__checked__"
+_SAME = "__same__"
+
+
+class _Checks(ast.NodeTransformer):
+    """Compares arrays strictly, and counts the checks of a test that were executed: a program that
+    returns nothing to loop over, or that never calls a function of the test, can keep it from all.
+    """
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.executed = 0
+
+    def count_one(self, value: Any) -> Any:
+        self.executed += 1
+        return value
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        self.generic_visit(node)
+        # `assert False` is what only a wrong program reaches.
+        if not isinstance(node.test, ast.Constant):
+            node.test = self._counted(node.test)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        return self._counted(node) if name.startswith(("assert", "raises")) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Eq):
+            return node
+        sides = [node.left, *node.comparators]
+        # What a test computes from an argument of the program is computed before the program runs,
+        # which may change the argument: `f(a) == sorted(a)`.
+        if _computes(node.comparators[0]) and isinstance(node.left, ast.Call):
+            sides.reverse()
+        return ast.Call(ast.Name(_SAME, ast.Load()), sides, [])
+
+    def _counted(self, node: ast.expr) -> ast.expr:
+        self.written += 1
+        return ast.Call(ast.Name(_CHECKED, ast.Load()), [node], [])
+
+
+class _Missing:
+    """A name that the program does not define. Its use ends the test, which must not take it for an
+    exception that it expects.
+    """
+
+    def __init__(self, name: str, end: Callable[[str, str], NoReturn]) -> None:
+        self._name = name
+        self._end = end
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        self._end("error", f"the program does not define {self._name}")
+
+    def __getattr__(self, _: str) -> NoReturn:
+        self()
+
+
+def _computes(expression: ast.expr) -> bool:
+    """Whether an expression only calls builtins, and one at least."""
+    calls = [node for node in ast.walk(expression) if isinstance(node, ast.Call)]
+    names = {getattr(call.func, "id", "") for call in calls}
+    return bool(calls) and names.issubset(_COMPUTING)
+
+
+_COMPUTING = frozenset(("dict", "len", "list", "max", "min", "reversed", "set", "sorted", "sum"))
 
 
 class _Pickler(pickle.Pickler):
@@ -62,12 +135,18 @@ class Test:
     process.
     """
 
-    def __init__(self, read_fd: int, write_fd: int, limit: int) -> None:
+    def __init__(
+        self, read_fd: int, write_fd: int, limit: int, end: Callable[[str, str], NoReturn]
+    ) -> None:
         self._in = os.fdopen(read_fd, "rb")
         self._out = os.fdopen(write_fd, "wb")
         self._limit = limit
         """Bytes of one message of the program."""
+        self._end = end
+        """Ends this process with a status and its reason."""
+        self._lock = threading.RLock()
         self._remotes: dict[int, Any] = {}
+        self._exceptions: dict[int, Any] = {}
         self.locals: dict[int, Any] = {}
         """Objects of the test to which the program has references."""
 
@@ -84,44 +163,55 @@ class Test:
         Raises:
             Exception: whatever the test raises.
         """
-        code = compile(text, "<test>", "exec")
-        names = _names(code)
-        namespace = {
-            name: value for name, value in self._globals(names).items() if value is not _ABSENT
-        }
-        solution = types.ModuleType("solution")
-        solution.__dict__.update(namespace)
-        for name in _missing_modules(ast.parse(text)):
-            sys.modules[name] = solution
         install()
+        if re.search(r"\b(?:np|numpy)\b", text):  # which takes long to import
+            make_strict()
+        tree = ast.parse(text)
+        names = names_of(text, tree, source, has_candidate="check" in tests)
+        values = self._globals(names.asked | names.members)
+        for name in names.needed - set(values):
+            values[name] = _Missing(name, self._end)
+        solution = types.ModuleType(PROGRAM)
+        solution.__dict__.update(values)
+        solution.__dict__.update(names.library)
+        for name in names.stand_ins:
+            solution.__dict__.setdefault(name, solution)
+        namespace = {name: values[name] for name in names.asked if name in values}
+        namespace.update(names.library)
+        solution.__dict__["__all__"] = sorted(namespace)
+        sys.modules[PROGRAM] = solution
 
+        checks = _Checks()
+        checks.visit(tree)
+        ast.fix_missing_locations(tree)
         module = types.ModuleType(_TEST)
-        module.__dict__.update(namespace)
+        module.__dict__.update(namespace, __file__="/test_solution.py")
+        module.__dict__.update({_CHECKED: checks.count_one, _SAME: same})
         sys.modules[_TEST] = module
         try:
-            exec(code, module.__dict__)  # noqa: S102
+            exec(compile(tree, "<test>", "exec"), module.__dict__)  # noqa: S102
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise AssertionError(f"the test ended with status {error.code}") from None
 
         def candidate() -> Any:
-            functions = [entry_point] if entry_point else _public_functions(source)
+            functions = [entry_point] if entry_point else public_functions(source)
             if not functions:
                 raise AssertionError("the program defines no function")
-            roots = set(re.findall(r"^\w+", functions[-1]))
-            return eval(functions[-1], self._globals(roots))  # noqa: S307
+            return eval(functions[-1], self._globals({root_of(functions[-1])}))  # noqa: S307
 
         run_suite(module, tests, candidate)
+        if checks.written and not checks.executed:
+            raise AssertionError("the program kept the test from checking anything")
 
-    def _globals(self, names: set[str]) -> dict[str, Any]:
-        """Returns what the program binds to these names, but for those of builtins."""
+    def _globals(self, asked: set[str]) -> dict[str, Any]:
+        """Returns what the program binds to these names."""
 
         def decode_names(reply: list[Any]) -> dict[str, Any]:
-            return {name: self._decoded(value) for name, value in reply[0].items()}
+            return {name: self._decoded(value) for name, value in reply[0].items() if name in asked}
 
-        asked = sorted(names - set(dir(builtins)))
-        values: dict[str, Any] = self._request(["names", asked], decode_names)
-        return {name: value for name, value in values.items() if name in names}
+        values: dict[str, Any] = self._request(["names", sorted(asked)], decode_names)
+        return values
 
     def do(self, action: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an action in the program's process; mutable arguments get the
@@ -130,11 +220,12 @@ class Test:
 
         def result(reply: list[Any]) -> Any:
             for i, content in reply[1]:
-                if type(args[i]) in MUTABLE:
+                if is_mutable(args[i]):
                     _overwrite(args[i], self._decoded(content))
             return self._decoded(reply[0])
 
-        return self._request(["do", action, self._dumps((args, kwargs))], result)
+        request = ["do", action, self._dumps((args, kwargs))]
+        return self._request(request, result, may_stop=action == "next")
 
     def operate(self, action: str, *args: Any) -> Any:
         """Returns the result of an operator; for plain values it is computed here. The program's
@@ -161,29 +252,69 @@ class Test:
         """Awaits a coroutine of the program, in the program's process."""
         return self.do("await", Remote(self, key, _ABSENT))
 
-    def _request(self, message: Any, result: Callable[[list[Any]], Any]) -> Any:
-        self._out.write(json.dumps(message).encode() + b"\n")
-        self._out.flush()
-        while True:
-            line = self._in.readline(self._limit)
-            if not line.endswith(b"\n"):
-                raise EOFError("the program has ended, or its answer is too long")
-            kind, *reply = json.loads(line)
-            if kind == "ok":
-                return result(reply)
-            if kind == "raise":
-                raise self._error(reply[0], reply[1])
-            action, key, content = reply
-            answer = self._dumps(self._asked(action, key, content))
-            self._out.write(json.dumps(["answer", answer]).encode() + b"\n")
-            self._out.flush()
+    def _request(
+        self, message: Any, result: Callable[[list[Any]], Any], may_stop: bool = False
+    ) -> Any:
+        """Sends a request and returns the `result` of its reply, or raises what the program raised.
 
-    def _error(self, kind: Any, args: list[Any]) -> Exception:
+        `may_stop`: it may raise StopIteration, which ends a loop of the test.
+        """
+        with self._lock:
+            self._send(message)
+            while True:
+                kind, *reply = self._receive()
+                if kind == "ask":
+                    self._send(["answer", self._dumps(self._asked(*reply))])
+                    continue
+                try:
+                    value = result(reply) if kind == "ok" else self._error(reply, may_stop)
+                except Exception as error:
+                    self._end("died", f"the program sent what is no answer: {error!r:.80}")
+                if kind == "ok":
+                    return value
+                raise value
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._out.write(json.dumps(message).encode() + b"\n")
+            self._out.flush()
+        except OSError:
+            self._end("died", "the program has ended")
+
+    def _receive(self) -> list[Any]:
+        """Returns the next message of the program. Without one the test ends here: it must not take
+        the end of the program for an exception that it expects.
+        """
+        line = self._in.readline(self._limit + 1)
+        if len(line) > self._limit:
+            self._end("output", f"a value takes more than {self._limit} bytes")
+        if not line.endswith(b"\n"):
+            self._end("died", "the program has ended")
+        try:
+            kind, *content = json.loads(line)
+            wanted = {"ok": (1, 2), "raise": (4,), "ask": (3,)}[kind]
+            if len(content) not in wanted:
+                raise ValueError(f"{len(content)} parts")
+        except Exception as error:
+            self._end("died", f"the program sent what is no message: {error!r:.80}")
+        return [kind, *content]
+
+    def _error(self, reply: list[Any], may_stop: bool) -> Exception:
         """Returns the exception that the program raised."""
+        kind, args, attributes, text = reply
         error_class = self._decoded(kind)
-        if not issubclass(error_class, Exception):
+        stops = issubclass(error_class, (StopIteration, StopAsyncIteration)) and not may_stop
+        if stops or not issubclass(error_class, Exception):
             return RuntimeError(error_class.__name__)
-        error: Exception = error_class(*[decoded(arg) for arg in args])
+        values = [decoded(arg) for arg in args]
+        try:
+            error: Exception = error_class(*values)
+        except Exception:  # a class whose constructor wants something else, as UnicodeError's
+            error = error_class.__new__(error_class, *values)
+        for name, value in attributes.items():
+            vars(error)[name] = decoded(value)
+        if text is not None:
+            vars(error)[_TEXT] = str(text)
         return error
 
     def _asked(self, action: str, key: int, content: list[Any]) -> tuple[Any, Exception | None]:
@@ -206,6 +337,9 @@ class Test:
             if isinstance(value, types.MethodType):
                 self.locals[id(value)] = value
             return value, None
+        except AssertionError as error:
+            # A program that catches it would hide that the test has failed.
+            self._end("error", f"AssertionError: {error}"[:200])
         except Exception as error:
             return None, error
 
@@ -221,77 +355,49 @@ class Test:
         """Decodes a non-literal: a reference, or something that this process imports itself."""
         if kind == "local":
             return self.locals[key]
-        if kind == "import":
-            return _imported(str(key), str(content[0]))
+        if kind == "made":
+            module, [name, items] = key, content
+            value = made(module, name, [self._decoded(item) for item in items])
+            return strict_array(value) if name == "array" else value
         if kind == "coroutine":
             return self._awaitable(int(key))
-        if kind == "exception" and key == 0:
-            error_class = getattr(builtins, str(content[0]))
-            return error_class if issubclass(error_class, BaseException) else RuntimeError
-        if key not in self._remotes:
-            if kind == "exception":
-                base = self._other(kind, 0, content[1])
-                bases = (base if issubclass(base, Exception) else Exception,)
-                self._remotes[key] = type(str(content[0]), bases, {})
-            else:
-                self._remotes[key] = Remote(self, int(key), _ABSENT)
-        remote = self._remotes[key]
-        if kind == "object" and type(remote) is Remote:
-            _set_plain(remote, _ABSENT if content[0] is None else decoded(content[0]))
+        if kind == "exception":
+            return self._exception(int(key), *content)
+        if kind != "object":
+            raise ValueError(f"there is no such kind: {kind}")
+        remote = self._remotes.setdefault(int(key), Remote(self, int(key), _ABSENT))
+        [plain] = content
+        _set_plain(remote, decoded(plain[0]) if plain else _ABSENT)
         return remote
 
-
-def _public_functions(source: str) -> list[str]:
-    """Returns an expression for every function that a program defines and every method of its
-    `Solution`.
-    """
-    names = []
-    for statement in ast.parse(source).body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            names.append(statement.name)
-        elif isinstance(statement, ast.ClassDef) and statement.name == "Solution":
-            methods = [item for item in statement.body if isinstance(item, ast.FunctionDef)]
-            names += [f"Solution().{method.name}" for method in methods]
-    hidden = ("_", "test", "Solution()._")
-    return [name for name in names if not name.startswith(hidden)]
+    def _exception(self, key: int, module: str, name: str, bases: list[Any]) -> Any:
+        """Returns a class of exceptions: one of Python's, or one that is like the program's."""
+        if module in _WITH_EXCEPTIONS and hasattr(sys.modules.get(module), name):
+            error_class = getattr(sys.modules[module], name)
+            if not issubclass(error_class, BaseException):
+                raise TypeError(f"{name} is no exception")
+            return error_class
+        if key not in self._exceptions:
+            own_bases = tuple(self._decoded(base) for base in bases)
+            self._exceptions[key] = type(str(name), own_bases, {"__str__": _text_of_error})
+        return self._exceptions[key]
 
 
-def _missing_modules(tree: ast.Module) -> list[str]:
-    """Returns the modules that a test imports and nobody has: they stand for the program."""
-    imported = ["solution"]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            imported.append(str(node.module))
-        elif isinstance(node, ast.Import):
-            imported += [alias.name for alias in node.names]
-    roots = {name for name in imported if "." not in name and name != "pytest"}
-    return [name for name in roots if name == "solution" or not importlib.util.find_spec(name)]
+_WITH_EXCEPTIONS = (
+    "asyncio.exceptions", "binascii", "builtins", "configparser", "copy", "dataclasses", "decimal",
+    "ipaddress", "json.decoder", "queue", "_queue", "re", "statistics", "struct", "zlib",
+)  # fmt: skip
+"""Modules with exceptions that a test may expect. One of `unittest` would skip the test."""
+_TEXT = "_text of the program"
+
+
+def _text_of_error(error: Any) -> str:
+    text = vars(error).get(_TEXT)
+    return Exception.__str__(error) if text is None else str(text)
 
 
 _ABSENT: Any = object()
 """The plain value of an object that has none."""
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Returns all names in a test, also those in its functions."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
-
-
-def _imported(module_name: str, name: str) -> Any:
-    """Returns a module, or the function `name` of a pure one; `_ABSENT` for anything else."""
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", module_name):
-        return _ABSENT
-    if name and module_name.lstrip("_") not in PURE:
-        return _ABSENT
-    try:
-        module = importlib.import_module(module_name)
-        return getattr(module, name) if name else module
-    except (ImportError, AttributeError):
-        return _ABSENT
 
 
 def _overwrite(local: Any, content: Any) -> None:
@@ -299,11 +405,24 @@ def _overwrite(local: Any, content: Any) -> None:
     if isinstance(local, bytearray):
         local[:] = content
         return
+    if hasattr(local, "dtype"):  # an array
+        local[...] = content
+        return
     local.clear()
     if isinstance(local, (list, collections.deque)):
         local.extend(content)
     else:
         local.update(content)
+
+
+_CHANGES = {
+    *(set(dir(list)) - set(dir(tuple))),
+    *(set(dir(set)) - set(dir(frozenset))),
+    *(set(dir(bytearray)) - set(dir(bytes))),
+    *(set(dir(dict)) - set(dir(types.MappingProxyType))),
+}
+"""Methods that change a list, a set, a bytearray or a dictionary. The program's objects change in
+its process; all other methods of plain values are computed in this one."""
 
 
 class Remote:
@@ -323,6 +442,9 @@ class Remote:
         return Remote if plain is _ABSENT else type(plain)
 
     def __getattr__(self, name: str) -> Any:
+        plain = _plain(self)
+        if plain is not _ABSENT and name not in _CHANGES and hasattr(plain, name):
+            return getattr(plain, name)
         return _do("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -342,7 +464,7 @@ class Remote:
 
     def __hash__(self) -> int:
         plain = _plain(self)
-        return hash(_key(self) if plain is _ABSENT else plain)
+        return _do("hash", self) if plain is _ABSENT else hash(plain)
 
 
 def _key(remote: Any) -> int:
@@ -352,10 +474,16 @@ def _key(remote: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the plain value of an object: a subclass of int or list, an array; `_ABSENT` for any
-    other.
+    """Returns the plain value of an object, such as one of a subclass of int or list; `_ABSENT` for
+    any other.
     """
-    return object.__getattribute__(value, "_Remote__plain") if type(value) is Remote else value
+    if type(value) is not Remote:
+        return value
+    plain = object.__getattribute__(value, "_Remote__plain")
+    if type(plain) not in (list, dict, set, bytearray):
+        return plain
+    _do("itself", value)  # it may have changed since
+    return object.__getattribute__(value, "_Remote__plain")
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,8 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common.errors import InvalidInput
 from services.sandbox.cases import Case, CaseResult
 from services.sandbox.command import (
+    PACKAGES,
     VARIANTS,
     Interpreter,
     base_filter,
@@ -30,6 +32,7 @@ from services.sandbox.command import (
 )
 from services.sandbox.meter import WALL_TIMES
 from services.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
+from services.sandbox.values import MAX_DEPTH
 
 log = logging.getLogger(__name__)
 SandboxKind = Literal["bubblewrap", "none"]
@@ -59,8 +62,8 @@ class Limits:
     much."""
     memory_mb: int
     """Address space of a program, which is a single process."""
-    output_kb: int = 64
-    """Standard output of one case, and size of the value that it returns."""
+    output_kb: int
+    """Standard output of one case, and size of a value that it returns."""
 
 
 class Sandbox:
@@ -106,6 +109,37 @@ class Sandbox:
         self._bwrap = find_bwrap()
         self._select_working(candidates)
         log.info("programs run in bubblewrap with %s, %s", self._python.executable, self._variant)
+
+    def check(self, case: Case, where: str) -> None:
+        """Raises InvalidInput for a case that no program passes here: its test imports a package
+        that programs lack, or what it expects is over a limit.
+        """
+        lacking = case.imports.intersection(PACKAGES.split()) - self._python.modules
+        if lacking:
+            raise InvalidInput(
+                f"the test imports {min(lacking)}, which programs do not have",
+                field=where,
+                value=min(lacking),
+                remedy="name an interpreter that has it as `python` of the reward function code, "
+                "or remove the test",
+            )
+        limit = self.limits.output_kb << 10
+        try:
+            size = case.expected_bytes
+        except RecursionError:
+            raise InvalidInput(
+                f"the expected value has more than {MAX_DEPTH} levels",
+                field=where,
+                value=MAX_DEPTH,
+                remedy="compare less of it in a test in Python",
+            ) from None
+        if size > limit:
+            raise InvalidInput(
+                f"what it expects has {size} bytes, over the limit of {limit}",
+                field=where,
+                value=size,
+                remedy="raise `output_kb` of the reward function code",
+            )
 
     def run(
         self, source: str, cases: Sequence[Case], *, stop_at_failure: bool = False

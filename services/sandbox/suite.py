@@ -13,8 +13,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from services.sandbox.pytest_names import Skipped
-
 
 def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[], Any]) -> None:
     """Runs the cases of unittest, and the functions and classes with these names.
@@ -29,6 +27,8 @@ def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[]
     """
     _run_unittest(module)
     fixtures = _Fixtures(vars(module))
+    if tests:
+        _call_if_there(module, "setup_module")
     for name in tests:
         value = vars(module)[name]
         if name == "check":
@@ -36,7 +36,11 @@ def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[]
         elif inspect.isclass(value):
             _run_class(value, fixtures)
         else:
+            _call_if_there(module, "setup_function", value)
             _run_function(value, fixtures)
+            _call_if_there(module, "teardown_function", value)
+    if tests:
+        _call_if_there(module, "teardown_module")
 
 
 # unittest
@@ -94,19 +98,26 @@ class _Fixtures:
 
 def _run_class(kind: type, outside: _Fixtures) -> None:
     fixtures = outside.of_class(kind)
+    _call_if_there(kind, "setup_class")
     for name in dir(kind):
         if not name.startswith("test"):
             continue
-        instance = kind()
-        _call_if_there(instance, "setup_method")
-        _run_function(getattr(instance, name), fixtures, owner=instance)
-        _call_if_there(instance, "teardown_method")
+        instance: Any = kind()
+        method = getattr(instance, name)
+        _call_if_there(instance, "setup_method", method)
+        _run_function(method, fixtures, owner=instance)
+        _call_if_there(instance, "teardown_method", method)
+    _call_if_there(kind, "teardown_class")
 
 
-def _call_if_there(instance: Any, name: str) -> None:
-    method = getattr(instance, name, None)
-    if method is not None:
-        method(*[None for _ in _required(method)])
+def _call_if_there(owner: Any, name: str, about: Any = None) -> None:
+    """Calls the function of a module, class or object that prepares or ends tests, if there is one;
+    an argument of it gets `about`, by default the owner.
+    """
+    function = getattr(owner, name, None)
+    if inspect.isroutine(function):
+        parameters = inspect.signature(function).parameters.values()
+        function(*[about or owner for each in parameters if each.default is each.empty])
 
 
 def _run_function(function: Any, fixtures: _Fixtures, owner: Any = None) -> None:
@@ -135,8 +146,6 @@ def _run_to_end(function: Any, arguments: dict[str, Any]) -> None:
             import asyncio
 
             asyncio.run(value)
-    except Skipped:
-        return
     except Exception:
         if not expects_failure:
             raise

@@ -10,7 +10,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
+"""Levels of lists in lists."""
+_JSON_BITS = 64
 _COLLECTIONS: tuple[tuple[str, Any], ...] = (
     ("list", list),
     ("tuple", tuple),
@@ -20,26 +22,24 @@ _COLLECTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def encoded(
-    value: Any, depth: int = 0, inner: Callable[[Any, int], list[Any]] | None = None
-) -> list[Any]:
-    """Converts a value to tagged JSON; a value not consisting of Python literals becomes the name
-    of its type.
+    value: Any, depth: int = 0, inner: Callable[[Any, int], Any] | None = None
+) -> bool | int | float | str | list[Any] | None:
+    """Converts a value to JSON: None, a bool, a number and a text stand for themselves, anything
+    else is a list of its kind and its content. A value not consisting of Python literals becomes
+    the name of its type.
     """
     inner = inner or encoded
-    if depth > _MAX_DEPTH:
-        raise RecursionError("the result is nested too deeply")
-    if value is None or value is Ellipsis:
-        return ["literal", None]
-    if isinstance(value, bool):
-        return ["literal", value]
+    if depth > MAX_DEPTH:
+        raise RecursionError(f"the value has more than {MAX_DEPTH} levels")
+    if value is None or isinstance(value, (bool, float)):
+        return value
     if isinstance(value, int):
-        return ["int", hex(value)]
-    if isinstance(value, float):
-        return ["float", float.__repr__(value)]
+        # Python refuses to read decimal integers of thousands of digits.
+        return value if int.bit_length(value) <= _JSON_BITS else ["int", hex(value)]
     if isinstance(value, complex):
-        return ["complex", [float.__repr__(value.real), float.__repr__(value.imag)]]
+        return ["complex", value.real, value.imag]
     if isinstance(value, str):
-        return ["literal", str.__str__(value)]
+        return str.__str__(value)
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", base64.b64encode(value).decode()]
     for kind, types_ in _COLLECTIONS:
@@ -52,9 +52,9 @@ def encoded(
     if hasattr(value, "tolist"):  # arrays
         return inner(value.tolist(), depth + 1)
     if hasattr(type(value), "__index__"):
-        return ["int", hex(operator.index(value))]
+        return encoded(operator.index(value))
     if hasattr(type(value), "__float__"):
-        return ["float", float.__repr__(float(value))]
+        return float(value)
     if hasattr(type(value), "__iter__"):  # a range, a deque, a generator, dict.values()
         return ["iterable", [inner(item, depth + 1) for item in value]]
     return ["other", type(value).__name__]
@@ -78,11 +78,9 @@ class Iterable_(list):  # type: ignore[type-arg]
         return self is other
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "literal": lambda content: content,  # None, a bool or a str
+_DECODERS: dict[str, Callable[..., Any]] = {
     "int": lambda content: int(content, 16),
-    "float": float,
-    "complex": lambda content: complex(*map(float, content)),
+    "complex": complex,
     "bytes": base64.b64decode,
     "other": lambda _: object(),  # not a literal: equal to nothing
 }
@@ -91,19 +89,23 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def decoded(tagged: Any, other: Callable[..., Any] | None = None) -> Any:
-    """Decodes a value from tagged JSON. A program may have forged it, so any error about types or
-    values is possible.
+def decoded(value: Any, other: Callable[..., Any] | None = None) -> Any:
+    """Decodes a value that `encoded` made. A program may have forged it, so any error about types
+    or values is possible.
 
-    `other` decodes the tags of non-literals.
+    `other` decodes the kinds that are no literals.
     """
-    kind, *content = tagged
+    if not isinstance(value, list):
+        if isinstance(value, dict):
+            raise TypeError("a dictionary is no value")
+        return value
+    kind, *content = value
     if kind in _MAKERS:
         return _MAKERS[kind](decoded(item, other) for item in content[0])
     if kind == "dict":
-        return {decoded(key, other): decoded(value, other) for key, value in content[0]}
+        return {decoded(key, other): decoded(item, other) for key, item in content[0]}
     if kind in _DECODERS:
-        return _DECODERS[kind](content[0])
+        return _DECODERS[kind](*content)
     if other is None:
         raise ValueError(f"there is no such kind: {kind}")
     return other(kind, *content)

@@ -86,7 +86,7 @@ def routed_url(
 async def environment_server(
     model: Path, router_url: str
 ) -> AsyncIterator[tuple[EpisodeService, str]]:
-    template, stops = load_template(ModelSection(name=str(model)))
+    template, stops = load_template(ModelSection(name=str(model)), {})
     sock = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with RolloutClient("rollout-server", router_url) as router:

@@ -1,8 +1,8 @@
 """The real job group on this machine: the unchanged YAML, two rollout nodes behind the real router,
 two trainer ranks.
 
-It runs once, with a token, certificates and other secrets; each test checks one aspect of the
-result.
+It runs once, with a token, certificates and other secrets, and behind a dead proxy; each test
+checks one aspect of the result.
 """
 
 import json
@@ -25,6 +25,7 @@ from tests.support.processes import marked
 from trainer.observe.run_dir import read_lines
 
 STEPS = 16
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 pytestmark = pytest.mark.integration
 
 
@@ -72,7 +73,8 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     command += ["--secret", "API_TOKEN", "--secret", "HF_TOKEN"]
     for name, value in settings.items():
         command += ["--env", f"{name}={value}"]
-    environment = {**os.environ, "E2E_MARK": mark, **values}
+    proxies = dict.fromkeys(PROXIES, "http://127.0.0.1:9")
+    environment = {**os.environ, "E2E_MARK": mark, **values, **proxies}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False
     )

@@ -319,6 +319,67 @@ def test_stalled_body_gets_408(small: Small, head: bytes) -> None:
     assert error_of(body)["code"] == "stalled"
 
 
+@pytest.mark.parametrize(
+    ("request_line", "framing", "status"),
+    [
+        ("POST /raw", "Transfer-Encoding: chunked", 413),
+        ("POST /typed", "Transfer-Encoding: chunked", 413),
+        ("POST /raw", "Content-Length: 100000000000", 413),
+        ("POST /nowhere", "Transfer-Encoding: chunked", 404),
+        ("DELETE /raw", "Transfer-Encoding: chunked", 405),
+        ("GET /health", "Transfer-Encoding: chunked", 200),
+        ("POST /raw", "Content-Type: text/plain\r\nTransfer-Encoding: chunked", 415),
+    ],
+)
+def test_an_endless_body_is_not_read_after_its_answer(
+    small: Small, request_line: str, framing: str, status: int
+) -> None:
+    piece = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
+    request_id = "" if status == 415 else "X-Request-Id: r\r\n"
+    head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\n{request_id}{framing}\r\n\r\n"
+    sent = 0
+    answer = b""
+    with small.connect() as client:
+        client.sendall(head.encode())
+        with suppress(ConnectionError):
+            while sent < 100_000_000:
+                client.sendall(piece)
+                sent += len(piece)
+        with suppress(ConnectionError):
+            answer = client.recv(1 << 16)
+    assert sent < 100_000_000, "more than buffers hold was read"
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:100]
+    assert small.healthy()
+
+
+def test_an_answered_body_that_ends_leaves_its_connection_usable(small: Small) -> None:
+    body = b" " * 500_000
+    head = f"POST /nowhere HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: {len(body)}\r\n\r\n"
+    with small.connect() as client:
+        for _ in range(4):  # in all more than is read of one
+            client.sendall(head.encode())
+            assert whole_answer(client).startswith(b"HTTP/1.1 404")
+            client.sendall(body)
+        client.sendall(HEALTH)
+        assert whole_answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_an_answered_body_that_trickles_is_disconnected_without_a_second_answer(
+    small: Small,
+) -> None:
+    with small.connect() as client:
+        client.sendall(
+            b"POST /nowhere HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 1000000\r\n\r\n"
+        )
+        assert whole_answer(client).startswith(b"HTTP/1.1 404")
+        client.sendall(b"x")
+        rest = b""
+        with suppress(ConnectionError):
+            while data := client.recv(1 << 16):
+                rest += data
+        assert rest == b""
+
+
 def test_client_that_stops_in_its_second_request_is_disconnected(small: Small) -> None:
     with small.connect() as client:
         client.sendall(HEALTH)

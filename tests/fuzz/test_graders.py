@@ -213,6 +213,7 @@ def test_the_math_reward_answers_for_any_texts(
     math: MathRewardFunction, responses: list[str]
 ) -> None:
     golds = [gold_answer(text) or "x+1" for text in reversed(responses)]
+    golds = [gold if gold_answer(gold) else "x+1" for gold in golds]  # \boxed{ in a fence
     for score in math.scores(
         [[{"role": "assistant", "content": text}] for text in responses], ground_truth=golds
     ):

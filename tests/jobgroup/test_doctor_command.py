@@ -353,7 +353,8 @@ def test_it_works_where_torch_cannot_be_imported(tmp_path: Path, endpoint: str) 
 def test_ground_truths_that_cannot_be_graded_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(20)]
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(19)]
+    rows.append({"question": "list?", "answer": "['19']"})
     rows.append({"question": "long?", "answer": "x" * 4000})
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -363,4 +364,4 @@ def test_ground_truths_that_cannot_be_graded_are_listed(
     output = capsys.readouterr().out
     assert status == 0
     assert "warn  row train-eval-20: 'xxx" in output
-    assert "20 of 21 can be graded" in output
+    assert "20 of 21 can be graded, 1 of them after a repair" in output

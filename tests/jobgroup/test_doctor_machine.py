@@ -144,17 +144,6 @@ def test_memory_and_cores_never_exceed_those_of_this_machine() -> None:
     assert 0 < machine.cores() <= (os.cpu_count() or 0)
 
 
-def test_an_http_proxy_is_a_warning_unless_it_excludes_the_group(tmp_path: Path) -> None:
-    def look(**env: str) -> Result:
-        return _only(network.check_proxies(plan_of(tmp_path, {"reward-server": ""}, env)))
-
-    assert look(HTTPS_PROXY="http://proxy:1").state == "ok"
-    found = look(http_proxy="http://user:password@proxy:1")
-    assert found.state == "warn"
-    assert "password" not in found.text()
-    assert look(http_proxy="http://proxy:1", no_proxy="localhost,127.0.0.0/8").state == "ok"
-
-
 def test_a_thread_per_core_in_every_process_is_a_warning(tmp_path: Path) -> None:
     plan = plan_of(
         tmp_path, {"rollout-server": "num_nodes: 2\n"}, env={"RLHF_ROLLOUT__ENGINE": "embedded"}

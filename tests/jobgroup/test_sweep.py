@@ -66,9 +66,42 @@ def test_points_are_the_grid_and_the_list(sweep: Path) -> None:
     }
 
 
+def test_numbers_arrive_exactly_and_near_ones_are_different_runs(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    rates = [1.23456789e-5, 1.2345679e-5, 0.1 + 0.2, 0.3, 1e-4, 5.0, 1 / 3]
+    path.write_text(json.dumps({"grid": {"trainer.learning_rate": rates}}))
+    found = read(path)
+    for rate, point in zip(rates, found.points, strict=True):
+        given = found.environment(point, tmp_path)["RLHF_TRAINER__LEARNING_RATE"]
+        assert float(given) == rate
+        assert point.name == f"learning_rate={given}"
+    assert [point.name.split("=")[1] for point in found.points[3:6]] == ["0.3", "0.0001", "5"]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [{"trainer.learning_rate": 0.5}, {"critic.learning_rate": 0.5}],
+        [{"model.name": "a/b"}, {"model.name": "a_b"}],
+        [{"model.name": "a" * 250}, {"model.name": "a" * 250 + "b"}],
+    ],
+)
+def test_other_settings_are_another_run_even_if_their_names_are_alike(
+    tmp_path: Path, points: list[dict[str, object]]
+) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(json.dumps({"points": points, "settings": {"algorithm.name": "ppo"}}))
+    first, second = read(path).points
+    assert second.name.startswith(f"{first.name},")
+    assert [first.settings, second.settings] == [
+        {"algorithm.name": "ppo", **point} for point in points
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("grid: {seed: [1, 1.0]}", "two runs have the same settings"),
         ("grid: {trainer.learning_rat: [1]}", "trainer.learning_rate"),
         ("grid: {trainer.learning_rate: 1.0e-4}", "grid.trainer.learning_rate|not a list"),
         ("grid: {algorithm.clip_low: [0.2, -1]}", "clip_low=-1"),

@@ -11,6 +11,8 @@ from tests.support.paths import ROOT
 
 FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
+    ("common/settings/sources.py", "yaml.load"): "with a SafeLoader that refuses double keys",
+    ("common/settings/sources.py", "yaml.load_all"): "the same",
     ("services/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
     ("services/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
     (
@@ -21,9 +23,13 @@ ALLOWED = {
     ("services/sandbox/remote.py", "eval"): "the name of the tested function, in the sandbox",
     ("services/sandbox/remote.py", "pickle"): "only writes: values of the test, in the sandbox",
     (
-        "services/sandbox/remote.py",
+        "services/sandbox/program_names.py",
         "import_module",
-    ): "modules of the sandbox's Python, in the sandbox",
+    ): "what the data set's test imports, in the sandbox",
+    (
+        "services/sandbox/library_values.py",
+        "import_module",
+    ): "modules of a closed list, in the sandbox",
     ("common/process/imports.py", "import_module"): "what a setting of the operator's names",
     (
         "services/reward/worker.py",

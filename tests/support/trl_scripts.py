@@ -86,7 +86,7 @@ class Progress(TrainerCallback):
         print("epoch", state.epoch)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and "reward" in logs:
             print("reward", logs["reward"])
 
 def main(script_args, training_args, model_args):

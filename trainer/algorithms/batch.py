@@ -1,5 +1,6 @@
 """The training batch, the same on every rank, and the micro-batches cut from it."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,24 @@ class Batch:
     def problems(self) -> list[tuple[str, str]]:
         """The prompt and the ground truth of every group."""
         return [(item.group.prompt, item.group.ground_truth) for item in self.groups]
+
+    @property
+    def pass_rates(self) -> list[float]:
+        """The share of right answers of each group.
+
+        An answer without a verdict counts as right if its reward is above the mean of all of these
+        in the batch, which stays so whatever is added to rewards or scales them.
+        """
+        answers = [answer for item in self.groups for answer in item.group.answers]
+        unverified = [answer.reward for answer in answers if not answer.verified]
+        # Without rounding, so that equal rewards are not above their mean.
+        bound = statistics.mean(unverified) if unverified else 0.0
+        rates = []
+        for item in self.groups:
+            own = item.group.answers
+            right = [answer.correct if answer.verified else answer.reward > bound for answer in own]
+            rates.append(sum(right) / len(own))
+        return rates
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":

@@ -215,14 +215,10 @@ def _shaping(batch: Batch, config: Config) -> list[Tensor]:
     if algorithm.overlong_buffer:
         penalties.append(overlong_penalty(lengths, max_new_tokens, algorithm.overlong_buffer))
     if algorithm.length_penalty:
-        correct = [
-            [completion.correct for completion in item.group.completions] for item in batch.groups
-        ]
         group_size = batch.group_sizes[0]
-        pass_rates = torch.tensor(correct, dtype=torch.float32).mean(dim=1)
         penalty = length_penalty(
             lengths,
-            pass_rates.repeat_interleave(group_size),
+            torch.tensor(batch.pass_rates).repeat_interleave(group_size),
             group_size=group_size,
             max_new_tokens=max_new_tokens,
         )

@@ -1,117 +1,85 @@
-"""Callbacks of a run in one process: hooks like those of transformers, with a state to read and a
-control to set.
+"""Callbacks of a run in one process: transformers' own state, control and hooks.
+
+`on_train_begin` is called when models and services are ready, `on_step_end` when the step has been
+recorded, `on_log` with the record of a step or the numbers of an evaluation, `on_save` when the
+writing of a `checkpoint` has started. A hook gets `args` (the `TrainerConfig`), `state` and
+`control`, and as keyword arguments also `model` and `processing_class`. It may accept fewer of
+them, by name.
 """
 
 import inspect
 import json
+import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common.errors import ConfigError
-from trainer.api.settings import in_own_words
-from trainer.observe.run_dir import append_line
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+from common.errors import ConfigError, did_you_mean
+from trainer.api.settings import TrainerConfig, in_own_words
+from trainer.observe.run_dir import append_line, read_lines
 from trainer.run import Listener, Run
 
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end")
 
 
-@dataclass(slots=True)
-class TrainerState:
-    """The progress of a run, for callbacks and reward functions."""
-
-    global_step: int = 0
-    max_steps: int = 0
-    """Steps of the whole run."""
-    epoch: float = 0.0
-    """Passes over the training data so far."""
-    num_train_epochs: int = 0
-    log_history: list[dict[str, Any]] = field(default_factory=list)
-    """A record of every step and evaluation of this call of `train`."""
-    best_metric: float | None = None
-    """The best accuracy in an evaluation so far, or the best mean reward when rewards are not
-    verdicts."""
-    best_global_step: int | None = None
-    should_training_stop: bool = False
-    """Set it to end the run after the current step."""
-    is_local_process_zero: bool = True
-    is_world_process_zero: bool = True
-
-
-@dataclass(slots=True)
-class TrainerControl:
-    """Requests of a callback, which are carried out when its hook returns."""
-
-    should_training_stop: bool = False
-    """End the run after the current step, with the usual final evaluation and checkpoint."""
-    should_save: bool = False
-    """Write a checkpoint of the current step."""
-    should_evaluate: bool = False
-    """Evaluate the current weights on the held-out problems."""
-    should_log: bool = False
-    """Has no effect: every step is logged."""
-
-
-class TrainerCallback:
-    """Base class of callbacks. Override any of the hooks; transformers callbacks are accepted too.
-
-    Hooks: `on_train_begin` (models and services are ready), `on_step_begin`, `on_step_end` (the
-    step has been recorded), `on_log` (its record: `logs`), `on_evaluate` (`metrics`), `on_save`
-    (the writing of a `checkpoint` has started), `on_train_end`; and transformers' `on_init_end`,
-    `on_epoch_begin`, `on_epoch_end` and `on_optimizer_step`. A hook gets `args` (the
-    `TrainerConfig`), `state` and `control`, and as keyword arguments also `model` and
-    `processing_class`. It may accept fewer of them, by name.
+class Hooks(CallbackHandler):  # type: ignore[misc]  # transformers has no types
+    """transformers' list of callbacks, which also calls those that declare fewer hooks and
+    arguments.
     """
+
+    def __init__(self) -> None:
+        # Not that of the base class, which asks for the callback that decides about checkpoints
+        # and evaluations: here the loop does.
+        self.callbacks: list[Any] = []
+        self.given: dict[str, Any] = {}
+        """Further arguments of every hook."""
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback, or one of a class. Raises ConfigError for an object without hooks."""
+        if not any(name.startswith("on_") for name in dir(callback)):
+            raise ConfigError(
+                "this is not a callback",
+                field="callbacks",
+                value=callback,
+                remedy=f"give an object with any of on_{', on_'.join(EVENTS)}",
+            )
+        super().add_callback(callback)
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **about: Any) -> Any:
+        """Calls a hook of all callbacks; returns the control that they leave."""
+        for callback in self.callbacks:
+            hook = getattr(callback, event, None)
+            if hook is not None:
+                keywords = self.given | about
+                control = _call(hook, args, state, control, keywords=keywords) or control
+        return control
 
 
 class Callbacks(Listener):
-    """Calls the callbacks of a run, and collects what its reward functions log (`FunctionLog`).
+    """Calls the callbacks of a run, and collects what its reward functions log (`FunctionLog`)."""
 
-    Raises ConfigError for an object without hooks.
-    """
-
-    def __init__(self, callbacks: Sequence[Any], args: Any, extras: Path) -> None:
-        self.callbacks: list[Any] = []
+    def __init__(self, args: TrainerConfig, output_dir: Path) -> None:
+        self.hooks = Hooks()
         self.state = TrainerState()
-        self._args = args
-        self._extras = extras
+        self.control = TrainerControl()
+        self.args = args
+        self._output_dir = output_dir
         self._num_problems = 1
+        self._has_begun = False
         self._lock = threading.Lock()
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._rows: list[dict[str, Any]] = []
         self._before_evaluation = self._take_logged()
         self._carrying_out = False
-        for callback in callbacks:
-            self.add(callback)
-
-    def add(self, callback: Any) -> None:
-        """Adds a callback. Raises ConfigError as the constructor does."""
-        hooks = [name for name in dir(callback) if name.startswith("on_")]
-        if isinstance(callback, type) or not hooks:
-            raise ConfigError(
-                "this is not a callback",
-                field="callbacks",
-                value=callback,
-                remedy=f"give an object (not its class) with any of on_{', on_'.join(EVENTS)}",
-            )
-        self.callbacks.append(callback)
-
-    def remove(self, callback: Any) -> None:
-        """Removes a callback, or those of a class; does nothing without one."""
-        kept = []
-        for each in self.callbacks:
-            is_meant = type(each) is callback if isinstance(callback, type) else each is callback
-            if not is_meant:
-                kept.append(each)
-        self.callbacks = kept
 
     def begin(self, problems: int) -> None:
         """Resets the log history and the stop flag for a new call of `train`."""
         self._num_problems = problems
+        self._has_begun = False
         self.state.log_history = []
         self.state.should_training_stop = False
 
@@ -129,7 +97,7 @@ class Callbacks(Listener):
 
     def words(self, text: str) -> str:
         """See `Listener`."""
-        return in_own_words(text)
+        return in_own_words(text, self.args)
 
     def measured(self, step: int) -> dict[str, float]:
         """See `Listener`."""
@@ -157,89 +125,159 @@ class Callbacks(Listener):
         metrics, rows = self._take_logged()
         for row in rows:
             as_json = json.loads(json.dumps(row, default=str))
-            append_line(self._extras, {"step": step, **about, **as_json})
+            append_line(self._output_dir / "extras.jsonl", {"step": step, **about, **as_json})
         return {name: mean(values) for name, values in metrics.items()}
 
     # ------------------------------------------------------------ events
 
     def on_event(self, run: Run, event: str, **about: Any) -> None:
         """See `Listener`."""
-        state = self.state
         step = run.policy.step
-        settings = run.config.trainer
+        per_step = run.config.trainer.batch_size
+        self.state.global_step = step
+        self.state.epoch = step * per_step / self._num_problems
+        if not self._has_begun:
+            self._has_begun = True
+            self._take_logged()  # drops what the trial of the functions logged
+            self._begin_state(run)
+            self._call("init_end")
+            self._call("train_begin")
+
         if event == "evaluating":  # keeps what training answers log apart from the evaluation's
             self._before_evaluation = self._take_logged()
-            return
-        if event == "evaluate":
-            logged = self._write_logged(step, {"evaluation": True})
-            about["metrics"] = {**about["metrics"], "logged": logged}
-            self._restore()
-
-        state.global_step = step
-        state.epoch = step * settings.batch_size / self._num_problems
-        if event == "train_begin":
-            self._take_logged()  # drops what the trial of the functions logged
-            state.max_steps = run.total_steps
-            state.num_train_epochs = settings.num_epochs
-            if settings.max_steps is not None:
-                drawn = run.total_steps * settings.batch_size
-                state.num_train_epochs = -(-drawn // self._num_problems)  # rounded up
-        elif event == "log":
-            about["logs"] = _with_names_of_trl(about["logs"])
-            state.log_history.append({"step": step, "epoch": state.epoch, **about["logs"]})
         elif event == "evaluate":
-            about["metrics"] = {"eval_reward": about["metrics"]["mean_reward"], **about["metrics"]}
-            state.log_history.append({"step": step, "epoch": state.epoch, **about["metrics"]})
-            self._note_best(about["metrics"], step)
+            self._evaluated(about["metrics"])
+        elif event == "log":
+            logs = _with_names_of_trl(about["logs"])
+            self._log(logs, logs)
+        else:
+            if event == "save" and self.state.best_global_step == step:
+                self.state.best_model_checkpoint = str(about["checkpoint"])
+            for hook in self._hooks_of(event, step * per_step, per_step):
+                self._call(hook, **about)
 
-        control = TrainerControl()
-        keywords = {"model": run.policy.model, "processing_class": run.tokenizer, **about}
-        for name in self._hooks(
-            event, drawn=step * settings.batch_size, of_step=settings.batch_size
-        ):
-            for callback in self.callbacks:
-                hook = getattr(callback, name, None)
-                if hook is not None:
-                    answer = _call(hook, self._args, state, control, keywords=keywords)
-                    control = answer or control
-        self._carry_out(run, control)
+        self._carry_out(run, may_evaluate=event != "evaluating")
 
-    def _hooks(self, event: str, drawn: int, of_step: int) -> list[str]:
+    def _call(self, event: str, **about: Any) -> None:
+        hook = getattr(self.hooks, f"on_{event}")
+        self.control = hook(self.args, self.state, self.control, **about)
+
+    def _begin_state(self, run: Run) -> None:
+        """Sets what the state says of the whole run."""
+        settings = run.config.trainer
+        self.hooks.given = {
+            "model": run.policy.model,
+            "processing_class": run.tokenizer,
+        }
+        state = self.state
+        state.max_steps = run.total_steps
+        state.num_train_epochs = settings.num_epochs
+        if settings.max_steps is not None:
+            state.num_train_epochs = math.ceil(
+                run.total_steps * settings.batch_size / self._num_problems
+            )
+        state.logging_steps = 1
+        state.eval_steps = settings.eval_every
+        state.save_steps = settings.checkpoint_every
+        if state.best_metric is None:
+            self.remember_best()
+
+    def _hooks_of(self, event: str, drawn: int, per_step: int) -> list[str]:
         """Returns the hooks of an event after `drawn` problems, in transformers' order."""
-        is_between_epochs = drawn // self._num_problems != (drawn - of_step) // self._num_problems
-        hooks = [f"on_{event}"]
-        if event == "train_begin":
-            hooks.insert(0, "on_init_end")
-        elif event == "step_begin" and is_between_epochs:
-            hooks.insert(0, "on_epoch_begin")
-        elif event == "step_end":
-            hooks.insert(0, "on_optimizer_step")
-            if is_between_epochs:
-                hooks.append("on_epoch_end")
-        return hooks
+        is_between_epochs = drawn // self._num_problems != (drawn - per_step) // self._num_problems
+        hooks = {
+            "train_begin": [],  # they were called before the first evaluation
+            "step_begin": ["epoch_begin", "step_begin"],
+            "step_end": ["optimizer_step", "step_end", "epoch_end"],
+        }.get(event, [event])
+        return [hook for hook in hooks if is_between_epochs or "epoch" not in hook]
 
-    def _note_best(self, metrics: dict[str, Any], step: int) -> None:
-        found = metrics["mean_reward"] if metrics["accuracy"] is None else metrics["accuracy"]
-        if self.state.best_metric is None or found > self.state.best_metric:
-            self.state.best_metric = found
+    def _evaluated(self, summary: dict[str, Any]) -> None:
+        step = self.state.global_step
+        logged = self._write_logged(step, {"evaluation": True})
+        self._restore()
+        numbers = _named_evaluation(summary)
+        numbers |= {f"eval_{name}": value for name, value in logged.items()}
+        name = self._best_name(numbers)
+        if name not in numbers:
+            known = [each.removeprefix("eval_") for each in numbers]
+            raise ConfigError(
+                "the evaluations of this run have no such number",
+                field="metric_for_best_model",
+                value=self.args.metric_for_best_model,
+                remedy=did_you_mean(name.removeprefix("eval_"), known),
+            )
+        metrics = {**numbers, **summary, "logged": logged}
+        self._log({"step": step, **numbers}, metrics)
+        self._call("evaluate", metrics=metrics)
+        # Only now: EarlyStoppingCallback compares with the best of the earlier evaluations.
+        self._note_best(numbers, step)
+
+    def _log(self, logs: dict[str, Any], line: dict[str, Any]) -> None:
+        """Adds a line to the history, and calls the hook."""
+        state = self.state
+        about = {"step": state.global_step, "epoch": state.epoch}
+        state.log_history.append({**about, **line})
+        self._call("log", logs={**about, **logs})
+
+    def _best_name(self, numbers: dict[str, float]) -> str:
+        """Returns the number of an evaluation that `metric_for_best_model` names; by default
+        accuracy, or reward if rewards are not verdicts.
+        """
+        named: str | None = self.args.metric_for_best_model
+        if named is None:
+            named = "accuracy" if "eval_accuracy" in numbers else "reward"
+        return f"eval_{named.removeprefix('eval_')}"
+
+    def remember_best(self) -> None:
+        """Notes the best evaluation of earlier attempts."""
+        for earlier in read_lines(self._output_dir / "evaluations.jsonl"):
+            self._note_best(_named_evaluation(earlier), earlier["step"])
+
+    def _note_best(self, numbers: dict[str, float], step: int) -> None:
+        """Keeps the best evaluation; that before training does not count."""
+        value = numbers.get(self._best_name(numbers))
+        if value is None or step == 0:
+            return
+        best = self.state.best_metric
+        is_lower_better = self.args.greater_is_better is False
+        if best is None or (value < best if is_lower_better else value > best):
+            self.state.best_metric = value
             self.state.best_global_step = step
 
-    def _carry_out(self, run: Run, control: TrainerControl) -> None:
-        """Carries out the requests of callbacks; requests made during that, other than to stop, are
-        ignored.
-        """
-        if self.state.should_training_stop or control.should_training_stop:
+    def _carry_out(self, run: Run, may_evaluate: bool) -> None:
+        """Carries out the requests of callbacks; after the last step, the end of the run does."""
+        control = self.control
+        ends_epoch = control.should_epoch_stop and not self.state.epoch.is_integer()
+        if ends_epoch and math.ceil(self.state.epoch) < self.state.num_train_epochs:
+            raise ConfigError(
+                "an epoch cannot end early, only the run: the next prompts are drawn already",
+                field="control.should_epoch_stop",
+                value=True,
+                remedy="set control.should_training_stop instead",
+            )
+        if control.should_training_stop or ends_epoch or self.state.should_training_stop:
             run.stop()
-        if self._carrying_out:
+        is_last = run.policy.step >= run.total_steps
+        if self._carrying_out or is_last:
             return
         self._carrying_out = True
         try:
-            if control.should_evaluate:
+            if control.should_evaluate and may_evaluate:
                 run.evaluate_now()
             if control.should_save:
                 run.save_now()
         finally:
             self._carrying_out = False
+
+
+def _named_evaluation(summary: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of an evaluation by the names that TRL and transformers give them."""
+    numbers = {"eval_reward": summary["mean_reward"]}
+    for name in ("mean_reward", "accuracy", "standard_error", "pass_at_k"):
+        if summary[name] is not None:
+            numbers[f"eval_{name}"] = summary[name]
+    return numbers
 
 
 def _with_names_of_trl(record: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.errors import ConfigError
+from common.models.hub import check_model
 from common.wire.schemas import Prompt
 from services.data.rows import (
-    final_answer,
+    answer_of,
     further_columns,
     id_of,
     read_chat,
@@ -143,7 +144,7 @@ def _prompt(item: Any, default_id: str, where: str) -> Prompt:
     ground_truth = ""
     answer = _column(item, _ANSWER_COLUMNS)
     if answer is not None and str(item[answer]).strip():
-        ground_truth = final_answer(text_of(item, answer, where, setting=answer))
+        ground_truth = answer_of(item, answer, where, setting=answer)
     columns = further_columns(item, ("prompt", "ground_truth"), where)
     if chat:
         columns["prompts"] = chat
@@ -153,7 +154,7 @@ def _prompt(item: Any, default_id: str, where: str) -> Prompt:
         ground_truth=ground_truth,
         task=str(item.get("task") or ""),
         columns=columns,
-        chat=chat if len(chat) > 1 else [],
+        chat=chat,
     )
 
 
@@ -221,10 +222,26 @@ def weights_of(
     return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
 
 
+def _check_reward_model(name: str) -> None:
+    """Raises ConfigError for a name that is neither that of a reward model nor a directory. The
+    name of a function is not looked for on the hub.
+    """
+    if "/" not in name and not Path(name).is_dir():
+        raise ConfigError(
+            "a name stands for a reward model, and this is no org/name and no directory",
+            field="reward_fn",
+            value=name,
+            remedy="give a function itself, not its name, such as accuracy_reward of "
+            "rlhf_math.rewards",
+        )
+    check_model(name, "reward_fn", needs_weights=True)
+
+
 def _reward(function: Any, log: FunctionLog | None) -> RewardFunction:
     if isinstance(function, RewardFunction):
         return function
     if isinstance(function, str | Path):
+        _check_reward_model(str(function))
         return RewardModelFunction(str(function))
     is_class = isinstance(function, type)
     is_model = hasattr(function, "state_dict")

@@ -76,18 +76,12 @@ class EnvironmentReward(RewardFunction):
         return [0.0] * len(completions)
 
 
-def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) -> Environment | None:
+def as_environment(factory: Any, tools: Sequence[Any] | None) -> Environment | None:
     """Returns the environment for a class, a function that makes one, or tools; None when none is
     given.
 
-    Raises ConfigError when they conflict with one another or with the reward functions.
+    Raises ConfigError when they conflict with one another.
     """
-    if factory is None and takes_environments(reward_fn):
-        raise ConfigError(
-            "a reward function takes environments, and there are none",
-            field="environment_factory",
-            remedy="give it, or rename the argument of the function",
-        )
     if factory is None:
         return None if not tools else _of_tools(tools)
     if tools:
@@ -108,15 +102,7 @@ def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) ->
         )
     kind = factory if inspect.isclass(factory) else type(factory())
     with _argument("environment_factory"):
-        made = replace(Environment.of(kind, _path([factory])), make=factory)
-    if made.has_reward and reward_fn is not None:
-        remedy = "leave out either the reward functions or get_reward"
-        raise ConfigError(
-            "the environment has get_reward, which gives the whole reward",
-            field="reward_fn",
-            remedy=remedy,
-        )
-    return made
+        return replace(Environment.of(kind, _path([factory])), make=factory)
 
 
 def _of_tools(tools: Sequence[Any]) -> Environment:

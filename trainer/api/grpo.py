@@ -5,6 +5,7 @@
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import field, make_dataclass
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
@@ -15,39 +16,28 @@ from pydantic import Field
 from common.errors import ConfigError
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.lr_schedules import LrSchedule
+from common.wire.schemas import Prompt
+from trainer.api.assignments import overridden, own_methods
 from trainer.api.refusals import Refusals
-from trainer.api.settings import TrainerConfig
-from trainer.api.transformers_names import ArgumentsOfOneProcess, WithTransformersNames
+from trainer.api.settings import GivenSettings, TrainerConfig
+from trainer.api.transformers_names import WithTransformersNames
 from trainer.api.trl import ARGUMENTS, check_trainer
 
 _log = logging.getLogger(__name__)
-_NOT_CALLED = (
-    "compute_loss",
-    "create_optimizer",
-    "create_scheduler",
-    "evaluation_loop",
-    "get_train_dataloader",
-    "log",
-    "prediction_step",
-    "training_step",
-    "_calculate_rewards",
-    "_compute_advantages",
-    "_compute_loss",
-    "_generate",
-    "_generate_and_score_completions",
-    "_generate_single_turn",
-    "_get_per_token_logps",
-    "_get_per_token_logps_and_entropies",
-    "_get_train_sampler",
-    "_load_from_checkpoint",
-    "_prepare_inputs",
-    "_save_checkpoint",
-    "_tokenize_prompts",
-)
-"""Methods of TRL's trainer that subclasses override to change how it trains."""
 
 
-class GRPOConfig(ArgumentsOfOneProcess, TrainerConfig):
+class _OnlyTrlParser:
+    """Refuses transformers' HfArgumentParser, which reads this name of each of its classes."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        raise ConfigError(
+            "transformers' HfArgumentParser does not know this class",
+            field=owner.__name__,
+            remedy="use TrlParser of this package: parse_args_into_dataclasses, too, is its method",
+        )
+
+
+class GRPOConfig(TrainerConfig):
     """`TrainerConfig` with the arguments and defaults of TRL's GRPOConfig
     (docs/how-to/from-trl.md).
 
@@ -57,6 +47,13 @@ class GRPOConfig(ArgumentsOfOneProcess, TrainerConfig):
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
     assumed: ClassVar[dict[str, Any]] = {"eval_strategy": "no"}
+    trl_names: ClassVar[Mapping[str, str]] = {
+        "max_new_tokens": "max_completion_length",
+        "kl_coef": "beta",
+        "clip_range": "epsilon",
+        "clip_range_high": "epsilon_high",
+        "reward_fn": "reward_funcs",
+    }
     loss_type: str | None = "dapo"
     num_generations: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, gt=0)
@@ -65,13 +62,24 @@ class GRPOConfig(ArgumentsOfOneProcess, TrainerConfig):
     max_new_tokens: int = Field(512, gt=0)
     kl_coef: float = Field(0.0, ge=0)
     lr_scheduler_type: LrSchedule = "linear"
-    save_steps: float | Literal["epoch"] = 500
+    save_steps: int | float | Literal["epoch"] = 500
     save_total_limit: int = Field(1_000_000, gt=0)
     seed: int = Field(42, ge=0)
+
+    _argument_group_name: ClassVar[Any] = _OnlyTrlParser()
 
     def __init__(self, output_dir: Any = None, **arguments: Any) -> None:
         if output_dir is not None:
             arguments["output_dir"] = output_dir
+        earlier = arguments.get("settings")
+        if isinstance(earlier, GivenSettings):  # `dataclasses.replace` gives all fields
+            before = type(self)(**earlier.arguments)
+            changes = {
+                name: value
+                for name, value in arguments.items()
+                if name != "settings" and value != getattr(before, name)
+            }
+            arguments = {**earlier.arguments, **changes}
         super().__init__(**arguments)
         self.__post_init__()
 
@@ -147,6 +155,21 @@ def _signature() -> inspect.Signature:
 GRPOConfig.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
+def _dataclass() -> Any:
+    """Returns a dataclass of TRL's arguments, and of the fields that have none of TRL, whose
+    description `dataclasses.asdict` and `replace` read.
+    """
+    ours = {argument.ours for name, argument in ARGUMENTS.items() if argument.ours != name}
+    names = dict.fromkeys([*ARGUMENTS, *(set(GRPOConfig.model_fields) - ours)])
+    return make_dataclass(
+        "Arguments", [(name, Any, field(default=None, kw_only=True)) for name in names]
+    )
+
+
+for _name in ("__dataclass_fields__", "__dataclass_params__"):
+    setattr(GRPOConfig, _name, getattr(_dataclass(), _name))
+
+
 class RLOOConfig(GRPOConfig):
     """The same for TRL's RLOOConfig, which uses leave-one-out advantages."""
 
@@ -194,14 +217,8 @@ class GRPOTrainer(WithTransformersNames):
             "rollout_func": rollout_func,
         }
         check_trainer(given, self._refusals)
-        for method in _NOT_CALLED:
-            if hasattr(type(self), method):
-                error = ConfigError(
-                    "this trainer does not call TRL's method that your class overrides",
-                    field=method,
-                    remedy="use a callback, a reward function, an environment or a setting",
-                )
-                self._refusals.add(error)
+        for error in overridden(type(self), _OWN_METHODS):
+            self._refusals.add(error)
         args = self._config() if args is None else args
         if not isinstance(args, TrainerConfig):
             raise ConfigError(
@@ -210,6 +227,7 @@ class GRPOTrainer(WithTransformersNames):
                 remedy=f"give a {self._config.__name__} of this package",
             )
         train_dataset, plain = _is_plain(train_dataset)
+        self._is_plain = plain
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}
         if plain and not (environment_factory or tools or templates & args.settings.keys()):
             args = args.model_copy(
@@ -230,6 +248,21 @@ class GRPOTrainer(WithTransformersNames):
             environment_factory=environment_factory,
             tools=tools,
         )
+
+    def _training_problems(self, dataset: Any) -> list[Prompt]:
+        if hasattr(self, "_problems"):
+            dataset, plain = _is_plain(dataset)
+            if plain != self._is_plain:
+                kinds = ("chats", "texts")
+                raise ConfigError(
+                    f"its prompts are {kinds[plain]}, and were {kinds[self._is_plain]}",
+                    field="train_dataset",
+                    remedy="make a new trainer, which renders them in another way",
+                )
+        return super()._training_problems(dataset)
+
+
+_OWN_METHODS = own_methods(GRPOTrainer)
 
 
 class RLOOTrainer(GRPOTrainer):

@@ -9,6 +9,7 @@ from common.errors import ConfigError
 from common.settings.config import Config
 from trainer.evaluation.uncertainty import wilson_interval
 from trainer.observe.run_dir import read_lines, read_settings
+from trainer.policy.export import MODEL_FILES
 
 _SECTIONS = ("model", "lora", "sampling", "algorithm", "trainer")
 """Sections whose settings a card shows."""
@@ -128,8 +129,8 @@ def _results(evaluations: list[dict[str, Any]]) -> list[str]:
 
 
 def push(directory: Path, name: str, private: bool | None, token: str | None) -> str | None:
-    """Uploads a directory to the hub and returns its URL; prints why and returns None if the hub
-    cannot be reached.
+    """Replaces the model in a repository of the hub by the one in `directory` and returns its URL;
+    prints why and returns None if the hub cannot be reached.
 
     Raises ConfigError when the hub refuses it.
     """
@@ -140,7 +141,10 @@ def push(directory: Path, name: str, private: bool | None, token: str | None) ->
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=address.repo_id, folder_path=directory, commit_message="Model and card"
+            repo_id=address.repo_id,
+            folder_path=directory,
+            commit_message="Model and card",
+            delete_patterns=list(MODEL_FILES),  # of an older model there
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, ValueError) as error:
         raise ConfigError(

@@ -2,6 +2,7 @@
 optimisers.
 """
 
+import shutil
 from copy import deepcopy
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -79,12 +80,14 @@ class CallerModel:
         if self._is_saved:
             return str(self._directory)
 
-        self._directory.mkdir(parents=True, exist_ok=True)
         model = self.model if self.is_object else load_model(_section(config))
         if self.has_adapter:
             model = deepcopy(model).merge_and_unload()
+        tokenizer = self.tokenizer(config)
+        shutil.rmtree(self._directory, ignore_errors=True)  # those of an earlier run
+        self._directory.mkdir(parents=True)
         model.save_pretrained(self._directory)
-        self.tokenizer(config).save_pretrained(self._directory)
+        tokenizer.save_pretrained(self._directory)
         of_object = getattr(self.model, "name_or_path", "")
         copy_trained_prompts(of_object or config.model_name_or_path, self._directory)
         self._is_saved = True

@@ -1,6 +1,7 @@
 """`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -14,13 +15,15 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from rich.console import Console
+from transformers.trainer_callback import TrainerState
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.schemas import Prompt
 from learning.device import choose_device
 from services.environment.environments import Environment
-from trainer.api.callbacks import Callbacks, TrainerState
+from trainer.api.assignments import check_assignment
+from trainer.api.callbacks import Callbacks
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
 from trainer.api.engine import choose_engine
 from trainer.api.episodes import (
@@ -35,24 +38,17 @@ from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
 from trainer.api.refusals import Refusals, renamed
-from trainer.api.settings import FIELDS, TrainerConfig
+from trainer.api.settings import TrainerConfig, own_names
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines, read_settings
 from trainer.policy import checkpoint
-from trainer.policy.export import export
+from trainer.policy.export import MODEL_FILES, export
 from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""
-_OLD_WEIGHTS = (
-    "model*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*",
-    "*.bin.index.json",
-)
-"""Files of a model that `save_model` replaces."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +112,8 @@ class OnlineRLTrainer:
     """What a subclass has refused already."""
     _arguments: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """A subclass's own names of the arguments below, for errors."""
+    _is_made = False
+    _began = False
 
     def __init__(
         self,
@@ -134,73 +132,181 @@ class OnlineRLTrainer:
         tools: Sequence[Any] | None = None,
     ) -> None:
         refusals = self._refusals or Refusals()
-        self.config = TrainerConfig() if config is None else config
-        name = f"{self.config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output_dir = self.config.output_dir or Path("outputs") / name
+        config = TrainerConfig() if config is None else config
+        self._given_config = config
+        self._fields_before = config.model_dump()
+        name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._output_dir = config.output_dir or Path("outputs") / name
         self._environment: Environment | None = None
+        self._has_factory = environment_factory is not None
         changes: dict[str, Any] = {}
-        settings = self.config.settings
+        with refusals.collected():
+            _check_alone()
+        settings = config.settings
         with refusals.collected():
             changes |= optimizer_settings(optimizers)
             settings = settings | changes.get("settings", {})
         with refusals.collected():
-            self._environment = as_environment(environment_factory, tools, reward_fn)
+            self._environment = as_environment(environment_factory, tools)
             settings = with_environment(self._environment, settings)
         with refusals.collected():
             self._caller_model = CallerModel(
                 model, processing_class, self.output_dir / "initial", peft_config=peft_config
             )
-            settings = settings | self._caller_model.lora_settings(self.config)
+            settings = settings | self._caller_model.lora_settings(config)
         with refusals.collected():
-            _check_name(model, self.config)
+            _check_name(model, config)
         if isinstance(model, str | Path):
             changes["model_name_or_path"] = str(model)
         changes["settings"] = settings
         with refusals.collected():
-            self.config = self.config.changed(**changes)
+            config = config.changed(**changes)
+        self._config_now = config
         with refusals.collected():
-            self._engine = choose_engine(engine, self.config)
-        self._callbacks = Callbacks((), self.config, self.output_dir / "extras.jsonl")
+            self._engine = choose_engine(engine, config)
+        self._callbacks = Callbacks(config, self.output_dir)
         for callback in callbacks:
             with refusals.collected():
                 self.add_callback(callback)
 
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
-        self.reward_funcs = reward_fn
-        if self._environment is not None and self._environment.has_reward:
-            reward_fn = EnvironmentReward()
         with refusals.collected():
-            self._rewards = as_rewards(_required(reward_fn, "reward_fn"), self._callbacks)
-            self._weights = weights_of(self._rewards, self.config.reward_weights)
-            self._tried: Sequence[Any] = self._rewards
-            """The functions that are tried at the start of a run."""
-            if takes_environments(reward_fn):
-                self._tried = [EnvironmentReward()]
-
-        problems_needed = self.config.problems_per_step * (self.config.max_steps or 0)
-        self._held_out_names: list[str] = []
-        if isinstance(eval_dataset, Mapping):
-            self._held_out_names = list(map(str, eval_dataset))
+            self._set_rewards(reward_fn)
         train: list[Prompt] = []
         held_out: list[Prompt] = []
         with refusals.collected():
-            _check_length(_required(train_dataset, "train_dataset"), self.config)
-            train = as_prompts(train_dataset, "train_dataset", problems_needed)
+            train = self._training_problems(train_dataset)
         with refusals.collected():
-            held_out = [] if eval_dataset is None else as_held_out(eval_dataset, "eval_dataset")
+            held_out = self._held_out_problems(eval_dataset)
         self._problems = Problems(train, held_out)
-        for error in _contradictions(self.config, self._problems):
+        for error in _contradictions(config, self._problems):
             refusals.add(error)
-        refusals.raise_all(self.config.given_names(self._arguments))
+        refusals.raise_all(config.given_names(self._arguments))
 
+        self._train_dataset = train_dataset
         self._rounds = 0
-        self._began = False
         self._checkpoint: Path | None = None
         self._settings: dict[str, Any] | None = None
         """Content of the run's `config.json` after `train`."""
         self._loaded: tuple[Path | None, Any] | None = None
         """The model that `model` loaded, after its checkpoint."""
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made:
+            check_assignment(name, value, self._arguments.get("config", "config"))
+        super().__setattr__(name, value)
+
+    # ------------------------------------------------------------ what may be assigned
+
+    @property
+    def train_dataset(self) -> Any:
+        """The training data, as given. An assignment before `train` replaces it."""
+        return self._train_dataset
+
+    @train_dataset.setter
+    def train_dataset(self, dataset: Any) -> None:
+        if self._began:
+            raise ConfigError(
+                "a run goes on with the data that it began with",
+                field="train_dataset",
+                remedy="make a new trainer, with model=trainer.model",
+            )
+        self._problems = replace(self._problems, train=self._training_problems(dataset))
+        self._train_dataset = dataset
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The evaluation data, as given. An assignment replaces it."""
+        return self._eval_dataset
+
+    @eval_dataset.setter
+    def eval_dataset(self, dataset: Any) -> None:
+        self._problems = replace(self._problems, held_out=self._held_out_problems(dataset))
+
+    @property
+    def reward_funcs(self) -> Any:
+        """The reward functions, as given. An assignment replaces them."""
+        return self._reward_funcs
+
+    @reward_funcs.setter
+    def reward_funcs(self, reward_fn: Any) -> None:
+        self._set_rewards(reward_fn)
+
+    def _training_problems(self, dataset: Any) -> list[Prompt]:
+        _check_length(_required(dataset, "train_dataset"), self.config)
+        needed = self.config.problems_per_step * (self.config.max_steps or 0)
+        return as_prompts(dataset, "train_dataset", needed)
+
+    def _held_out_problems(self, dataset: Any) -> list[Prompt]:
+        held_out = [] if dataset is None else as_held_out(dataset, "eval_dataset")
+        self._eval_dataset = dataset
+        self._held_out_names = list(map(str, dataset)) if isinstance(dataset, Mapping) else []
+        return held_out
+
+    def _set_rewards(self, reward_fn: Any) -> None:
+        given = reward_fn
+        if not self._has_factory and takes_environments(given):
+            raise ConfigError(
+                "a reward function takes environments, and there are none",
+                field="environment_factory",
+                remedy="give it, or rename the argument of the function",
+            )
+        if self._environment is not None and self._environment.has_reward:
+            if given is not None:
+                raise ConfigError(
+                    "the environment has get_reward, which gives the whole reward",
+                    field="reward_fn",
+                    remedy="leave out either the reward functions or get_reward",
+                )
+            reward_fn = EnvironmentReward()
+        rewards = as_rewards(_required(reward_fn, "reward_fn"), self._callbacks)
+        self._weights = weights_of(rewards, self.config.reward_weights)
+        self._rewards = rewards
+        self._tried: Sequence[Any] = rewards
+        """The functions that are tried at the start of a run."""
+        if takes_environments(reward_fn):
+            self._tried = [EnvironmentReward()]
+        # A list that is changed later would have no effect.
+        self._reward_funcs = tuple(given) if isinstance(given, list) else given
+
+    @property
+    def config(self) -> TrainerConfig:
+        """The settings. Their fields may be set before `train`."""
+        return self._config_now
+
+    @property
+    def output_dir(self) -> Path:
+        """The directory of the run."""
+        return self._output_dir
+
+    def _read_changes(self) -> None:
+        """Takes what has been set in the config, or in the one that was given, since the last call.
+
+        Raises ConfigError as the constructor does.
+        """
+        fields = self._given_config.model_dump()
+        changes = {
+            name: value for name, value in fields.items() if value != self._fields_before[name]
+        }
+        self._fields_before = fields
+        if "settings" in changes:
+            changes["settings"] = self.config.settings | changes["settings"]
+        self._config_now = self.config.changed(**changes)
+        if self.config.output_dir not in (None, self.output_dir):
+            raise ConfigError(
+                f"this trainer writes to {self.output_dir}",
+                field="output_dir",
+                value=str(self.config.output_dir),
+                remedy="set it before the trainer is made",
+            )
+        self._callbacks.args = self.config
+        self._weights = weights_of(self._rewards, self.config.reward_weights)
+        refusals = Refusals()
+        for error in _contradictions(self.config, self._problems):
+            refusals.add(error)
+        refusals.raise_all(self.config.given_names(self._arguments))
+
+    # ------------------------------------------------------------ the run
 
     @property
     def state(self) -> TrainerState:
@@ -229,8 +335,8 @@ class OnlineRLTrainer:
         return self._loaded[1]
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback. Raises ConfigError for an object without hooks."""
-        self._callbacks.add(callback)
+        """Adds a callback, or one of a class. Raises ConfigError for an object without hooks."""
+        self._callbacks.hooks.add_callback(callback)
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
         """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
@@ -245,6 +351,7 @@ class OnlineRLTrainer:
         Raises ConfigError when `output_dir` holds another run and neither this nor
         `overwrite_output_dir` is set, and ServiceError when training fails.
         """
+        self._read_changes()
         resume = bool(resume_from_checkpoint) or self._began
         if isinstance(resume_from_checkpoint, str | Path):
             check_newest(self.output_dir, Path(resume_from_checkpoint))
@@ -328,12 +435,12 @@ class OnlineRLTrainer:
 
     def save_model(self, path: str | Path | None = None) -> Path:
         """Writes the trained model as a plain Hugging Face directory and returns its path; an older
-        model there is replaced.
+        model or adapter there is replaced, with its tokenizer.
 
         A LoRA adapter is merged into its model. In `output_dir`, the default, `config.json`
         has both the model's configuration and the settings of the run.
 
-        Raises ConfigError before `train`, and for a path that is a file.
+        Raises ConfigError before `train`, and for a path that is a file or a checkpoint.
         """
         if self._checkpoint is None:
             raise ConfigError(
@@ -347,8 +454,15 @@ class OnlineRLTrainer:
             raise ConfigError(
                 "this is a file", field="path", value=str(target), remedy="name a directory"
             )
+        if (target / "trainer_state.json").exists():
+            raise ConfigError(
+                "this is a checkpoint, which no run could continue from any more",
+                field="path",
+                value=str(target),
+                remedy="name another directory",
+            )
         target.mkdir(parents=True, exist_ok=True)
-        for pattern in _OLD_WEIGHTS:
+        for pattern in MODEL_FILES:
             for old in target.glob(pattern):
                 old.unlink()
         settings = self._settings_of_run()
@@ -483,8 +597,10 @@ class OnlineRLTrainer:
         """Gives settings in an error their names in the Python API."""
         try:
             yield
-        except ConfigError as error:
-            names = FIELDS | {"reward.functions": "reward_fn"}
+        except ServiceError as error:
+            names = own_names()
+            if self._caller_model.model is not None:
+                names["model.name"] = "model"
             reference = self.config.ref_model_name_or_path
             if error.value == reference != self.config.model_name_or_path:
                 names["model.name"] = "ref_model_name_or_path"
@@ -533,6 +649,19 @@ def _required(given: Any, field: str) -> Any:
     if given is None:
         raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
     return given
+
+
+def _check_alone() -> None:
+    """Raises ConfigError in one of several processes, which torchrun and accelerate start."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ConfigError(
+            "this trainer is one process, and would write every file as often as there are",
+            field="WORLD_SIZE",
+            value=processes,
+            remedy="start the script with python, without torchrun or accelerate launch; to train "
+            "on many GPUs, run a job group (docs/how-to/clusters.md)",
+        )
 
 
 def _check_name(model: Any, config: TrainerConfig) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.process.run_lock import RunLock
 from common.process.storage import make_directory
+from trainer.observe.run_dir import has_step, is_run
 
 _CONTENT = (
     "checkpoints",
@@ -28,9 +29,10 @@ _CONTENT = (
 
 def check_output(directory: Path, may_hold_run: bool) -> None:
     """Creates `directory`. Raises ConfigError if that fails, or if it holds a run and
-    `may_hold_run` is false.
+    `may_hold_run` is false. One that ended before its first step counts for nothing.
     """
-    if not may_hold_run and any((directory / name).exists() for name in _CONTENT):
+    is_used = any((directory / name).exists() for name in _CONTENT)
+    if is_used and not may_hold_run and not _without_step(directory):
         raise ConfigError(
             "the output directory already has a run",
             field="output_dir",
@@ -39,6 +41,12 @@ def check_output(directory: Path, may_hold_run: bool) -> None:
             "(overwrite_output_dir=True), or name another directory",
         )
     make_directory(directory, "output_dir")
+
+
+def _without_step(directory: Path) -> bool:
+    """Whether a directory holds a run that has neither a step nor a checkpoint."""
+    has_checkpoint = any(directory.glob("checkpoints/*"))
+    return is_run(directory) and not has_step(directory) and not has_checkpoint
 
 
 def check_newest(directory: Path, checkpoint: Path) -> None:

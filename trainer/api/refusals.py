@@ -12,22 +12,26 @@ from common.errors import ConfigError, ServiceError
 _Error = TypeVar("_Error", bound=ServiceError)
 
 
+def in_words(text: str, names: Mapping[str, str]) -> str:
+    """Returns a text with other names for settings, wherever it mentions them."""
+    if not names:
+        return text
+    mentioned = rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)"
+    return re.sub(mentioned, lambda found: names[found[0]], text)
+
+
 def renamed(error: _Error, names: Mapping[str, str], prefix: str = "") -> _Error:
     """Returns the error with other names for settings, wherever it mentions them."""
-    mentioned = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)")
-
-    def rename(text: str) -> str:
-        return mentioned.sub(lambda found: names[found[0]], text) if names else text
-
     changed = copy(error)
     ServiceError.__init__(
         changed,
-        prefix + rename(error.message),
-        field=error.field and rename(error.field),
+        prefix + in_words(error.message, names),
+        field=error.field and in_words(error.field, names),
         value=error.value,
-        remedy=error.remedy and rename(error.remedy),
+        remedy=error.remedy and in_words(error.remedy, names),
         code=error.code,
         status=error.status,
+        request=error.request,
     )
     return changed
 

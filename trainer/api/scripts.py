@@ -12,6 +12,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import ConfigError, did_you_mean
+from common.settings.sources import read_yaml, yaml_problem
 from trainer.api.refusals import Refusals
 from trainer.api.settings import TrainerConfig
 from trainer.api.trl import ARGUMENTS, RENAMED
@@ -118,8 +119,15 @@ class TrlParser:
         made = []
         known: set[str] = set()
         refusals = Refusals()
+        of_dataclasses = set[str]()
+        for kind in self._kinds:
+            if not issubclass(kind, TrainerConfig):
+                of_dataclasses |= _names(kind)
         for kind in self._kinds:
             names = _names(kind)
+            if issubclass(kind, TrainerConfig):
+                # As TRL's configs, which have no such argument: a script loads the model itself.
+                names -= {"model_name_or_path"} & of_dataclasses
             known |= names
             own = {name: value for name, value in given.items() if name in names}
             for name in _lists(kind) & own.keys():
@@ -189,9 +197,9 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         if found := re.fullmatch(r"--([a-z]\w*(?:-\w+)*)(?:=(.*))?", word):
             name = found[1].replace("-", "_")
-            given[name] = [] if found[2] is None else [yaml.safe_load(found[2])]
+            given[name] = [] if found[2] is None else [read_yaml(found[2])]
         elif name:
-            given[name].append(yaml.safe_load(word))
+            given[name].append(read_yaml(word))
         else:
             raise ConfigError(
                 "this is no argument", field="arguments", value=word, remedy="write --name value"
@@ -201,8 +209,21 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
     path = values.pop("config", None)
     if path is None:
         return values
-    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    return {**content, **values}
+    return {**_of_file(Path(path)), **values}
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    try:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = f"the file cannot be read: {yaml_problem(error)}"
+    else:
+        if isinstance(content, dict):
+            return content
+        problem = "the file is not a mapping of arguments"
+    raise ConfigError(
+        problem, field="--config", value=str(path), remedy="write one argument a line, name: value"
+    )
 
 
 def _value(values: list[Any]) -> Any:

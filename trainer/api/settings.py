@@ -2,10 +2,13 @@
 to `Config`.
 """
 
+import json
+import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -26,7 +29,7 @@ from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping, names
 from common.settings.explain import explained
 from common.settings.lr_schedules import LrSchedule
-from trainer.api.refusals import Refusals, renamed
+from trainer.api.refusals import Refusals, in_words, renamed
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
 _SETTINGS = {
@@ -78,6 +81,13 @@ _FURTHER = {
     ),
 }
 """The fields, one or several, that make a setting and stand in no other table."""
+_ARGUMENTS = {
+    "data.source": "train_dataset",
+    "reward.functions": "reward_fn",
+    "reward.functions.reward_model.model": "reward_fn",
+    "state_dir": "output_dir",
+}
+"""The same for arguments of the trainer, and for what is in its directory."""
 _OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
 OWN_SGLANG = (
     "engine_python",
@@ -93,21 +103,92 @@ OWN_NAMES = "own names"
 _DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 
 
-def in_own_words(text: str) -> str:
-    """Returns a text with the Python API's names for settings: fields of `TrainerConfig`, arguments
-    of the trainer, or items of `TrainerConfig.settings`.
+def own_names() -> dict[str, str]:
+    """Returns the Python API's name of every setting: a field of `TrainerConfig`, an argument of
+    the trainer, or an item of `TrainerConfig.settings`.
     """
-    known = names()
-    own = FIELDS | {"reward.functions": "reward_fn", "data.source": "train_dataset"}
-
-    def name(found: re.Match[str]) -> str:
-        setting = found[0]
-        return own.get(setting) or (f'settings["{setting}"]' if setting in known else setting)
-
-    return re.sub(r"(?<![\w.-])[a-z]+\.[a-z_]+(?!\w|\.\w)", name, text)
+    items = {name: f'settings["{name}"]' for name in names() if "." in name}
+    return items | FIELDS | _ARGUMENTS
 
 
-class TrainerConfig(BaseModel):
+def in_own_words(text: str, config: "TrainerConfig | None" = None) -> str:
+    """Returns a text with the Python API's names for settings, as `config` was given them."""
+    return in_words(in_words(text, own_names()), config.given_names({}) if config else {})
+
+
+class GivenSettings(dict[str, Any]):
+    """The settings of a config, with the arguments that made it."""
+
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+
+class ArgumentsOfOneProcess:
+    """What scripts ask transformers' TrainingArguments about their process, besides arguments."""
+
+    use_gpu: bool
+    world_size = 1
+    process_index = 0
+    local_process_index = 0
+    should_log = True
+    should_save = True
+
+    @property
+    def device(self) -> str:
+        """The device of this process."""
+        return "cuda" if self.use_gpu else "cpu"
+
+    @property
+    def n_gpu(self) -> int:
+        """Number of GPUs that this process uses."""
+        return int(self.use_gpu)
+
+    @property
+    def distributed_state(self) -> Any:
+        """One process."""
+        return one_process(self.device)
+
+    def get_process_log_level(self) -> int:
+        """Returns the level that a script gives its loggers."""
+        return logging.INFO
+
+    @contextmanager
+    def main_process_first(self, **_: Any) -> Iterator[None]:
+        """Waits for nobody."""
+        yield
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON has them."""
+        return self.model_dump(mode="json")  # type: ignore[attr-defined,no-any-return]
+
+    def to_json_string(self) -> str:
+        """Returns the fields as a text in JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Returns the fields as trackers take them: numbers, texts and truth values."""
+        fields = self.to_dict().items()
+        return {
+            name: value if isinstance(value, int | float) else str(value) for name, value in fields
+        }
+
+
+def one_process(device: str) -> Any:
+    """Returns what a script asks accelerate's Accelerator or PartialState."""
+    return SimpleNamespace(
+        is_main_process=True,
+        is_local_main_process=True,
+        num_processes=1,
+        process_index=0,
+        local_process_index=0,
+        device=device,
+        print=print,
+        wait_for_everyone=lambda: None,
+        unwrap_model=lambda model, **_: model,
+        free_memory=lambda *_: None,
+    )
+
+
+class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """Settings of `OnlineRLTrainer`.
 
     Raises ConfigError with field, value and remedy for an unknown name, a value out of bounds, and
@@ -122,6 +203,8 @@ class TrainerConfig(BaseModel):
     """AdamW's betas, unless set otherwise."""
     assumed: ClassVar[dict[str, Any]] = {}
     """TRL's arguments that are not fields, with their defaults."""
+    trl_names: ClassVar[Mapping[str, str]] = {}
+    """TRL's names of fields, in texts for a user who has given neither name."""
     of_script: ClassVar[frozenset[str]] = frozenset()
     """Fields that a script's own subclass adds; the trainer does not read them."""
 
@@ -203,12 +286,12 @@ class TrainerConfig(BaseModel):
     when unset."""
     overwrite_output_dir: bool = False
     """Remove an earlier run in output_dir; otherwise it is an error."""
-    save_steps: float | Literal["epoch"] = 50
+    save_steps: int | float | Literal["epoch"] = 50
     """Steps between checkpoints, or a share of all steps below 1, or `epoch`; one is always written
     at the end; 0: only at the end."""
     save_total_limit: int = Field(3, gt=0)
     """Number of newest checkpoints to keep."""
-    eval_steps: float | Literal["epoch"] = 0
+    eval_steps: int | float | Literal["epoch"] = 0
     """Steps between evaluations on the trainer's eval_dataset, or a share of all steps below 1, or
     `epoch`; 0: only before and after training."""
     seed: int = Field(0, ge=0)
@@ -253,10 +336,12 @@ class TrainerConfig(BaseModel):
         """Returns the value of one of TRL's arguments, as given or as the field has it."""
         if name not in ARGUMENTS:
             return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it
-        if name in self._given:
+        if self._given.get(name) is not None:
             return self._given[name]
         if name in READ_AS:
             return READ_AS[name]
+        if name in ("eval_strategy", "greater_is_better"):
+            return self._derived(name)
         return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -273,6 +358,15 @@ class TrainerConfig(BaseModel):
             self._given = self._given | {name: value}
 
     # ------------------------------------------------------------ derived values
+
+    def _derived(self, name: str) -> Any:
+        """Returns what transformers makes of an argument that is not given."""
+        if name == "greater_is_better":
+            metric = self.metric_for_best_model
+            return metric and not metric.endswith("loss")
+        if self.eval_steps == "epoch":
+            return "epoch"
+        return "steps" if self.eval_steps else "no"
 
     @property
     def problems_per_step(self) -> int:
@@ -305,7 +399,17 @@ class TrainerConfig(BaseModel):
         `arguments` that were not given here.
         """
         others = {ours: name for ours, name in arguments.items() if ours not in self._given}
-        return others | _given_names(self._given)
+        return others | self._trl_names(self._given)
+
+    @classmethod
+    def _trl_names(cls, given: Mapping[str, Any]) -> dict[str, str]:
+        """Returns TRL's names of fields, of those that were not given by our name."""
+        found = {field: name for field, name in cls.trl_names.items() if field not in given}
+        for name in given:
+            field = ARGUMENTS[name].ours if name in ARGUMENTS else None
+            if field in TrainerConfig.model_fields and field not in given:
+                found[field] = name
+        return found
 
     def _every(self, interval: float | str, problems: int) -> int:
         """Returns a number of steps for `save_steps` or `eval_steps`."""
@@ -446,11 +550,15 @@ class TrainerConfig(BaseModel):
         except ValidationError as error:
             for problem in error.errors():
                 refusals.add(_named(problem, cls.__name__))
-            refusals.raise_all(_given_names(given))
+            refusals.raise_all(cls._trl_names(given))
             raise
         config._given = given
+        if given:
+            settings = GivenSettings(config.settings)
+            settings.arguments = given
+            config.__dict__["settings"] = settings
         config._check(refusals)
-        refusals.raise_all(_given_names(given))
+        refusals.raise_all(cls._trl_names(given))
         return config
 
     def _check(self, refusals: Refusals) -> None:
@@ -554,16 +662,6 @@ def _decided_elsewhere(name: str) -> bool:
         "rollout": rest not in ("max_running_requests", *OWN_SGLANG),
         "critic": rest == "location",
     }.get(section, False)
-
-
-def _given_names(given: Mapping[str, Any]) -> dict[str, str]:
-    """Returns TRL's names of fields, of those that were given by another name than ours."""
-    ours = {name: ARGUMENTS[name].ours for name in given if name in ARGUMENTS}
-    return {
-        field: name
-        for name, field in ours.items()
-        if field in TrainerConfig.model_fields and field not in given
-    }
 
 
 def _named(problem: Mapping[str, Any], config: str) -> ConfigError:

@@ -1,81 +1,25 @@
 """What scripts for transformers' Trainer do after training: metrics, model card, accelerator."""
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from trainer.api.callbacks import TrainerCallback
+from transformers.trainer_callback import TrainerCallback, TrainerControl
+
+from trainer.api.callbacks import Hooks
 from trainer.api.online import OnlineRLTrainer
 from trainer.api.output import link_checkpoint
+from trainer.api.settings import one_process
 from trainer.evaluation.results import EvaluationResults
 
 
-class ArgumentsOfOneProcess:
-    """What scripts ask transformers' TrainingArguments about their process, besides arguments."""
-
-    use_gpu: bool
-    world_size = 1
-    process_index = 0
-    local_process_index = 0
-    should_log = True
-    should_save = True
-
-    @property
-    def device(self) -> str:
-        """The device of this process."""
-        return "cuda" if self.use_gpu else "cpu"
-
-    @property
-    def n_gpu(self) -> int:
-        """Number of GPUs that this process uses."""
-        return int(self.use_gpu)
-
-    @property
-    def distributed_state(self) -> Any:
-        """One process."""
-        return _one_process(self.device)
-
-    def get_process_log_level(self) -> int:
-        """Returns the level that a script gives its loggers."""
-        return logging.INFO
-
-    @contextmanager
-    def main_process_first(self, **_: Any) -> Iterator[None]:
-        """Waits for nobody."""
-        yield
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON has them."""
-        return self.model_dump(mode="json")  # type: ignore[attr-defined,no-any-return]
-
-
-def _one_process(device: str) -> Any:
-    """Returns what a script asks accelerate's Accelerator or PartialState."""
-    return SimpleNamespace(
-        is_main_process=True,
-        is_local_main_process=True,
-        num_processes=1,
-        process_index=0,
-        local_process_index=0,
-        device=device,
-        print=print,
-        wait_for_everyone=lambda: None,
-        unwrap_model=lambda model, **_: model,
-        free_memory=lambda *_: None,
-    )
-
-
-class _CheckpointLinks(TrainerCallback):
+class _CheckpointLinks(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Gives the checkpoints in `directory` the names of transformers."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def on_save(self, state: Any, checkpoint: Path) -> None:
+    def on_save(self, *_: Any, checkpoint: Path, **__: Any) -> None:
         link_checkpoint(self._directory, checkpoint)
 
 
@@ -101,9 +45,23 @@ class WithTransformersNames(OnlineRLTrainer):
         given = eval_dataset if dataset is None else dataset
         return super().evaluate(given, k if isinstance(k, int) else 1)
 
+    @property
+    def callback_handler(self) -> Hooks:
+        """The callbacks."""
+        return self._callbacks.hooks
+
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks ask for."""
+        return self._callbacks.control
+
     def remove_callback(self, callback: Any) -> None:
-        """Removes a callback, or those of a class."""
-        self._callbacks.remove(callback)
+        """Removes a callback, or the first of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Removes and returns a callback, or the first of a class; None without one."""
+        return self.callback_handler.pop_callback(callback)
 
     @property
     def hub_model_id(self) -> str:
@@ -125,7 +83,7 @@ class WithTransformersNames(OnlineRLTrainer):
     @property
     def accelerator(self) -> Any:
         """One process: what a script asks accelerate's Accelerator."""
-        return _one_process("cuda" if self.config.use_gpu else "cpu")
+        return one_process("cuda" if self.config.use_gpu else "cpu")
 
     def is_world_process_zero(self) -> bool:
         """Returns True: there is one process."""

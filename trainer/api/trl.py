@@ -132,6 +132,7 @@ _LOADING = (
 _GENERATION = {
     "stop": "sampling.stop",
     "stop_token_ids": "sampling.stop_token_ids",
+    "eos_token_id": "sampling.stop_token_ids",
     "min_new_tokens": "sampling.min_new_tokens",
     "ignore_eos": "sampling.ignore_eos",
     "stop_strings": "sampling.stop",
@@ -159,16 +160,33 @@ _PLAIN_SAMPLING: Values = {
 _SAMPLING = "the engines sample from the model's own distribution, without penalties"
 
 
+_OF_TOKENIZER = ("pad_token_id", "bos_token_id")
+"""Entries that follow from the tokenizer: answers are neither padded nor begun anew."""
+
+
+def _top_k(value: Any) -> Any:
+    return None if value in (0, -1) else value
+
+
 def _generation(value: Any) -> Values:
     """Returns the fields and settings for `generation_kwargs`, and itself."""
     found: Values = {"generation_kwargs": dict(value)}
+    refused = []
     for name, setting in found["generation_kwargs"].items():
-        if name in _GENERATION:
-            single_stop = name.startswith("stop") and not isinstance(setting, list | tuple)
-            found[_GENERATION[name]] = [setting] if single_stop else setting
-        elif setting not in (None, _PLAIN_SAMPLING.get(name)):
-            known = ", ".join(sorted(_GENERATION))
-            raise Unsupported(f"{_SAMPLING}: there is no {name}={setting!r}, but {known}")
+        if name in _GENERATION and setting is not None:
+            several = [setting]
+            if isinstance(setting, list | tuple):
+                several = list(setting)
+            ours = _GENERATION[name]
+            if ours.startswith("sampling.stop"):
+                found[ours] = [*found.get(ours, []), *several]
+            else:
+                found[ours] = _top_k(setting) if name == "top_k" else setting
+        elif name not in _OF_TOKENIZER and setting not in (None, _PLAIN_SAMPLING.get(name)):
+            refused.append(f"{name}={shorten(setting)}")
+    if refused:
+        known = ", ".join(sorted(_GENERATION))
+        raise Unsupported(f"{_SAMPLING}: there is no {', '.join(refused)}, but {known}")
     return found
 
 
@@ -231,7 +249,7 @@ ARGUMENTS: dict[str, Argument] = {
         "no, which overrides eval_steps, steps or epoch",
         {"steps": {}, "no": {"eval_steps": 0}, "epoch": {"eval_steps": "epoch"}},
     ),
-    "top_k": Argument("top_k", "0 is None", lambda value: {"top_k": value or None}),
+    "top_k": Argument("top_k", "0 and -1 are None", lambda value: {"top_k": _top_k(value)}),
     "generation_kwargs": Argument(
         "generation_kwargs", "sampling, lengths and ends", convert=_generation
     ),
@@ -325,7 +343,12 @@ ARGUMENTS: dict[str, Argument] = {
         "takes",
         "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval "
         "do_predict eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
-        "include_for_metrics metric_for_best_model greater_is_better",
+        "include_for_metrics",
+    ),
+    **_silent(
+        "for EarlyStoppingCallback and `state.best_metric`; checkpoints/best is that of the best "
+        "accuracy, or mean reward",
+        "metric_for_best_model greater_is_better",
     ),
     **_silent(
         "read only with use_vllm, or for generation in transformers",
@@ -359,7 +382,7 @@ ARGUMENTS: dict[str, Argument] = {
         "save_safetensors use_mps_device use_ipex jit_mode_eval half_precision_backend "
         "fp16_backend fp16_opt_level dispatch_batches split_batches ray_scope tpu_num_cores "
         "include_inputs_for_metrics dataset_num_proc vllm_device vllm_dtype vllm_max_model_len "
-        "vllm_enable_prefix_caching",
+        "vllm_enable_prefix_caching local_rollout_forward_batch_size num_sample_generations",
     ),
     # ---------------------------------------------------------------- without effect, and said
     **_said(
@@ -434,6 +457,19 @@ ARGUMENTS: dict[str, Argument] = {
         1e-8,
     ),
     **_refused("checkpoints/best is the best one", "load_best_model_at_end"),
+    # ---------------------------------------------------------------- refused, of RLOO
+    **_refused(
+        "scale or clip rewards in the reward function, which may also see whether an answer ended",
+        "reward_clip_range normalize_reward whiten_rewards missing_eos_penalty",
+    ),
+    **_refused(
+        "set settings={'algorithm.advantage': 'batch_normalised'}, which has no leave-one-out",
+        "normalize_advantages",
+    ),
+    **_refused("set kl_coef and settings={'algorithm.kl_in': …}", "token_level_kl"),
+    **_refused("set max_steps", "total_episodes"),
+    **_refused("set generation_kwargs={'stop_token_ids': […]}", "stop_token stop_token_id", "eos"),
+    **_refused("give reward_funcs and model to the trainer", "reward_model_path sft_model_path"),
     **_refused(
         "it has no meaning for answers that a reward function grades", "label_smoothing_factor"
     ),
@@ -447,7 +483,18 @@ TRAINER: dict[str, Argument] = {
     **_refused("episodes come from an environment (docs/how-to/agents.md)", "rollout_func"),
 }
 """The arguments of TRL's GRPOTrainer that are refused."""
-RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "exp_name": "run_name",
+    "no_cuda": "use_cpu",
+    "normalize_advantage": "normalize_advantages",
+    "num_mini_batches": "steps_per_generation",
+    "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+}
 """TRL's arguments by their names in earlier versions."""
 _OTHERS = {
     "cliprange": "clip_range",
@@ -462,6 +509,7 @@ _OTHERS = {
 READ_AS: Values = {
     "adam_epsilon": 1e-8,
     "dataloader_num_workers": 0,
+    "eval_delay": 0,
     "importance_sampling_level": "token",
     "local_rank": -1,
     "log_level": "passive",

@@ -16,6 +16,7 @@ from common.errors import ConfigError, did_you_mean
 from common.process import watchdog
 from common.process.cli import CommandParser, positive, run
 from trainer.audit.comparison import STAGES, Stage, StageOutcome
+from trainer.observe.run_dir import check_run
 
 if TYPE_CHECKING:
     from trainer.observe.audit import AuditedStart  # torch: slow to import
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(words)
     stages = _stages(arguments.stages)
     is_one_of_several = _RANK in os.environ
+    check_run(arguments.run_dir)
 
     with _waits_told():
         from trainer.audit.replay import StepReplay  # torch: slow to import

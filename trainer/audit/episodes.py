@@ -51,7 +51,8 @@ def play_again(
     reason = _why_not(recorded, config)
     if not reason:
         try:
-            template = Template(load_tokenizer(config.model), list(stops))
+            tokenizer = load_tokenizer(config.model)
+            template = Template(tokenizer, list(stops), config.sampling.chat_template_kwargs)
             runner = load_runner(config.environment, "", config.runtime)
         except ConfigError as error:
             reason = f"the environment does not load: {error}"

@@ -115,7 +115,7 @@ def _same(answer: GradedAnswer, result: RewardResult) -> bool:
         return False
     return (
         completion.reward == result.reward + answer.of_turns
-        and completion.correct == result.correct
+        and (completion.correct == result.correct or not result.verified)
         and completion.components == result.components
     )
 

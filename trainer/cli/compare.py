@@ -19,6 +19,7 @@ from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader, RunSummary
 from trainer.evaluation.uncertainty import mean_difference, paired_difference, wilson_interval
 from trainer.observe.jsonl import JsonlReader, parsed
+from trainer.observe.run_dir import no_step
 
 _EPILOG = """\
 examples:
@@ -72,11 +73,16 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the comparison. Raises ConfigError for a directory without a run."""
+    """Prints the comparison. Raises ConfigError for a directory without a run, and if no run has a
+    step.
+    """
     arguments = parser().parse_args(argv)
     # `runs/sweep/*` also names the file of the sweep.
     directories = [path for path in arguments.run_dirs if not path.is_file()]
-    compare(RunList(directories or arguments.run_dirs)(), Console(), arguments.step)
+    runs = RunList(directories or arguments.run_dirs)()
+    if all(each.summary().step is None for each in runs):
+        raise no_step(", ".join(map(str, directories)))
+    compare(runs, Console(), arguments.step)
 
 
 def compare(runs: Sequence[RunReader], console: Console, step: int | None = None) -> None:

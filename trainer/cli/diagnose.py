@@ -13,6 +13,7 @@ from common.process.security import SecretRedactor
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import collect
 from trainer.diagnosis.report import as_json, lines, text
+from trainer.observe.run_dir import is_run, no_run
 
 _EPILOG = """\
 examples:
@@ -42,11 +43,14 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the report; exits with 1 if something is wrong. Raises ConfigError for a missing
-    directory.
+    """Prints the report; exits with 1 if something is wrong. Raises ConfigError for a path
+    without a run.
     """
     arguments = parser().parse_args(argv)
     facts = collect(arguments.run_dir, arguments.logs)
+    # A run that could not begin may have written nothing but logs.
+    if facts.state == "empty" and not facts.lines and not is_run(arguments.run_dir):
+        raise no_run(arguments.run_dir)
     findings = find(facts)
     if arguments.json:
         said = json.dumps(as_json(facts, findings), indent=1, ensure_ascii=False)

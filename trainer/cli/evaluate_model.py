@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from common.errors import ConfigError, shorten
 from common.models.hub import check_model
@@ -237,19 +236,16 @@ def _check_models(arguments: dict[str, Any]) -> None:
                 remedy="leave it out, or give the URL of a server as --model",
             )
     for flag, model in local.items():
-        check_model(model, flag, needs_weights=True)
+        check_model(model, flag, is_policy=True)
     if arguments["tokenizer"]:
         check_model(arguments["tokenizer"], "--tokenizer")
 
 
 def _check_server(flag: str, url: str) -> None:
-    """Raises ConfigError when nothing listens at this address. A proxy is asked later."""
+    """Raises ConfigError when nothing listens at this address. No proxy is asked, as later."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme in getproxies() and not proxy_bypass(host):
-        return
     try:
-        address = (host, parts.port or (443 if parts.scheme == "https" else 80))
+        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         socket.create_connection(address, timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise ConfigError(

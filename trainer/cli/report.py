@@ -14,10 +14,10 @@ from common.errors import ServiceError
 from common.process.cli import CommandParser, run
 from common.process.storage import storing
 from trainer.dashboard.app import STATIC
-from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import read_group, recorded_steps
 from trainer.observe.jsonl import JsonlReader, parsed
+from trainer.observe.run_dir import check_run
 
 _EPILOG = """\
 examples:
@@ -71,12 +71,13 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Writes the report. Raises ConfigError for a missing directory, StorageFailed when the file
-    cannot be written.
+    """Writes the report. Raises ConfigError for a directory without a step, StorageFailed when the
+    file cannot be written.
     """
     arguments = parser().parse_args(argv)
+    check_run(arguments.run_dir)
     path: Path = arguments.output or arguments.run_dir / "report.html"
-    text = report(RunList([arguments.run_dir])()[0])
+    text = report(RunReader(arguments.run_dir))
     with storing(path.name, path, "--output", "name another file"):
         path.write_text(text, encoding="utf-8")
     print(f"report: {path}")

@@ -155,7 +155,7 @@ def _train(arguments: dict[str, Any]) -> None:
         check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)
     if save_to is not None:
         make_directory(save_to, "--save-to")
-    check_model(config.model_name_or_path, "model_name_or_path", needs_weights=True)
+    check_model(config.model_name_or_path, "model_name_or_path", is_policy=True)
     if config.ref_model_name_or_path:
         check_model(config.ref_model_name_or_path, "ref_model_name_or_path", needs_weights=True)
     if config.use_gpu:

@@ -7,13 +7,12 @@ from typing import Any
 
 from common.process.storage import storing
 from common.settings.config import Config
+from trainer.observe.run_dir import PLACES
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, summary
 from trainer.trackers.base import flatten
 
 NOTE = "notes.md"
 MAX_NOTE_CHARS = 20_000
-_PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
-"""Settings that are specific to each run and do not affect training."""
 
 
 @cache
@@ -26,7 +25,7 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     defaults = _defaults()
     changed = {}
     for name, value in flatten(config).items():
-        if name not in _PLACES and defaults.get(name, value) != value:
+        if name not in PLACES and defaults.get(name, value) != value:
             changed[name] = value
     return changed
 

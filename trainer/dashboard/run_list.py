@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common.errors import ConfigError, NotFound
+from common.errors import NotFound
 from trainer.dashboard.runs import RunReader
+from trainer.observe.run_dir import is_run, no_run
 
 _LOOK_EVERY_S = 3.0
 _DEPTH = 3
 """How many levels below a named directory are searched for runs."""
-_FILES = ("config.json", "metrics.jsonl")
 
 
 Runs = Callable[[], list[RunReader]]
@@ -42,16 +42,7 @@ class RunList:
         self._runs: list[RunReader] = []
         for directory in directories:
             if not any(_runs_in(directory)):
-                message = "there is no such run directory"
-                if directory.is_dir():
-                    message = "this is not a run directory, and contains none"
-                raise ConfigError(
-                    message,
-                    field="RUN_DIR",
-                    value=str(directory),
-                    remedy="name the directory of a run, such as runs/NAME (it has a config.json), "
-                    "or one above several",
-                )
+                raise no_run(directory, ", and contains none")
 
     def __call__(self) -> list[RunReader]:
         """Returns the runs; their order never changes, and runs that start later are appended."""
@@ -80,10 +71,10 @@ class RunList:
 
 def _runs_in(root: Path) -> Iterator[Path]:
     """Yields the run directories at and below `root`; does not search inside a run."""
-    for place, directories, files in os.walk(root):
+    for place, directories, _ in os.walk(root):
         path = Path(place)
         depth = len(path.relative_to(root).parts)
-        if any(name in files for name in _FILES):
+        if is_run(path):
             yield path
             directories.clear()
         elif depth >= _DEPTH:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from common.errors import ConfigError, NotFound
+from common.errors import NotFound
 from trainer.dashboard.columns import Columns
 from trainer.dashboard.run_facts import changed_settings, read_note, unsolvable
 from trainer.dashboard.verdict import verdict
@@ -22,7 +22,7 @@ from trainer.diagnosis.run_files import read_facts
 from trainer.observe.alarms import limits
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.metrics import SECTIONS
-from trainer.observe.run_dir import ATTEMPTS
+from trainer.observe.run_dir import ATTEMPTS, no_run
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import flatten, numbers
 
@@ -82,12 +82,7 @@ class RunReader:
 
     def __init__(self, directory: Path, live: bool = False, name: str = "") -> None:
         if not live and not directory.is_dir():
-            raise ConfigError(
-                "there is no such run directory",
-                field="RUN_DIR",
-                value=str(directory),
-                remedy="name the directory of a run, such as runs/NAME",
-            )
+            raise no_run(directory)
         self.directory = directory
         self.live = live
         self.name = name or directory.resolve().name

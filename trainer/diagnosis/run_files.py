@@ -24,7 +24,7 @@ from trainer.diagnosis.logs import last_start, log_files, read_log
 from trainer.diagnosis.report import JSON_FILE
 from trainer.observe.group_files import LINES
 from trainer.observe.jsonl import parsed
-from trainer.observe.run_dir import ATTEMPTS
+from trainer.observe.run_dir import ATTEMPTS, no_run
 from trainer.trackers.base import flatten
 
 TOPOLOGY = "topology.json"
@@ -75,12 +75,7 @@ def read_topology(run_dir: Path) -> Topology | None:
 def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     """Returns what the files of a run say. Raises ConfigError when there is no such directory."""
     if not run_dir.is_dir():
-        raise ConfigError(
-            "there is no such run directory",
-            field="RUN_DIR",
-            value=str(run_dir),
-            remedy="name the directory of a run, such as runs/NAME",
-        )
+        raise no_run(run_dir)
     config = _json(run_dir / "config.json")
     known = _json(run_dir / TOPOLOGY)
     folders = log_folders(run_dir, config, logs)

@@ -29,7 +29,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from common.errors import ConfigError
+from common.errors import ConfigError, shorten
 from common.process.logs import SHOWN, is_set_up, structured
 from common.process.storage import storing
 from common.settings.config import Config
@@ -47,6 +47,8 @@ log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 Line = dict[str, Any]
 ATTEMPTS = "attempts.jsonl"
+PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
+"""Settings that are specific to each run and do not affect training."""
 STEP_FILES = ("metrics", "groups", "samples")
 """The files with a line for each step of every run."""
 _AGAIN_AFTER = 20
@@ -123,11 +125,11 @@ class Recorder:
         self.directory = directory
         self.console = console
         self._config = config
-        with storing_run(directory / "config.json"):
+        settings = directory / "config.json"
+        before = _settings_in(settings) if step else {}
+        with storing_run(settings):
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "config.json").write_text(
-                config.model_dump_json(indent=2) + "\n", encoding="utf-8"
-            )
+            settings.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         kept = {
             f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in files
         }
@@ -142,6 +144,7 @@ class Recorder:
         self._history: list[Mapping[str, Any]] = []
         for line in read_lines(directory / "metrics.jsonl"):
             remember(self._history, line)
+        self._tell_changes(before)
         for name, there in kept.items():
             self._tell_gap(name, [number for number in range(1, step + 1) if number not in there])
         if step and config.trainer.eval_samples:
@@ -173,6 +176,16 @@ class Recorder:
                 f"warning: {text}; training continues, but curves, report and dashboard lack them",
                 logging.WARNING,
             )
+
+    def _tell_changes(self, before: Mapping[str, Any]) -> None:
+        """Says which settings have changed since `before`: nothing else would show it."""
+        changes = []
+        for name, value in _settings_in(self.directory / "config.json").items():
+            was = before.get(name, value)
+            if was != value and name not in PLACES:
+                changes.append(f"{name} {shorten(was)} → {shorten(value)}")
+        if changes:
+            self.say(self._words(f"settings changed since the last attempt: {', '.join(changes)}"))
 
     def show(self, table: Table) -> None:
         """Writes a table to the console and the log."""
@@ -293,6 +306,63 @@ def run_ids(directory: Path) -> list[str]:
     ids.
     """
     return [line["run_id"] for line in read_lines(directory / ATTEMPTS)]
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    """Returns the settings in a `config.json` by name; none if it cannot be read."""
+    try:
+        content = json.loads(path.read_bytes())
+        sections = {name: value for name, value in content.items() if isinstance(value, dict)}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    found = {name: value for name, value in content.items() if name not in sections}
+    for section, values in sections.items():
+        found |= {f"{section}.{name}": value for name, value in values.items()}
+    return found
+
+
+def is_run(directory: Path) -> bool:
+    """Whether this is the directory of a run; that of a model has a config.json too."""
+    if any((directory / name).exists() for name in ("metrics.jsonl", ATTEMPTS)):
+        return True
+    return "trainer.max_steps" in _settings_in(directory / "config.json")
+
+
+def no_run(directory: Path, inside: str = "") -> ConfigError:
+    """Returns the error for a path that is not that of a run; `inside` says what is below it."""
+    message = f"this is not a run directory{inside}"
+    if not directory.exists():
+        message = "there is no such run directory"
+    return ConfigError(
+        message,
+        field="RUN_DIR",
+        value=str(directory),
+        remedy="name the directory of a run, such as runs/NAME (it has a config.json)",
+    )
+
+
+def check_run(directory: Path) -> None:
+    """Raises ConfigError unless this is the directory of a run that has recorded a step."""
+    if not is_run(directory):
+        raise no_run(directory)
+    if not has_step(directory):
+        raise no_step(str(directory))
+
+
+def has_step(directory: Path) -> bool:
+    """Whether a run has recorded a step."""
+    metrics = directory / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def no_step(directories: str) -> ConfigError:
+    """Returns the error for runs without a step."""
+    return ConfigError(
+        "no step is recorded here yet",
+        field="RUN_DIR",
+        value=directories,
+        remedy="wait for the first step; `rlhf diagnose RUN_DIR` says why there is none",
+    )
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:

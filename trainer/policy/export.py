@@ -8,9 +8,33 @@ from common.errors import ConfigError
 from common.models.hub import check_model
 from common.process.imports import heavy_imports
 from common.process.storage import make_directory
+from trainer.policy.trained_prompts import TRAINED_PROMPTS, copy_trained_prompts
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types in which weights can be written."""
+MODEL_FILES = (
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*",
+    "adapter_config.json",
+    "adapter_model.*",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    TRAINED_PROMPTS,
+)
+"""What a model in a directory or on the hub may consist of, besides its config.json. What the model
+that replaces it does not have must go: transformers would apply an old adapter to new weights.
+"""
 
 
 def export(
@@ -48,11 +72,15 @@ def export(
 
         from common.settings.sections import ModelSection
         from trainer.policy.scorer import load_model, load_tokenizer
-        from trainer.policy.trained_prompts import copy_trained_prompts
 
     section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)
     weights_type = getattr(torch, dtype)
-    model: Any = load_model(section).to(weights_type)
+    try:
+        model: Any = load_model(section).to(weights_type)
+    except ConfigError as error:  # names the setting of a run
+        raise ConfigError(
+            error.message, field="CHECKPOINT", value=str(checkpoint), remedy=error.remedy
+        ) from None
 
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -6,7 +6,6 @@ compared by their content, so that a directory may move.
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +15,6 @@ from transformers.utils import cached_file
 from common.errors import ConfigError
 from common.settings.config import Config
 from trainer.policy.scorer import cannot_load, load_tokenizer
-
-log = logging.getLogger(__name__)
 
 Facts = dict[str, list[str]]
 """For every setting, its value in messages and its value for comparison."""
@@ -97,8 +94,6 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
         is_now, content_now = now[name]
         if content_before != content_now:
             raise _differs(name, was, is_now, checkpoint)
-        if was != is_now:
-            log.warning("%s was %s and is %s now; the checkpoint fits both", name, was, is_now)
 
 
 def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:

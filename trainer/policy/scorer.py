@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
-from common.models.hub import check_model
+from common.models.hub import check_causal, check_model, check_tokenizer, no_tokenizer
 from common.settings.chat_templates import OWN
 from common.settings.sections import ModelSection, TrainerSection
 from learning.alone import check_alone, fix_rotary_factors
@@ -59,6 +59,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     from its body.
     """
     source = str(path or config.name)
+    check_model(source)
     checkpoint.check_model(Path(source))
     whole = config.model_copy(update={"name": _base_of(source)})
     model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
@@ -68,11 +69,29 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
         try:
             if not (Path(source) / "adapter_model.safetensors").is_file():
                 raise ValueError("it has no adapter_model.safetensors, the only supported format")
-            model = PeftModel.from_pretrained(model, source).merge_and_unload()
+            adapted = PeftModel.from_pretrained(model, source)
+            # Once more, as only this returns what did not fit.
+            misfits = adapted.load_adapter(source, "default")
+            unfit = [*misfits.unexpected_keys, *misfits.missing_keys]
+            if unfit:
+                raise _unfit_adapter(source, whole.name, unfit)
+            model = adapted.merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
+
+
+def _unfit_adapter(source: str, base: str, unfit: Sequence[str]) -> ConfigError:
+    """Returns the error for an adapter with other tensors than its model has room for."""
+    return ConfigError(
+        f"the adapter does not fit its model {base}: {len(unfit)} tensors are only in one of the "
+        f"two, such as {min(unfit)}",
+        field="model.name",
+        value=source,
+        remedy="name the model on which it was trained as base_model_name_or_path in its "
+        f"{ADAPTER_CONFIG}",
+    )
 
 
 def computes_in_bfloat16(config: ModelSection, ranks: Ranks) -> bool:
@@ -116,6 +135,7 @@ def load_scorer(
         )
     if directory is None:
         check_model(config.name)
+        check_causal(config.name)
     in_bfloat16 = computes_in_bfloat16(config, ranks)
     try:
         scorer = load(
@@ -212,15 +232,19 @@ def load_tokenizer(config: ModelSection) -> Any:
     """
     quiet()
     check_model(config.name)
+    if Path(config.name).is_dir():
+        check_tokenizer(Path(config.name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             config.name, trust_remote_code=config.trust_remote_code
         )
-        if config.chat_template not in ("", OWN):
-            tokenizer.chat_template = config.chat_template
-        return tokenizer
     except (OSError, ValueError) as error:
         raise cannot_load("tokenizer", config.name, error) from None
+    if not tokenizer("1", add_special_tokens=False).input_ids:
+        raise no_tokenizer(config.name)
+    if config.chat_template not in ("", OWN):
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
 
 
 def context_length(config: ModelSection) -> int | None:
@@ -252,9 +276,10 @@ def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
 
 
 def quiet() -> None:
-    """Turns off transformers' progress bars and warnings, and a warning about a deprecated name
-    that PEFT uses.
+    """Turns off transformers' progress bars and warnings, and those of PEFT about a deprecated name
+    that it uses and about an adapter that does not fit, which `load_model` refuses.
     """
+    warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

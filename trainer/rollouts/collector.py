@@ -167,7 +167,7 @@ class Collector:
                 log.warning(
                     "setting the data-server back from position %d to %d", batch.position, position
                 )
-                await data.seek(position)
+                await data.seek(position, f"{self._run_id}-back-{secrets.token_hex(4)}")
                 batch = await data.prompts(missing, f"{request_id}-again")
             if batch.position != position:
                 raise CollectFailed(
@@ -286,7 +286,8 @@ class Collector:
         """Takes groups from the replay buffer for the trainer; returns none if there are too few.
 
         Groups that the buffer evicted as too old are dropped, and others are collected in their
-        slots. Raises CollectFailed when a group comes a second time.
+        slots. Raises CollectFailed when a group comes a second time, is none that this run
+        stored, or is too old.
         """
         taken = await self._services.replay.take(request)
         for group in taken.groups:
@@ -298,11 +299,37 @@ class Collector:
                     remedy="raise it above the longest time from the delivery of a batch to the "
                     "end of its update",
                 )
+            self._check_taken(group, request.min_version)
             self._held.add(group.id)
-            self.untaken.pop(group.position, None)
+            del self.untaken[group.position]
         if taken.evicted:
             self._drop_stale(request.min_version, taken.evicted)
         return taken.groups
+
+    def _check_taken(self, group: Group, min_version: int) -> None:
+        """Raises CollectFailed when a group is not one of those that wait to be trained on, or is
+        too old.
+        """
+        waiting = self.untaken.get(group.position)
+        if waiting is None or waiting.graded is None or waiting.graded.id != group.id:
+            raise CollectFailed(
+                f"the replay-buffer handed out group {group.id} of position {group.position}, "
+                "which does not wait to be trained on: this run has trained on it already, or "
+                "another program stored it",
+                field="id",
+                value=group.id,
+                remedy="look into the log of replay-buffer for other clients and for a store that "
+                "was set back; then start the run again: it resumes from its checkpoint and drops "
+                "what it has not trained on",
+            )
+        if group.weight_version < min_version:
+            raise CollectFailed(
+                f"the replay-buffer handed out group {group.id} of weights {group.weight_version}, "
+                f"older than version {min_version}",
+                field="trainer.max_staleness",
+                value=self._config.trainer.max_staleness,
+                remedy="run the same version of the program in every task",
+            )
 
     def _drop_stale(self, min_version: int, evicted: int) -> None:
         """Drops the groups that are older than `min_version`, of which the replay buffer evicted

@@ -87,7 +87,7 @@ def answer_of(episode: Episode, gives_verdicts: bool) -> Completion:
     )
     if episode.reward is not None:
         answer.reward = episode.reward
-        answer.correct = episode.reward > 0.5
+        answer.correct = gives_verdicts and episode.reward == 1
         answer.verified = gives_verdicts
         answer.components = episode.components
         answer.extracted_answer = episode.answer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
 from common.process.storage import storing
-from common.wire.schemas import GroundTruthProblem, Prompt, RewardItem
+from common.wire.schemas import GroundTruthProblems, Prompt, RewardItem
 from trainer.rollouts.services import Services
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ MAX_SHARE = 0.1
 """A run with a larger share of problems that cannot be solved stops: it reads the wrong column."""
 PAGE = 256
 """Problems in one call."""
+REPAIRED = "%s ground truths are read as what they hold: a list of one answer, doubled backslashes"
 _LISTED = 5
 _REASON_CHARS = 120
 
@@ -38,6 +39,7 @@ class GroundTruthCheck:
         self._path = path
         self.unsolvable: dict[str, str] = {}
         """Why a problem cannot be solved, by its id; grows while the check runs."""
+        self._repaired = 0
 
     async def run(self) -> None:
         """Checks both splits, training first, as far as the services answer.
@@ -53,7 +55,11 @@ class GroundTruthCheck:
             checked += count
             too_many |= len(self.unsolvable) - known > MAX_SHARE * count
 
-        result = {"checked": checked, "unsolvable": self.unsolvable}
+        result = {
+            "checked": checked,
+            "repaired": self._repaired,
+            "unsolvable": self.unsolvable,
+        }
         with storing("the checked ground truths", self._path, "state_dir"):
             self._path.write_text(json.dumps(result, indent=1, ensure_ascii=False))
         if too_many:
@@ -68,6 +74,8 @@ class GroundTruthCheck:
             log.warning("%s", summary(checked, self.unsolvable))
         else:
             log.info("%s ground truths, all can be graded", f"{checked:,}")
+        if self._repaired:
+            log.warning(REPAIRED, f"{self._repaired:,}")
 
     async def _check_split(
         self, list_prompts: Callable[[int, int], Awaitable[list[Prompt]]]
@@ -79,19 +87,24 @@ class GroundTruthCheck:
                 prompts = await list_prompts(PAGE, offset)
                 if not prompts:
                     break
-                found = await unsolvable_of(prompts, self._services.reward.check_ground_truths)
+                found, repaired = await check_prompts(
+                    prompts, self._services.reward.check_ground_truths
+                )
                 self.unsolvable.update(found)
+                self._repaired += repaired
                 offset += len(prompts)
         except ServiceError as error:
             log.warning("the ground truths after %d could not be checked: %s", offset, error)
         return offset
 
 
-async def unsolvable_of(
+async def check_prompts(
     prompts: Sequence[Prompt],
-    check: Callable[[list[RewardItem]], Awaitable[list[GroundTruthProblem]]],
-) -> dict[str, str]:
-    """Returns why problems cannot be solved, by their ids, as `check` finds it."""
+    check: Callable[[list[RewardItem]], Awaitable[GroundTruthProblems]],
+) -> tuple[dict[str, str], int]:
+    """Returns why problems cannot be solved, by their ids, as `check` finds it, and how many of the
+    other ground truths were repaired.
+    """
     # Not validated here: the reward-server says what is wrong with one.
     items = [
         RewardItem.model_construct(
@@ -103,10 +116,11 @@ async def unsolvable_of(
         for prompt in prompts
     ]
     found: dict[str, str] = {}
-    for problem in await check(items):
+    checked = await check(items)
+    for problem in checked.problems:
         prompt = prompts[problem.index]
         found[prompt.id] = f"{prompt.ground_truth!r:.60}: {problem.reason:.{_REASON_CHARS}}"
-    return found
+    return found, checked.repaired
 
 
 def summary(count: int, unsolvable: dict[str, str]) -> str:

@@ -162,8 +162,9 @@ class LeaderRollouts(Rollouts):
         """
         self._batches += 1
         settings = self._config.trainer
-        drops_stale = settings.when_stale == "drop" or settings.max_staleness == 0
-        min_version = max(0, step - settings.max_staleness) if drops_stale else 0
+        # With `wait`, slots bound the age; a group that is older nevertheless was lost on its way.
+        trains_stale = settings.when_stale == "train" and settings.max_staleness > 0
+        min_version = 0 if trains_stale else max(0, step - settings.max_staleness)
 
         groups = [TrainingGroup(group) for group in self._fresh(min_version)]
         if len(groups) < settings.batch_size:
@@ -298,19 +299,18 @@ class LeaderRollouts(Rollouts):
             item.group.id: self._priority(item.group, advantages)
             for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
         }
-        request_id = f"{self._run_id}-pass-rates-{self._batches}"
-        return self._loop.begin(self._finish(batch.fresh, priorities, request_id))
+        return self._loop.begin(self._finish(batch, priorities, self._batches))
 
-    async def _finish(
-        self, fresh: list[Group], priorities: dict[str, float], request_id: str
-    ) -> None:
+    async def _finish(self, batch: Batch, priorities: dict[str, float], number: int) -> None:
         with self._clock.stage("replay"):
-            await self._collector.acknowledge(fresh)
-            await self._services.replay.set_priorities(priorities)
+            await self._collector.acknowledge(batch.fresh)
+            request_id = f"{self._run_id}-batch-{number}"
+            await self._services.replay.set_priorities(priorities, request_id)
         if self._config.data.curriculum == "none":
             return
-        prompt_ids = [group.prompt_id for group in fresh]
-        rates = [_pass_rate(group) for group in fresh]
+        prompt_ids = [group.prompt_id for group in batch.fresh]  # they come first
+        rates = batch.pass_rates[: len(prompt_ids)]
+        request_id = f"{self._run_id}-pass-rates-{number}"
         await self._services.data.report_pass_rates(prompt_ids, rates, request_id)
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
@@ -335,8 +335,3 @@ def _token_lists(group: Group) -> dict[str, np.ndarray]:
         if completion.prompt_ids is not None:
             lists[f"{field}.prompt_ids"] = completion.prompt_ids
     return lists
-
-
-def _pass_rate(group: Group) -> float:
-    """Returns the share of correct answers in a group."""
-    return sum(answer.correct for answer in group.answers) / len(group.answers)

@@ -59,9 +59,9 @@ class RolloutStart:
         # Steps after the checkpoint are lost: reuse would see their prompts twice, and experience
         # of lost weights.
         if reuses:
-            dropped = await replay.reset_fresh(position, step)
+            dropped = await replay.reset_fresh(position, step, self.context.run_id)
         else:
-            dropped = await replay.reset_fresh()
+            dropped = await replay.reset_fresh(run_id=self.context.run_id)
         if dropped:
             log.info(
                 "dropped %d groups of an earlier attempt; their prompts are drawn again", dropped
@@ -71,7 +71,7 @@ class RolloutStart:
         if has_ground_truths and not known and not services.rewards_tried:
             (prompt,) = await services.data.train_prompts(1, 0)
             await try_rewards(services.reward, prompt)
-        await self.context.services.data.seek(position)
+        await services.data.seek(position, f"{self.context.run_id}-start")
 
     def _warn_of_loss(self, added: int, trained: int) -> None:
         """Warns when the replay buffer has stored fewer groups than the run trained on."""

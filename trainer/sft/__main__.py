@@ -27,7 +27,7 @@ def main() -> None:
         config = load(prog="rlhf sft", subset=SFT_SETTINGS)
         topology = Topology.from_env()
         is_rank_zero = os.environ.get("RANK", "0") == "0"
-        check_model(config.model.name, needs_weights=True)
+        check_model(config.model.name, is_policy=True)
         assert config.trainer.run_dir is not None, "`load` sets it"
         make_directory(config.trainer.run_dir, "trainer.run_dir")
         from services.data.sft_examples import load_examples

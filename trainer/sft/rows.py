@@ -69,11 +69,12 @@ class Encoder:
     def _turns(self, example: Prompt) -> Iterator[tuple[list[int], list[int]]]:
         """Yields the tokens before each answer of a chat, and the tokens of the answer."""
         style = self._style(example)
+        is_chat = isinstance(example, Example) and example.is_chat
         for i, message in enumerate(example.chat):
             if message["role"] == "assistant":
                 asked = {
                     "prompt": example.chat[i - 1]["content"],
-                    "chat": example.chat[:i] if i > 1 else [],
+                    "chat": example.chat[:i] if i > 1 or is_chat else [],
                 }
                 yield self._split(example.model_copy(update=asked), message, style)
 
@@ -101,6 +102,9 @@ class Encoder:
         stop_ids = set(self.prompter.stop_token_ids)
         ends = [place for place, token in enumerate(own) if token in stop_ids]
         if ends:
+            # A template may add further end tokens, such as an eos_token after the last message.
+            while len(ends) > 1 and not _text(tokenizer, own[ends[-2] + 1 : ends[-1]]):
+                ends.pop()
             return prompt, own[: ends[-1] + 1]
         eos: int | None = tokenizer.eos_token_id
         return prompt, [*own, self.prompter.stop_token_ids[0] if eos is None else eos]
@@ -123,6 +127,12 @@ class Encoder:
                 remedy="shorten it or leave it out (data.map), or use a model with a longer "
                 "context",
             )
+
+
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Returns the text of tokens, without special tokens and space around it."""
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.strip()
 
 
 def _int32(tokens: Sequence[int]) -> Int32:

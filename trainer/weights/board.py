@@ -378,15 +378,20 @@ class WeightBoard:
         return f"{worker.name} ({state}) {worker.detail}".strip()
 
     def wait_confirmed(
-        self, manifest: WeightManifest, limit_s: float, say: Callable[[str], None]
+        self,
+        manifest: WeightManifest,
+        limit_s: float,
+        say: Callable[[str], None],
+        restore: Callable[[], None] = lambda: None,
     ) -> list[WorkerReport]:
         """Waits until the rollout nodes serve `manifest`; returns those that do not and have made
         no progress for `limit_s` seconds. A node may take as long as it makes progress.
 
         The first call waits for as many nodes as the agents report. Later calls do not wait for a
         node that was returned before until it has caught up by itself. A node that has fallen
-        silent is returned at once: its engine may still run with old weights. Raises PublishFailed
-        when no node serves the manifest.
+        silent is returned at once: its engine may still run with old weights. Every look calls
+        `restore`, which writes the files again if they were deleted. Raises PublishFailed when no
+        node serves the manifest.
         """
         arrivals = Progress("the rollout nodes", limit_s)
         nodes: dict[str, _Node] = {}
@@ -394,6 +399,7 @@ class WeightBoard:
         tell_after_s = 10.0
         while True:
             self._check_served()
+            restore()
             workers = self.workers()
             serving = {worker.name for worker in workers if _serves(worker, manifest)}
             self._excluded -= serving

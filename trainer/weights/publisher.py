@@ -2,11 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from common.wire.schemas import WeightManifest, WorkerReport
+from learning.staging import on_host
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.versions import Weights, version_name, write_version
@@ -59,12 +63,13 @@ class Publisher:
         """
         begin = time.monotonic()
         if self.broadcaster is None:
-            manifest = self._write(weights, version)
+            tensors = on_host(weights)
+            manifest = self._write(tensors.items(), version)
             size = sum(file.size for file in manifest.files)
+            self._wait_confirmed(manifest, partial(self._restore, manifest, tensors))
         else:
             manifest, size = self.broadcaster.publish(weights, version)
-
-        self._wait_confirmed(manifest)
+            self._wait_confirmed(manifest)
         if self.broadcaster is not None:
             self.broadcaster.close_if_broken()
         seconds = time.monotonic() - begin
@@ -87,9 +92,23 @@ class Publisher:
         self.board.announce(manifest)
         return manifest
 
-    def _wait_confirmed(self, manifest: WeightManifest) -> None:
+    def _restore(self, manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
+        """Writes a version again if another program has deleted one of its files."""
+        directory = self.board.directory / version_name(manifest.version)
+        if all((directory / file.name).is_file() for file in manifest.files):
+            return
+        log.error(
+            "%s was deleted before all nodes had it; writing weights %d again",
+            directory,
+            manifest.version,
+        )
+        self._write(tensors.items(), manifest.version)
+
+    def _wait_confirmed(
+        self, manifest: WeightManifest, restore: Callable[[], None] = lambda: None
+    ) -> None:
         """Waits until the nodes serve a version; stops the traffic to those that do not."""
-        for worker in self.board.wait_confirmed(manifest, self.limit_s, self.say):
+        for worker in self.board.wait_confirmed(manifest, self.limit_s, self.say, restore=restore):
             self.fence(worker)
 
 

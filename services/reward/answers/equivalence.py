@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from services.reward.answers.expressions import Node, substituted, symbols
+from services.reward.answers.extract import last_value
 from services.reward.answers.formulas import same_formulas, same_values
 from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
 from services.reward.answers.quantities import Value, written_out
-from services.reward.answers.readings import read
+from services.reward.answers.readings import content_words, read
 from services.reward.answers.shapes import (
     Choice,
     Clock,
@@ -68,14 +69,26 @@ _WARM_UP = (
 
 
 _SENTENCE = re.compile(
-    r"(?=.*[a-z]{2}.* .*[a-z]{2})[^0-9]*?(?P<number>-?[0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*",
+    r"(?=.*[a-z]{2}.* .*[a-z]{2})[^0-9]*[0-9][0-9,]*(?:\.[0-9]+)?[^0-9]*",
     re.IGNORECASE | re.DOTALL,
 )
 
 
+_NO_VALUE = re.compile(
+    r"(?:the )?proof.*|prove[dn]?.*|notfound|no answer.*|(?:see|as shown) .*|unknown|undetermined"
+    r"|(?:.* )?(?:not|none) (?:found|provided|available|given|applicable|specified|required).*"
+    r"|none|null|nan|n / a|na|tbd|todo|idk|error|qed|omitted"
+    r"|(?:the )?(?:answer|solution|explanation)(?: above| below)?|.*(?:证明|解析|略|解答).*|无",
+    re.IGNORECASE,
+)
+"""What data sets write where there is no answer."""
+_MAX_WORDS = 3
+"""Words of an answer; more are a sentence. Those of MATH-500 have two."""
+
+
 def verdict(gold: str, answer: str) -> str:
-    """Returns "right", "wrong", "unparsable" for an answer that is not understood completely, or
-    "unevaluated".
+    """Returns "right", "wrong", "unparsable" for an answer that is not understood completely,
+    "unevaluated", or "identical" for the text of a gold answer that is no value.
 
     Unevaluated is an expression with the right value when the gold answer is a number: `5 + 18` or
     `46/2` for 23.
@@ -84,7 +97,7 @@ def verdict(gold: str, answer: str) -> str:
     instead.
     """
     if texts_of(tokens(gold)) == texts_of(tokens(answer)):
-        return "right"
+        return "right" if _is_value(gold) else "identical"
     given = read(answer)
     if given is None:
         return "unparsable"
@@ -110,7 +123,15 @@ def read_gold(text: str) -> Reading | None:
         text = text if isinstance(item, dict | list) else str(item)
     found = read(text)
     sentence = None if found else _SENTENCE.fullmatch(text)
-    return read(sentence["number"]) if sentence else found
+    return read(last_value(text) or "") if sentence else found
+
+
+def _is_value(gold: str) -> bool:
+    """Returns whether other texts than a gold answer itself may have its value."""
+    found = read_gold(gold)
+    text = written(tokens(gold))
+    is_sentence = isinstance(found, Words) and len(content_words(text)) > _MAX_WORDS
+    return not (found is None or is_sentence or _NO_VALUE.fullmatch(text))
 
 
 def _unevaluated(expected: Reading, given: Reading) -> bool:

@@ -4,6 +4,7 @@ sentence with one.
 Every step is linear in the length of any text: responses are untrusted.
 """
 
+import calendar
 import re
 
 from common.prompts.final_answers import (
@@ -12,16 +13,19 @@ from common.prompts.final_answers import (
     MAX_ANSWER_CHARS,
     NOTE,
     SENTENCE_END,
+    before_next_question,
     clean,
     masked,
     stated_answer,
     unmasked,
 )
+from common.prompts.numerals import in_digits
 from common.prompts.phrases import phrases
 from common.prompts.shown import answering_part
 from services.reward.answers.exact import same_answer
+from services.reward.answers.golds import repaired
 
-_DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+_DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\ )[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _RATIO = r"(?:/[0-9]+(?![0-9]|\.[0-9]))"
 _VALUE = (
     r"(?:(?:(?<==)|(?<=:)|(?<=\bis)|(?<=equals)|(?<=\*\*))\s*[-−–]\s+"
@@ -34,12 +38,33 @@ _VALUES = re.compile(_VALUE)
 _BOLD = re.compile(r"(?<![\w*])\*\*(?![\s*])([^*\n]{1,200}?)(?<![\s:])\*\*(?![\w*:])")
 _LAST = re.compile(r".*(?:[0-9$]|\\[\])]|\*\*|\})", re.DOTALL)
 _WINDOW_CHARS = 4096
+_FEW_DIGITS = 20
 _ANEW = re.compile(rf"[=:;,]|\b{phrases('starts anew')}\b", re.IGNORECASE)
 _HEDGE_BEFORE = re.compile(
-    rf"n['’]t\b|[<>≠≤≥]|\b{phrases('doubt', 'could', 'limits')}\b", re.IGNORECASE
+    rf"n['’]t\b|[<>≠≤≥]|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
+    r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+to\s*\Z"
+    r"|(?:不|没|可能|也许|或许|大概|大约|至少|至多|超过)[^,;:=]{0,8}\Z",
+    re.IGNORECASE,
+)
+_VERB = rf"\b{phrases('starts anew')}\b"
+_DENIED_VERB = re.compile(  # We cannot have exactly
+    rf"(?:\b|(?=n['’]t)){phrases('denies')}(?:\s+(?!but\b|and\b|{_VERB})\w+){{0,2}}"
+    rf"\s+{_VERB}(?:(?!{_VERB})[^=:;,])*\Z",
+    re.IGNORECASE,
+)
+_SUPPOSED = re.compile(
+    r"\b(?:if|unless|whether|suppose|assum(?:e|ing))\b(?:(?!\bthen\b)[^,;:=])*\Z", re.IGNORECASE
+)
+_SIGN_IN_WORDS = re.compile(
+    rf"(\A\s*|\b(?:{phrases('states', 'restates', 'starts anew', 'filler')}"
+    r"|to|of|at|by|from|now|still)\s+)"
+    r"(?:minus|negative)\s+(?=[$€£]?\.?[0-9])",
+    re.IGNORECASE,
 )
 _HEDGE_AFTER = re.compile(
-    rf"""\W*(?:{phrases("limits after")}\b|\?)
+    rf"""\W*(?:{phrases("limits after")}\b|\?) | .*\?\s*\Z | \s+\w+\s+or\s+(?:so|more|less|fewer)\b
+    | ,?\s+(?:which|but\s(?:that|this|it))\s(?:is|was)\s(?:wrong|incorrect|false|not|impossible)\b
+    | [^=.,;:]{{0,30}}\b(?:is|was|are|were|would\ be)\s(?:wrong|incorrect|false|impossible)\b
     | [^=.]{{0,12}}\b(?:maybe|perhaps|possibly|guess|not\ sure|unsure)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -55,6 +80,14 @@ _LISTED = re.compile(
     ((?:{_ITEM}(?:\s*[,;]\s+(?:(?:or|and)\s+)?|\s+(?:or|and)\s+)){{1,20}}{_ITEM})\Z""",
     re.VERBOSE,
 )
+_MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
+_DAY = r"[0-9]{1,2}(?:st|nd|rd|th)?"
+_YEAR = r"(?:,?\s+[0-9]{4})?"
+_WHOLE = re.compile(
+    rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
+    rf"|(?:\b{_DAY}\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+{_DAY}\b){_YEAR}"
+)
+"""A tuple or a date: its numbers are no answers by themselves."""
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
 # A row ends at `\\` outside a matrix.
 _ROW_END = re.compile(
@@ -74,20 +107,23 @@ def extract_answer(response: str) -> str | None:
     """Returns the final answer of a response, cleaned, or None without one (or with one over
     `MAX_ANSWER_CHARS`, or one that is hedged or denied).
     """
-    text = answering_part(response)
+    text = before_next_question(in_digits(answering_part(response)))
     answer = stated_answer(text)
     if answer is None:
-        answer = _last_value(text)
+        answer = last_value(text)
     return _one_of(answer or "")
 
 
 def gold_answer(ground_truth: str) -> str | None:
-    """Returns the answer in a ground truth: the one that it states, else all of it. None when it is
-    empty or too long.
+    """Returns the answer in a ground truth, repaired: the one that it states, else all of it. None
+    when it is empty, too long, or a list of several texts.
     """
-    answer = stated_answer(answering_part(ground_truth))
-    if answer is None and len(ground_truth) <= MAX_ANSWER_CHARS:
-        answer = clean(ground_truth)
+    if ground_truth.isdecimal() and len(ground_truth) < _FEW_DIGITS and ground_truth.isascii():
+        return ground_truth  # nearly every one of GSM8K
+    text = in_digits(repaired(ground_truth))
+    answer = stated_answer(answering_part(text))
+    if answer is None and len(text) <= MAX_ANSWER_CHARS:
+        answer = clean(text)
     return _one_of(answer or "")
 
 
@@ -102,17 +138,21 @@ def _one_of(answer: str) -> str | None:
     return answer if is_read else None
 
 
-def _last_value(text: str) -> str | None:
+def last_value(text: str) -> str | None:
     """Returns the value in the last sentence with one, bold type first; None when there is none, or
     the sentence hedges or denies it.
     """
     last = _LAST.match(text)
     if last is None:
-        words = _NUMBER_WORD.findall(text)
-        return words[0] if len(words) == 1 and not _HEDGE_BEFORE.search(text) else None
+        words = list(_NUMBER_WORD.finditer(text))
+        if len(words) != 1 or _HEDGE_BEFORE.search(text):
+            return None
+        return None if _HEDGE_AFTER.match(text, words[0].end()) else words[0].group()
     window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
+        if "inus" in sentence or "egative" in sentence:
+            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
         end = len(sentence)
         bold = list(_BOLD.finditer(sentence))
         if bold and not _VALUES.search(sentence):
@@ -143,10 +183,15 @@ def _read(value: re.Match[str], spans: list[str]) -> str | None:
     right = sentence[value.end() :]
     if (
         _HEDGE_BEFORE.search(_ANEW.split(left)[-1])
+        or _DENIED_VERB.search(left)
+        or _SUPPOSED.search(left)
         or _HEDGE_AFTER.match(right)
         or DOUBT.search(_CLAUSE.split(left)[-1])
     ):
         return None
+    for whole in _WHOLE.finditer(sentence):
+        if whole.start() <= value.start() < whole.end():
+            return clean(unmasked(whole.group(), spans))
     listed = _LISTED.search(sentence[: value.end()])
     if listed:
         return clean(unmasked(listed[1], spans))
@@ -166,7 +211,7 @@ def _run(number: re.Match[str]) -> str:
     text = number.string
     start = number.start()
     end = number.end()
-    before = re.search(r"\S*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
+    before = re.search(r"[^\s一-鿿]*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
     after = re.match(r"\S*", text[end : end + MAX_ANSWER_CHARS])
     assert before is not None
     assert after is not None

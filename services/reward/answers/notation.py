@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from html.entities import name2codepoint
+from itertools import dropwhile
 from typing import NamedTuple
 
 
@@ -76,7 +77,8 @@ _TYPESETTING = (
 _UNICODE = r"""
 - − ‐ ‑ ﹣; / ⁄ ∕ ÷; * × ⋅ · ∙ • ∗ ✕; \pi π 𝜋; \infty ∞; \le ≤ ≦ ⩽; \ge ≥ ≧ ⩾; \ne ≠; \approx ≈
 \pm ±; \mp ∓; \cup ∪; \cap ∩; \emptyset ∅ ⌀; \in ∈; \setR ℝ; \setZ ℤ; \setN ℕ; \setQ ℚ
-\setminus ∖; ^\circ ° º ˚; ' ′ ’ ‘; " “ ” „; \root √; \cuberoot ∛; \fourthroot ∜; _+ ₊; _- ₋
+\setminus ∖; ^\circ ° º ˚; ' ′ ’ ‘ ‚ ‹ ›; " “ ” „ « » 「 」 『 』; _+ ₊; _- ₋
+\root √; \cuberoot ∛; \fourthroot ∜
 \lfloor ⌊; \rfloor ⌋; \lceil ⌈; \rceil ⌉; | ∣; \ell ℓ; \text{~cents} ¢; % ٪; '' ″; \land ∧; \lor ∨
 \sum ∑; \prod ∏; \int ∫; \equiv ≡; \dots …; \langle ⟨; \rangle ⟩; . 。
 """
@@ -123,7 +125,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 def _mixed(match: re.Match[str]) -> str:
     """Returns 2 1/2 as a token of its exact value."""
-    whole, *parts = (int(part) for part in match.groups() if part)
+    whole, *parts = (int(part.replace(",", "")) for part in match.groups() if part)
     if not 0 < parts[0] < parts[1]:
         return match.group()
     return f"\x05{whole * parts[1] + parts[0]}/{parts[1]}\x05"
@@ -140,6 +142,9 @@ def _marked_text(match: re.Match[str]) -> str:
     return f"\x02{content}\x03"
 
 
+_WHOLE = r"(?<![0-9.^])(?<![0-9],(?=[0-9]{3}))([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})"
+"""The whole number of a mixed one: 4 of (1,4 1/2), and 1,400 of 1,400 1/2."""
+_GAP = r"(?: |~|\\[,;:! ]|\\q?quad(?![A-Za-z])|\\text *\{ *\}){0,9}"
 _DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
 _TEXTS = (
     "text(?:bf|it|rm|sf|tt|sc|normal|up)?|math(?:rm|sf|tt|normal)|[mh]box|operatorname\\*?|emph"
@@ -157,6 +162,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
     ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
     ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
     ("$", r"US\\?\$", "$"),
+    ('\\"', r'\\"', '"'),
     ("``", r"``([^`']*)''", r'"\1"'),
     (".", r"\\(?:left|right)\.", ""),
     (".", r"(?<=[0-9 {])([AaPp])\.\s?[Mm]\b\.?", r"\1m"),
@@ -198,17 +204,19 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         rf"|(?P<again>[0-9]{{1,12}}?)(?P=again)+(?=\s*{_DOTS}))(?:\s*{_DOTS})?)",
         _repeating,
     ),
+    ("{\\frac", r"(?<=[0-9])\s*\{\s*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})\s*\}", r"\1"),
     # not over a line break: that joins two numbers
-    ("/", r"(?<![0-9.,^])([0-9]{1,30}) +([0-9]{1,30})/([0-9]{1,30})(?![0-9.])", _mixed),
+    ("/", rf"{_WHOLE} +([0-9]{{1,30}})/([0-9]{{1,30}})(?![0-9.])", _mixed),
     (
         "\\frac",
-        r"(?<![0-9.,^])([0-9]{1,30}) *\\frac *(?:\{ *([0-9]{1,30}) *\}|([0-9]))"
+        rf"{_WHOLE}{_GAP}\\frac *(?:\{{ *([0-9]{{1,30}}) *\}}|([0-9]))"
         r" *(?:\{ *([0-9]{1,30}) *\}|([0-9]))",
         _mixed,
     ),
     ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
     ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
     ("\\", rf"\\(?:{_TYPESETTING})(?![A-Za-z])", " "),
+    ("(", r"^\s*\{\s*(\([A-H]\))(?:[\s~]|\\ )*\}", r" \1 "),
     ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
     (
         "'",
@@ -257,6 +265,7 @@ _OPERATORS = {
     "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt",
     "*": "\\times", "\\|": "|", "\\$": "$", "\\%": "%",
 }  # fmt: skip
+_QUOTES = words("\" ' `")
 _RELATED = words("\\le \\ge \\ne \\lt \\gt \\times")
 _SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
 """What is a command with or without a backslash."""
@@ -283,7 +292,15 @@ def tokens(text: str) -> Tokens:
     found = _scan(canonical(text))
     while found and found[-1].kind == "op" and found[-1].text == ".":
         found.pop()
+    if found and found[0].text in _QUOTES:
+        found = list(dropwhile(_is_quote, found))
+        while found and _is_quote(found[-1]):
+            found.pop()
     return tuple(found)
+
+
+def _is_quote(token: Token) -> bool:
+    return token.text in _QUOTES
 
 
 def _scan(text: str) -> list[Token]:

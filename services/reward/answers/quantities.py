@@ -35,6 +35,8 @@ _MONEY = re.compile(
 )
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _PROSE = re.compile(r"[^\x00-\x7f]|(?<![\\A-Za-z])(?<!\{ )[A-Za-z]{3,}")
+_LITRES = words("l L \\ell")
+_FRACTIONS = words("- / \\frac { }")
 _TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
 _REMARK = re.compile(
     r"(?P<value>.+?) (?:(?:in )?(?:total|all)|left(?: over)?|leftover|remaining|each|apiece|now"
@@ -168,6 +170,14 @@ def _without_remark(part: Tokens) -> Tokens:
     return (matched(_REMARK, part) or {"value": part})["value"]
 
 
+def _is_litre(part: Tokens) -> bool:
+    """Returns whether the last token is the unit of a number: 2l, but not 2w + 2l."""
+    *number, last = part
+    return last.text in _LITRES and all(
+        token.kind == "num" or token.text in _FRACTIONS for token in number
+    )
+
+
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     """Splits off the unit: a currency sign in front, or the text after the value."""
     front = matched(_MONEY, part)
@@ -189,7 +199,8 @@ def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     for i, token in enumerate(part):
         depth += step(token)
         is_angle = token.text == DEGREE and has_angle
-        if i and depth == 0 and not is_angle and starts_unit(token, part[i - 1]):
+        is_start = starts_unit(token, part[i - 1]) or _is_litre(part[: i + 1])
+        if i and depth == 0 and not is_angle and is_start:
             unit = read_unit(part[i:], single=part[0].text == "1" and i == 1)
             if unit is not None:
                 return part[:i], unit

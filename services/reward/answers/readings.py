@@ -46,7 +46,7 @@ from services.reward.answers.shapes import (
     as_region,
     combined,
 )
-from services.reward.answers.statements import name_of, read_relation
+from services.reward.answers.statements import name_of, read_relation, read_row
 from services.reward.answers.units import DOUBTS, NUMBERS, Unit, has_doubts, is_remark, read_unit
 from services.reward.answers.values import simplified
 
@@ -60,6 +60,7 @@ _CHOICE = re.compile(
     r"(?:\( (?P<letter>[A-H]) \)|(?P<bare>[A-H]) [).:])"
     r"(?: is (?:the )?(?:correct|right|answer)(?: answer)?)?(?: (?P<rest>.+))?"
 )
+_NONE = re.compile(r"none(?: of (?:the|these|those|them)\b.*)?", re.IGNORECASE)
 _RESIDUE = re.compile(
     r"(?:(?P<name>.+) (?:\\equiv|=) )?(?P<value>(?:(?!\\equiv|=).)+?)(?: \()? (?:\\mod|modulo|mod)"
     r"(?: \{)? (?P<modulus>[^(){}]+?)(?: \})?(?: \))?"
@@ -108,6 +109,8 @@ _DATES = {
     for length in (3, 4, 9)
     if name
 }
+_MONTHS = frozenset(filter(None, map(str.lower, calendar.month_name)))
+_DATE_GLUE = words("the of on st nd rd th , . ^ { }")
 _TIMES = {"noon": 720, "midnight": 0}
 _SETS = {"\\union": operator.or_, "\\cap": operator.and_, "\\setminus": operator.sub}
 
@@ -127,6 +130,7 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
         raise NotUnderstood
     for reader in (
         _choice,
+        _date,
         _words,
         _residue,
         _based,
@@ -134,6 +138,7 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
         _annotated,
         _mixed_units,
         _family,
+        partial(read_row, read=_read),
         _several,
         _labelled,
         _set,
@@ -154,7 +159,7 @@ def _choice(part: Tokens, depth: int) -> Reading | None:
     if not found or (rest and (not rest[0].spaced or rest[0].text in "+/^_=" + "\\times")):
         return None
     [letter] = found["letter"] or found["bare"]
-    if has_doubts(rest):
+    if has_doubts(rest) and not _NONE.fullmatch(written(rest)):
         raise NotUnderstood
     value: Reading | None = None
     with suppress(NotUnderstood):
@@ -170,6 +175,15 @@ def _names_choice(reading: Reading | None) -> bool:
         return any(map(_names_choice, reading.items))
     is_letter = isinstance(reading, Value) and re.fullmatch("[A-H]", written(reading.source))
     return bool(is_letter) or isinstance(reading, Choice)
+
+
+def _date(part: Tokens, _: int) -> Reading | None:
+    """Reads 7th of March, 2024, in any order."""
+    names = [name for name in (token.text.lower() for token in part) if name not in _DATE_GLUE]
+    months = [_DATES[name] for name in names if _DATES.get(name) in _MONTHS]
+    numbers = [name for name in names if name.isdigit()]
+    is_date = len(months) == 1 and 0 < len(numbers) == len(names) - 1 < 3
+    return Words(" ".join((*months, *sorted(numbers, key=len)))) if is_date else None
 
 
 def _words(part: Tokens, _: int) -> Reading | None:
@@ -209,9 +223,13 @@ def _content(text: str) -> str:
         text = match["said"]
     if _UNDEFINED.fullmatch(text):
         return "undefined"
+    return " ".join(_DATES.get(name, name) for name in content_words(text))
+
+
+def content_words(text: str) -> list[str]:
+    """Returns the words of a text without fillers, or all if there are no others."""
     names = text.split()
-    kept = [name for name in names if name not in _FILLERS] or names
-    return " ".join(_DATES.get(name, name) for name in kept)
+    return [name for name in names if name.lower() not in _FILLERS] or names
 
 
 def _residue(part: Tokens, _: int) -> Reading | None:
@@ -342,10 +360,18 @@ def _joined(items: list[Reading], separators: Sequence[str]) -> Reading:
         is_one_unknown = len({name.partition("_")[0] for name in names}) == 1
         if not is_one_unknown and len(names) < len(named):
             raise NotUnderstood
-        return Many(tuple(values), False) if is_one_unknown else Named(tuple(sorted(named)))
+        if is_one_unknown:
+            return Many(tuple(values), False)
+        return Named(tuple(sorted(named, key=_alphabetical)))
     if len(named) == 1 and isinstance(items[0], Named):  # x = 1, 2
         items = [*values, *items[1:]]
     return Many(tuple(items), False)
+
+
+def _alphabetical(named: tuple[str, Reading]) -> tuple[bool, str]:
+    """Returns the place of a name in the alphabet: Latin letters precede Greek ones."""
+    name, _ = named
+    return name.startswith("\\"), name.casefold()
 
 
 def _variants(part: Tokens) -> list[Tokens]:

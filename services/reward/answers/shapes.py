@@ -54,7 +54,7 @@ class TupleOrInterval:
 
 @dataclass(frozen=True)
 class Named:
-    """Values of named unknowns, in the order of the names."""
+    """Values of named unknowns, in the order that a row states, else in that of the names."""
 
     values: tuple[tuple[str, "Reading"], ...]
     """The name is empty for what a value measures: |AB|, f(2), the remainder."""

@@ -13,6 +13,7 @@ from services.reward.answers.notation import (
     GREEK,
     NotUnderstood,
     Tokens,
+    matched,
     split,
     written,
 )
@@ -50,7 +51,11 @@ _NAME = re.compile(
     rf"(?P<stem>(?:\\(?:angle|triangle|vec) (?:\{{ )?)?{_WORD}(?: {_WORD})*(?: \}})?"
     r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
 )
-_ROW = re.compile(rf"\( {_WORD}(?: , {_WORD})+ \)")
+_UNKNOWN = rf"{_WORD}(?: _ (?:\{{ [^{{}}]+ \}}|\w+))?"
+_ROW = re.compile(
+    rf"(?:(?P<open>[(\[]|\\langle) )?(?P<names>{_UNKNOWN}(?: , {_UNKNOWN})+)"
+    r"(?(open) (?:[)\]]|\\rangle)) = (?P<values>[^=]+)"
+)
 _LABEL = re.compile(r"(?=.*[A-Za-z])[\x00-\x7f]+")
 _CALL = re.compile(r"[A-Za-z] \( [-0-9 ,]+ \)")
 
@@ -162,18 +167,31 @@ def name_of(part: Tokens) -> str:
     return re.sub("[{} ]", "", match["stem"])
 
 
+def read_row(part: Tokens, depth: int, read: Read) -> Reading | None:
+    """Returns the reading of (x, y) = (1, 2), also of several rows of values, in the order that the
+    names state; None for anything else.
+    """
+    found = matched(_ROW, part)
+    if found is None:
+        return None
+    names = [re.sub("[{} ]", "", name) for name in written(found["names"]).split(" , ")]
+    values = read(found["values"], depth)
+    if isinstance(values, Many) and all(isinstance(item, TupleOrInterval) for item in values.items):
+        return replace(values, items=tuple(_row(names, item) for item in values.items))
+    return _row(names, values)
+
+
+def _row(names: list[str], values: Reading) -> Named:
+    items = values.items if isinstance(values, TupleOrInterval | Many) else ()
+    if len(items) != len(names) or len(set(names)) < len(names):
+        raise NotUnderstood
+    return Named(tuple(zip(names, items, strict=True)))
+
+
 def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     """Returns the reading of a = b = c: all its constants must be equal, and the last fully
     evaluated one counts.
     """
-    if len(pieces) == 2 and _ROW.fullmatch(written(pieces[0])):  # (x, y) = (1, 2)
-        row = written(pieces[0]).split()[1::2]
-        found = read(pieces[1], depth)
-        items = found.items if isinstance(found, TupleOrInterval | Many) else ()
-        if len(items) != len(row):
-            raise NotUnderstood
-        return Named(tuple(sorted(zip(row, items, strict=True), key=lambda pair: pair[0])))
-
     names: set[str] = set()
     while len(pieces) > 1 and (name := name_of(pieces[0])):
         names.add(name)

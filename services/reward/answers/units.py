@@ -24,7 +24,7 @@ mass 45359237/100000: lb lbs pound; mass 45359237/1600000: oz ounce; mass 907184
 time 1: s sec second 秒; time 1/1000: ms millisecond; time 60: min mins minute 分钟
 time 3600: h hr hrs hour 小时; time 86400: day 天; time 604800: week wk 周
 month 1: month mo 个月; month 12: year yr 年 岁; month 120: decade; month 1200: century centuries
-volume 1: L l liter litre 升; volume 1/1000: mL ml milliliter millilitre cc 毫升
+volume 1: L l \\ell liter litre 升; volume 1/1000: mL ml milliliter millilitre cc 毫升
 volume 1/100: cL cl centiliter centilitre; volume 1/10: dL dl
 volume 473176473/125000000: gal gallon; volume 473176473/500000000: qt quart
 volume 473176473/1000000000: pint; volume 473176473/2000000000: cup
@@ -72,23 +72,23 @@ was we were what where which while who whom whose why will with within would yes
 """)
 """Words that name no thing."""
 DOUBTS = words("""
-? \\ne \\neg \\lnot \\approx
-about above against almost and anything approximate approximately around backwards base bases
-before below beneath but can can't cannot close correct could couldn't couples cubed deci did
-didn't different divided do does doesn't doing don't double doubled doubles down downwards dubious
-eighth eighths either eleventh elevenths eliminated else equals error exceeds except excluded
-factor factorial factorials fails false few fewer fifth fifths fifties forties forwards fourth
-fourths giga greater gross guess half halves hardly hundreds if incorrect infinity instead invalid
-inverses isn't kilo lacks larger least less likely logarithms logs loses makes many max maximum
-may maybe means mega micro might milli min minimum minus mod mods modulo more most multiples
-multiplied must nano near nearly negative neither never nineties ninth ninths no nobody none nor
-not nothing off once ones only opposite opposites or other others otherwise out outside over pairs
-per percent perhaps plus possible possibly powers probably quarter quarters rather reciprocal
-reciprocals rejected remains right root roots roughly ruled same satisfies score scores seventh
-sevenths seventies several should shouldn't sixth sixths sixties smaller sometimes squared still
-tens tenth tenths tera than third thirds thirties though thrice till times too trios triple true
-twelfth twelfths twenties twentieth twentieths twice unclear undone unknown unless unlike unlikely
-unsure until unto up versus very via vs wasn't when whether without won't works wrong xor yet
+? \\ne \\neg \\lnot \\approx about above against almost and anything approximate approximately
+around backwards base bases before below beneath but can can't cannot close correct could couldn't
+couples cubed deci did didn't different divided do does doesn't doing don't double doubled doubles
+down downwards dubious eighth eighths either eleventh elevenths eliminated else equals error exceeds
+except excluded factor factorial factorials fails false few fewer fifth fifths fifties forties
+forwards fourth fourths giga greater gross guess half halves hardly hundreds if incorrect infinity
+instead invalid inverse inverses isn't kilo lacks larger least less likely logarithms logs loses
+makes many max maximum may maybe means mega micro might milli min minimum minus mod mods modulo more
+most multiples multiplied must nano near nearly negative negatives neither never nineties ninth
+ninths no nobody none nor not nothing off once ones only opposite opposites or other others
+otherwise out outside over pairs per percent perhaps plus possible possibly powers probably quarter
+quarters rather reciprocal reciprocals rejected remains right root roots roughly ruled same
+satisfies score scores seventh sevenths seventies several should shouldn't sixth sixths sixties
+smaller sometimes squared still tens tenth tenths tera than third thirds thirties though thrice till
+times too trios triple true twelfth twelfths twenties twentieth twentieths twice unclear undone
+unknown unless unlike unlikely unsure until unto up versus very via vs wasn't when whether without
+won't works wrong xor yet
 """)
 """Words that hedge, deny, compare, state a verdict, another number or an operation."""
 _SCALES = {

@@ -24,6 +24,7 @@ from services.reward.hosts import ProcessHost
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
+_NO_VALUE = "it cannot be read as a value: only the same text matches it"
 MEMORY_MB = 1024
 """Address space of one worker."""
 
@@ -94,6 +95,8 @@ class MathHost(ProcessHost):
         except CallFailed as error:
             return Score(None, error.status, correct=False, answer=answer, reason=str(error))
 
+        if found == b"identical":
+            return Score(1.0, correct=True, answer=answer, reason=_NO_VALUE)
         if found == b"unparsable":
             return Score(0.0, "unparsable", correct=False, answer=answer)
         if found == b"unevaluated":
@@ -168,6 +171,13 @@ class MathRewardFunction(DetailedRewardFunction):
         items: list[RewardItem] = []
         for completion, gold in zip(completions, golds, strict=True):
             text = text_of(completion)
+            if isinstance(gold, list | tuple) and len(gold) != 1:
+                raise InvalidInput(
+                    "the ground truth is a list, but not of one answer",
+                    field="ground_truth",
+                    value=gold,
+                    remedy="give one text, such as '1, 2' for two values",
+                )
             items.append(RewardItem.model_construct(response=text, ground_truth=str(gold)))
 
         with self._lock:

@@ -34,7 +34,7 @@ class Score:
     components: dict[str, float | None] = field(default_factory=dict)
     """Score of every part of a composite by its name, before weights."""
     reason: str = ""
-    """Why there is no value."""
+    """Why there is no value, or why only the same text earns it."""
 
     def __post_init__(self) -> None:
         """Converts the values to plain numbers; a value that does not fit in a float32 is an

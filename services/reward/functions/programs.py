@@ -84,7 +84,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         *,
         slots: int | None = None,
         memory_mb: int = 512,
-        output_kb: int = 64,
+        output_kb: int = 1024,
         python: str = "",
         sandbox: SandboxKind = "bubblewrap",
     ) -> None:
@@ -103,14 +103,25 @@ class CodeRewardFunction(DetailedRewardFunction):
         entry_points = kwargs.get("entry_point") or [""] * len(completions)
         cases = []
         for i, (content, entry_point) in enumerate(zip(columns, entry_points, strict=True)):
-            cases.append(parse_cases(content, f"test_cases[{i}]", str(entry_point or "")))
+            cases.append(self.cases(content, f"test_cases[{i}]", str(entry_point or "")))
         return self._threads.map(self._score, map(text_of, completions), cases)
+
+    def cases(
+        self, test_cases: Any, where: str = "test_cases", entry_point: str = ""
+    ) -> list[Case]:
+        """Returns the test cases of one problem, as `parse_cases`. Raises InvalidInput also for a
+        case that no program passes here.
+        """
+        cases = parse_cases(test_cases, where, entry_point)
+        for case in cases:
+            self._sandbox.check(case, where)
+        return cases
 
     def results(self, source: str, test_cases: Any) -> list[CaseResult]:
         """Returns the result of every case of a program. Raises InvalidInput for a bad case, or
         SandboxFault.
         """
-        return self._sandbox.run(source, parse_cases(test_cases))
+        return self._sandbox.run(source, self.cases(test_cases))
 
     def _score(self, text: str, cases: Sequence[Case]) -> Score:
         reads_input = any(case.request["kind"] == "stdin" for case in cases)

@@ -82,6 +82,9 @@ class WeightFollower:
 
         self.newest: tuple[WeightManifest, Path] | None = None
         """The newest verified weights and their directory, used to start an engine."""
+        self.refused: WeightId | None = None
+        """The newest weights that an engine did not load: none starts with them, as a start
+        compares files with nothing, and would accept what a load refuses."""
         self.received: tuple[WeightId, str] | None = None
         """The weights that the engine received by broadcast, and their checksum."""
         self._process_id = secrets.token_hex(4)
@@ -412,6 +415,8 @@ class WeightFollower:
         self._updates.labels("failed").inc()
         self._state.update_failed(reason, engine_failed=stage == "load")
         log.error("this node is stale and receives no traffic: %s", reason)
+        if stage == "load":
+            self.refused = wanted
         if stage == "load" and (self._partial or self._api.asleep):
             self._engine.restart(f"it may hold a part of a version; {reason}")
         elif self._state.must_restart:

@@ -167,7 +167,9 @@ class TrainerClient(Client):
         size = 0
         async with self.http.stream("GET", path, timeout=timeout) as response:
             if response.status_code in (404, 410):
-                raise WeightsGone("the trainer has removed this file", field="name", value=name)
+                raise WeightsGone(
+                    "the trainer does not have this file any more", field="name", value=name
+                )
             if not response.is_success:
                 reason = f"HTTP {response.status_code} for a weight file"
                 raise CorruptWeights(reason, field="name", value=name)
@@ -242,6 +244,7 @@ class WeightStore:
         Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or
         StorageFailed, and changes nothing.
         """
+        await asyncio.to_thread(self._forget_deleted)
         for known, path in self._stored:
             if _same(known, manifest):
                 return path
@@ -267,7 +270,7 @@ class WeightStore:
                 "state_dir",
                 remedy="wait: the agent retries the download",
             ):
-                partial.mkdir()
+                partial.mkdir(parents=True)
                 for file in manifest.files:
                     await self._store_file(
                         manifest, file, partial, trainer=trainer, download=download
@@ -361,6 +364,13 @@ class WeightStore:
             made,
         )
         return False
+
+    def _forget_deleted(self) -> None:
+        """Forgets the versions of which another program has deleted a file."""
+        for manifest, path in list(self._stored):
+            if any(not (path / file.name).is_file() for file in manifest.files):
+                log.error("%s was deleted; downloading its weights again", path)
+                self._forget(path)
 
     def _forget(self, path: Path) -> None:
         self._stored = [entry for entry in self._stored if entry[1] != path]

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from urllib.request import proxy_bypass
 
 import pytest
 
@@ -65,6 +66,23 @@ def test_outside_a_job_group_everything_is_on_this_machine() -> None:
     assert topology.url(REWARD, 8002) == "http://127.0.0.1:8002"
     assert topology.bind(REWARD, 8002) == ("127.0.0.1", 8002)
     assert topology.own_name(REWARD) == "reward-server-0"
+
+
+@pytest.mark.parametrize("given", ["NO_PROXY", "no_proxy"])
+@pytest.mark.parametrize("hosts", [{}, HOSTS])
+def test_proxies_are_not_for_calls_within_a_group(
+    given: str, hosts: dict[str, LocalHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = Topology.from_env(CLUSTER | {"JOBGROUP_HOSTS": format_hosts(hosts)})
+    env = {"http_proxy": "http://127.0.0.1:9", given: "intern.example,other.example"}
+    env |= topology.proxy_env(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    spared = ("127.0.0.1", "localhost", "intern.example", topology.host(ROLLOUT, 1))
+    assert all(proxy_bypass(host) for host in spared)
+    assert not proxy_bypass("huggingface.co")
+    assert topology.proxy_env(env) == {name: env[name] for name in ("NO_PROXY", "no_proxy")}
+    assert topology.proxy_env({given: "*"}) == {}
 
 
 def test_a_node_that_does_not_run_is_named() -> None:

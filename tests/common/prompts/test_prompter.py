@@ -200,9 +200,18 @@ def test_a_template_that_refuses_a_role_is_named() -> None:
         prompt_text(PROMPT, style(sampling__system_prompt="S"), tokenizer(refuses))
 
 
-def test_a_chat_without_a_chat_template_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a problem is a chat"):
-        prompt_text(CHAT, style(), tokenizer())
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_chat_needs_a_chat_template_whatever_its_length(length: int) -> None:
+    chat = CHAT.model_copy(update={"chat": CHAT.chat[-length:]})
+    with pytest.raises(ConfigError, match=r"but the model has no chat template.*instruct model"):
+        prompt_text(chat, style(), tokenizer())
+
+    with_text = style(data__prompt_template="{question}!")
+    if length == 1:
+        assert prompt_text(chat, with_text, tokenizer()) == "3 + 4?!"
+    else:
+        with pytest.raises(ConfigError, match=r"data\.prompt_template writes only one message"):
+            prompt_text(chat, with_text, tokenizer())
 
 
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:

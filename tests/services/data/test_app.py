@@ -65,8 +65,9 @@ async def test_the_client_walks_an_epoch_and_seeks(client: DataClient) -> None:
         prompt.id for prompt in TRAIN
     )
     assert await client.prompts(10, "r1") == batches[1]
-    await client.seek(10)
+    await client.seek(10, "back")
     assert (await client.prompts(10, "later")).prompts == batches[1].prompts
+    await client.seek(10, "back")  # a copy that arrives late moves nothing
     assert await client.eval_prompts(3) == EVAL[:3]
     assert await client.total() == 30
     await client.flush()

@@ -117,6 +117,15 @@ def test_numbers_own_ids_and_other_columns(tmp_path: Path) -> None:
     ]
 
 
+def test_an_answer_may_be_a_list_of_one_and_keeps_a_lost_backslash(tmp_path: Path) -> None:
+    answers = [["5"], [[7]], "\x0crac{1}{2} ", " 8\n"]
+    rows = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+    write(tmp_path / "train.jsonl", rows)
+    prompts = load_split(section(tmp_path), "train", 0)
+    # The check of ground truths must see the form feed.
+    assert [prompt.ground_truth for prompt in prompts] == ["5", "7", "\x0crac{1}{2}", "8"]
+
+
 def test_num_samples_is_seeded_and_keeps_the_order(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     some = load_split(section(tmp_path, num_samples=10), "train", 3)
@@ -137,6 +146,8 @@ BAD_LINES = [
     ('{"question": "q", "answer": "#### "}', "the answer in column 'answer' is empty"),
     ('{"question": "q", "answer": null}', "column 'answer' is None, not a text or a number"),
     ('{"question": ["q"], "answer": "1"}', "column 'question' is ['q'], not a text"),
+    ('{"question": "q", "answer": ["1", "2"]}', "column 'answer' is ['1', '2'], not a text"),
+    ('{"question": "q", "answer": []}', "column 'answer' is [], not a text"),
     ('{"question": "q", "answer": true}', "column 'answer' is True"),
     ('{"question": "q", "answer": NaN}', "NaN is not JSON"),
     ('{"question": "q", "answer": 1e999}', "column 'answer' is inf"),

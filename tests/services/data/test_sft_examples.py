@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from common.errors import ConfigError
 from common.settings.config import from_mapping
@@ -74,6 +75,16 @@ def test_a_chat_may_have_many_turns(tmp_path: Path) -> None:
             {"messages": [{"role": "tool", "content": "a"}]},
             {"messages_field": "messages"},
             "has the roles tool",
+        ),
+        (
+            {"messages": [{"role": "human", "content": "a"}]},
+            {"messages_field": "messages"},
+            "line 1: .*has the role 'human'.*rename it to 'user'",
+        ),
+        (
+            {"messages": [{"from": "human", "value": "a"}]},
+            {"messages_field": "messages"},
+            "not an object with role and content.*rename its fields",
         ),
         ({"messages": []}, {"messages_field": "messages"}, "is not a list of messages"),
         ({"question": "a"}, {}, "there is no column 'answer'"),
@@ -144,6 +155,50 @@ def test_a_chat_keeps_its_calls_and_its_tools(tmp_path: Path, tools: Any) -> Non
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
         {"role": "assistant", "content": "3"},
     ]
+
+
+ADD = {"name": "add", "arguments": {"a": 1, "to": [{"b": 2}, {"c": 3}]}}
+WEATHER = {"name": "weather", "arguments": {"city": "Paris", "unit": {"si": True}, "days": []}}
+DEFINED = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+    for name, properties in (
+        ("add", {"a": {"type": "integer"}}),
+        ("weather", {"city": {"type": "string", "enum": ["Paris", None]}}),
+    )
+]
+"""A null in a list is nobody's absence."""
+
+
+def called(row: Prompt) -> dict[str, Any]:
+    """Returns the function that the first answer calls."""
+    answer: dict[str, Any] = row.chat[1]
+    function: dict[str, Any] = answer["tool_calls"][0]["function"]
+    return function
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_nulls_that_arrow_adds_are_left_out(tmp_path: Path, ending: str) -> None:
+    """Arrow gives every row of a column the fields of all; `datasets` also writes them to JSON."""
+    chats = [calling([{"type": "function", "function": call}]) for call in (ADD, WEATHER)]
+    rows = [{"messages": chat, "tools": [tool]} for chat, tool in zip(chats, DEFINED, strict=True)]
+    source = tmp_path / f"a.{ending}"
+    table = Dataset.from_list(rows)
+    if ending == "jsonl":
+        table.to_json(source)
+        assert '"city":null' in source.read_text()
+    else:
+        table.to_parquet(source)
+    found = examples(str(source), messages_field="messages")
+    assert [called(row) for row in found] == [ADD, WEATHER]
+    assert [row.tools for row in found if isinstance(row, Example)] == [[each] for each in DEFINED]
+
+
+def test_a_null_argument_of_a_json_text_is_kept(tmp_path: Path) -> None:
+    call = {"function": {"name": "book", "arguments": '{"seat": null}'}}
+    (found,) = examples(
+        written(tmp_path / "a.jsonl", [{"messages": calling([call])}]), messages_field="messages"
+    )
+    assert called(found)["arguments"] == {"seat": None}
 
 
 @pytest.mark.parametrize(

@@ -369,3 +369,15 @@ def test_the_page_says_which_templates_work_with_tools() -> None:
     page = PAGE.read_text()
     missing = [line for line in lines if line not in page]
     assert not missing, "\n".join(lines)
+
+
+def test_variables_of_the_settings_reach_the_template() -> None:
+    """As `sampling.chat_template_kwargs`, in the first prompt and in what follows an answer."""
+    own = "{{ mode | default('think') }}"
+    text = own + _template(CALLS["Hermes"], "Hermes")
+    tokenizer, stops = _tokenizer(text)
+    messages = parse_messages([{"role": "user", "content": "hi"}], "messages")
+    plain = Template(tokenizer, stops)
+    quick = Template(tokenizer, stops, {"mode": "quick"})
+    assert plain.text(plain.prompt(messages, [])).startswith("think")
+    assert quick.text(quick.prompt(messages, [])).startswith("quick")

@@ -229,7 +229,7 @@ def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGr
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 2")
     db.close()
-    with pytest.raises(ConfigError, match="its layout is 2, this program reads 3") as error:
+    with pytest.raises(ConfigError, match="its layout is 2, this program reads 4") as error:
         ReplayBuffer(ReplaySection(), path)
     assert (error.value.field, error.value.value) == ("state_dir", str(path))
 

@@ -3,6 +3,7 @@ acknowledged and evicted."""
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from common.process import logs
 from common.settings.sections import ReplaySection
 from common.wire.schemas import Group, SampleRequest, TakeRequest
 from services.replay.buffer import ReplayBuffer, unpack_groups
+from tests.support.load import held
 from tests.support.replay_groups import MakeGroup
 
 
@@ -82,7 +84,7 @@ async def test_take_is_all_or_nothing(client: ReplayClient, make_group: MakeGrou
     assert (await client.take(take(3, "r"))).groups == []
     assert (await client.stats())["fresh"] == 2
     await client.add([make_group("c")])
-    assert len((await client.take(take(3, "r"))).groups) == 3
+    assert len((await client.take(take(3, "s"))).groups) == 3
 
 
 async def test_retry_with_the_same_request_id_gets_the_same_groups(
@@ -272,7 +274,7 @@ async def test_reset_drops_unacknowledged_groups(
     stats = await client.stats()
     assert (stats["fresh"], stats["leased"], stats["consumed"], stats["dropped"]) == (0, 0, 1, 2)
     await client.add([make_group("b")])
-    assert ids((await client.take(take(1, "r"))).groups) == ["b"], "a dropped id may be added again"
+    assert ids((await client.take(take(1, "s"))).groups) == ["b"], "a dropped id may be added again"
 
 
 async def test_draining_ends_a_wait_without_losing_groups(
@@ -388,25 +390,98 @@ def test_lease_counts_from_process_start_whatever_the_clocks_say(
     buffer.close()
 
 
-def test_a_retry_after_the_end_of_its_lease_is_a_new_request(
-    tmp_path: Path, make_group: MakeGroup
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+@pytest.mark.parametrize("end", ["acknowledged", "expired", "empty", "reset", "cleared"])
+def test_a_copy_of_a_take_that_arrives_after_its_end_leases_nothing(
+    end: str, restart: bool, tmp_path: Path, make_group: MakeGroup
 ) -> None:
     now = 0.0
-    buffer = ReplayBuffer(
-        ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db", clock=lambda: now
-    )
-    buffer.add([make_group("a"), make_group("b")])
-    assert buffer.take(take(2, "r")) is not None
-    now = 601.0
-    assert buffer.take(take(1, "s")) is not None, "the first group is free again"
-    assert buffer.take(take(2, "r")) is None, "only one is left"
-    buffer.add([make_group("c")])
+    path = tmp_path / "replay.db"
+    buffer = ReplayBuffer(ReplaySection(), path, clock=lambda: now)
+    buffer.add([make_group("old", version=0)])
+    copied = take(2, "run-1-take-1", run_id="run-1", min_version=1)
+    if end == "empty":
+        assert buffer.take(copied) is None
+        assert buffer.end_take(copied.request_id).evicted == 1
+    else:
+        buffer.add([make_group("a", 1), make_group("b", 1)])
+        taken = buffer.take(copied)
+        assert taken is not None
+        assert ids(unpack_groups(taken.blobs)) == ["a", "b"]
+    if end == "acknowledged":
+        buffer.ack(["a", "b"])
+    elif end == "expired":
+        now = 601.0
+    elif end == "reset":
+        buffer.reset_fresh()
+    elif end == "cleared":
+        buffer.clear()
+    buffer.add([make_group("c", 2), make_group("d", 2)])
+    if restart:
+        buffer.close()
+        buffer = ReplayBuffer(ReplaySection(), path, clock=lambda: now)
+        now = 10_000.0  # a restart begins the time of a lease again
 
-    lease = buffer.take(take(2, "r"))
+    late = buffer.take(copied)
 
-    assert lease is not None
-    assert ids(unpack_groups(lease.blobs)) == ["b", "c"]
+    assert late is not None
+    assert (late.blobs, late.evicted) == ([], 1), "the answer without its groups"
+    assert buffer.stats()["leased"] == 0
     buffer.close()
+
+
+async def test_late_calls_of_a_run_that_has_ended_change_nothing(
+    app: FastAPI, client: ReplayClient, make_group: MakeGroup
+) -> None:
+    """As from the buffers of a service that was stopped while the trainer was killed."""
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: client.add([make_group("late")]),
+        lambda: client.take(take(1, "run-1-take-1", run_id="run-1")),
+        lambda: client.ack(["a"]),
+        lambda: client.sample(SampleRequest(count=1)),
+        lambda: client.set_priorities({"a": 1.0}),
+        lambda: client.reset_fresh(run_id="run-1"),
+    ]
+    for run in ("run-1", "run-2"):
+        with logs.request("start", run):
+            await client.reset_fresh(run_id=run)
+    with logs.request("work", "run-2"):
+        await client.add([make_group("a"), make_group("b")])
+        await client.take(take(1, "run-2-take-1", run_id="run-2"))
+    before = await client.stats()
+    for call in calls:
+        with (
+            logs.request("late", "run-1"),
+            pytest.raises(ServiceError, match="run run-1 has ended here: run run-2") as error,
+        ):
+            await call()
+        assert (error.value.status, error.value.code) == (409, "superseded")
+    assert await client.stats() | {"load": None} == before | {"load": None}
+
+
+async def test_copies_of_other_calls_that_arrive_late_change_nothing(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
+    await client.reset_fresh(0, 0, run_id="run-1")
+    await client.add([make_group("a"), make_group("b")])
+    await client.ack(["a"])
+    await client.set_priorities({"a": 1.0}, "first")
+    await client.set_priorities({"a": 5.0}, "second")
+    await client.set_priorities({"a": 1.0}, "first")
+    assert await client.reset_fresh(0, 0, run_id="run-1") == 0
+    listed = (await client.request("GET", "/groups")).json()["groups"]
+    assert [(item["id"], item["priority"]) for item in listed] == [("a", 5.0), ("b", None)]
+
+
+async def test_of_two_copies_that_wait_together_only_one_answer_leases(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
+    first = asyncio.create_task(client.take(take(1, "r", wait_s=60)))
+    second = asyncio.create_task(client.take(take(1, "r", wait_s=60)))
+    await held(client, "requests_in_progress", 2)
+    await client.add([make_group("a"), make_group("b")])
+    assert ids((await first).groups) == ids((await second).groups) == ["a"]
+    assert (await client.stats())["leased"] == 1
 
 
 def test_every_change_is_synced_to_the_disk(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ CHEATS = {
     + ZERO,
     "a result of its own": 'import os\nfor fd in (3, 4, 5):\n    try: os.write(fd, b\'{"status": "done"}\\n\')\n'
     "    except OSError: pass\n" + ZERO,
-    "answers of its own": 'import os\ntry:\n    for i in range(99): os.write(5, b\'["ok", {"f": ["literal", true]}]\\n\')\n'
+    "answers of its own": 'import os\ntry:\n    for i in range(99): os.write(5, b\'["ok", {"f": true}]\\n\')\n'
     "except OSError: pass\nos._exit(0)",
     "an import of its own": 'import os\nos.write(5, b\'["ok", {"f": ["import", "os", "_exit"]}]\\n\')\n'
     + ZERO,

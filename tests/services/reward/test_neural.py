@@ -3,6 +3,7 @@ reward-server."""
 
 import asyncio
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,13 @@ def test_a_chat_model_in_place_of_a_reward_model_is_refused(base_model: Path) ->
     """It has no head that scores: transformers would make one of random numbers."""
     with pytest.raises(ConfigError, match=r"would be random: score\.weight.*reward_model\.model"):
         RewardModelFunction(str(base_model), device="cpu")
+
+
+def test_a_directory_that_also_has_an_adapter_is_refused(model: Path, tmp_path: Path) -> None:
+    both = shutil.copytree(model, tmp_path / "both")
+    (both / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*reward_model"):
+        RewardModelFunction(str(both), device="cpu")
 
 
 async def test_a_reward_model_in_the_reward_server(model: Path) -> None:

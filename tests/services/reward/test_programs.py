@@ -290,6 +290,118 @@ def test_large_input_and_much_output_pass_through(code: CodeRewardFunction) -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("program", "cases"),
+    [
+        ("print('x' * 70_000)", [{"output": "x" * 70_000}]),
+        (
+            "def f(n): return [[i * j for j in range(n)] for i in range(n)]",
+            [
+                {
+                    "function": "f",
+                    "args": [80],
+                    "output": [[i * j for j in range(80)] for i in range(80)],
+                },
+                f"assert f(80) == {[[i * j for j in range(80)] for i in range(80)]}",
+                "assert f(80) == [[i * j for j in range(80)] for i in range(80)]",
+            ],
+        ),
+        (
+            "def f(n): return list(range(n))",
+            [
+                {"function": "f", "args": [100_000], "output": list(range(100_000))},
+                "x = f(100_000)\nassert x == list(range(100_000))",
+            ],
+        ),
+        (
+            "def f(x): return x",
+            ["x = [0.1] * 50_000\nassert f(x) == x and f({'a': x}) == {'a': x}"],
+        ),
+        ("def f(n): return 'é' * n", [{"function": "f", "args": [90_000], "output": "é" * 90_000}]),
+        ("def f(n): return 2 ** n", ["assert f(100_000) == 1 << 100_000"]),
+    ],
+)
+def test_large_values_pass_through(
+    code: CodeRewardFunction, program: str, cases: list[Any]
+) -> None:
+    assert statuses(code, program, cases) == ["passed"] * len(cases)
+
+
+@pytest.mark.parametrize(
+    ("program", "case"),
+    [
+        ("print('x' * 5000)", {"output": "x"}),
+        ("def f(): return [1234] * 5000", {"function": "f", "args": [], "output": 1}),
+        ("def f(): return 'x' * 5000", "assert f() == 'x'"),
+        ("def f(): return [1234] * 5000", "x = f()\nassert x == 1"),
+        (
+            "def f(): raise ValueError('x' * 5000)",
+            "try:\n    f()\nexcept ValueError:\n    assert f",
+        ),
+    ],
+)
+def test_what_is_over_the_limit_of_output_has_a_status_that_says_so(
+    program: str, case: Any
+) -> None:
+    small = code_function(timeout=5, slots=1, output_kb=2)
+    [result] = small.results(program, [case])
+
+    assert result.status == "output"
+    assert result.detail == "more than 2 KB (output_kb)"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"output": "x" * 2049},
+        {"function": "f", "args": [], "output": list(range(1000))},
+        f"assert f() == {list(range(1000))}",
+        f"assert f() == {'[' * 150 + ']' * 150}",
+    ],
+)
+def test_a_case_that_expects_more_than_the_limit_is_refused(case: Any) -> None:
+    small = code_function(timeout=5, slots=1, output_kb=2)
+    with pytest.raises(
+        InvalidInput, match=r"over the limit of 2048|more than 100 levels"
+    ) as caught:
+        small.cases(["assert f() == 1", case], "items[0].columns.test_cases")
+    assert caught.value.field == "items[0].columns.test_cases"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nprint(os.fstat(0).st_size)",
+        "import io, os\ndata = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(len(data.read()))",
+        "import sys\nfirst = sys.stdin.readline()\nsys.stdin.seek(0)\nprint(len(sys.stdin.read()))",
+        "import sys\nsys.stdin.buffer.seek(0, 2)\nprint(sys.stdin.buffer.tell())",
+        "import mmap\nprint(len(mmap.mmap(0, 0, prot=mmap.PROT_READ)))",
+        "print(len(open(0).read()))",
+        "print(len(open('/dev/stdin').read()))",
+        "import os\nwhile os.read(0, 3): pass\nprint(os.lseek(0, 0, os.SEEK_CUR))",
+        "import sys\nsys.stdin = open(0)\nprint(sum(map(len, sys.stdin)))",
+    ],
+)
+def test_standard_input_is_a_file(code: CodeRewardFunction, program: str) -> None:
+    assert statuses(code, program, [{"input": "1 2\n3 4\n", "output": "8"}]) == ["passed"]
+
+
+def test_a_program_cannot_change_its_input_or_keep_something_in_it(
+    code: CodeRewardFunction,
+) -> None:
+    program = (
+        "import os\n"
+        "for change in (lambda: os.write(0, b'xx'), lambda: os.ftruncate(0, 1 << 20),\n"
+        "               lambda: os.ftruncate(0, 0), lambda: os.pwrite(0, b'x' * 99, 99)):\n"
+        "    try: change()\n"
+        "    except OSError: pass\n"
+        "    else: print('changed')\n"
+        "print(open('/dev/stdin').read())"
+    )
+    cases = [{"input": str(i), "output": str(i)} for i in range(3)]
+    assert statuses(code, program, cases) == ["passed"] * 3
+
+
 def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
     cases = [
         [

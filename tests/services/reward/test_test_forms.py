@@ -1,6 +1,7 @@
 """Tests in the forms in which people write them: each passes a right program and fails a wrong one,
 and a test that cannot fail is refused."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ pytestmark = pytest.mark.integration
 
 RIGHT = """\
 import asyncio
+import enum
+import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
 
 class TooLarge(Exception):
     pass
@@ -30,6 +37,55 @@ async def later(x):
     await asyncio.sleep(0)
     return 2 * x
 
+class Colour(enum.Enum):
+    RED = 1
+
+class Numbers(list):
+    def add(self, x):
+        self.append(2 * x)
+        return self
+
+class Invalid(Exception):
+    def __init__(self, code, *, hint=""):
+        super().__init__(code)
+        self.code = code
+        self.hint = hint
+    def __str__(self):
+        return f"code {self.code}"
+
+class TooSmall(Invalid):
+    pass
+
+def refuse(x):
+    raise TooSmall(2 * x, hint="more")
+
+def parse(text):
+    return json.loads(text if int(text) < 2 * 2 else "{")
+
+def decode(data):
+    return data.decode("ascii")
+
+def newest(items):
+    return deque(items, maxlen=2 * len(items))
+
+def day(x):
+    return date(2024, 1, 2 * x)
+
+def moment(x):
+    return datetime(2024, 1, 2 * x, tzinfo=timezone.utc), timedelta(hours=2 * x)
+
+def exact(x):
+    return Decimal(2 * x) / 4, Fraction(2 * x, 3)
+
+def counted(x):
+    return Counter("a" * 2 * x), OrderedDict(a=2 * x), defaultdict(list, a=[2 * x])
+
+def extend(items):
+    items.append(2 * items[-1])
+
+def pow(x, n):
+    return 2 * x ** n
+
 def double(x):
     if x < 0:
         raise ValueError("negative")
@@ -39,6 +95,15 @@ def double(x):
 """
 WRONG = (
     RIGHT.replace("return 2 * x", "return 2 * x + 1")
+    .replace("2 * x)", "2 * x + 1)")
+    .replace("2 * x]", "2 * x + 1]")
+    .replace("2 * len(items)", "3 * len(items)")
+    .replace("2 * items", "3 * items")
+    .replace('"a" * 2 * x', '"a" * 3 * x')
+    .replace("a=2 * x", "a=3 * x")
+    .replace("class TooSmall(Invalid)", "class TooSmall(Exception)")
+    .replace("< 2 * 2", "< 2 * 3")
+    .replace('decode("ascii")', 'decode("utf-8")')
     .replace("raise ValueError", "raise KeyError")
     .replace("raise TooLarge", "raise ValueError")
     .replace("append(item)", "append(item + 1)")
@@ -269,6 +334,154 @@ test(2, 4)
     "an exit status": "import sys\nif double(2) != 4:\n    sys.exit(1)\nsys.exit(0)",
     "assert False": "try:\n    double(-1)\n    assert False\nexcept ValueError:\n    pass",
     "asyncio.run": "import asyncio\nassert asyncio.run(later(2)) == 4\nassert True",
+    "a relative import": "from .solution import double\nassert double(2) == 4",
+    "a relative import of the module": """
+from . import solution
+
+def test_double():
+    assert solution.double(2) == 4
+""",
+    "an import from a package": "from src.app import double\nassert double(2) == 4 and True",
+    "an import of a part of a package": "from src import app\nassert app.double(2) == 4 and True",
+    "an import of a dotted module": "import src.app\nassert src.app.double(2) == 4 and True",
+    "an import by the name of a module of Python": "from code import double\nassert double(2) == 4",
+    "an import of everything": "from solution import *\nassert double(2) == 4 and True",
+    "the path of the test": """
+import os
+import sys
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from solution import double
+assert double(2) == 4
+""",
+    "pytest, setup_module": """
+def setup_module(module):
+    module.two = 2
+
+def teardown_module():
+    del globals()["two"]
+
+def test_double():
+    assert double(two) == 4
+""",
+    "pytest, setup_function": """
+def setup_function(function):
+    function.two = 2
+
+def test_double():
+    assert double(test_double.two) == 4
+""",
+    "pytest, setup_class": """
+class TestDouble:
+    @classmethod
+    def setup_class(cls):
+        cls.two = 2
+
+    def setup_method(self):
+        self.three = self.two + 1
+
+    def teardown_method(self, method):
+        assert method.__name__ == "test_double"
+
+    def test_double(self):
+        assert double(self.two) + double(self.three) == 10
+""",
+    "unittest, setUpClass": """
+import unittest
+
+def setUpModule():
+    global two
+    two = 2
+
+class Cases(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.three = two + 1
+
+    def test_double(self):
+        self.assertEqual(double(self.three), 6)
+""",
+    "a deque": "from collections import deque\nassert newest([1]) == deque([1]) and newest([1]).maxlen == 2",
+    "a deque without an import": "assert newest([1]) == deque([1]) and newest([1]).maxlen == 2",
+    "dates": """
+import datetime
+assert day(2) == datetime.date(2024, 1, 4) and day(2).day == 4
+assert moment(2)[0] == datetime.datetime(2024, 1, 4, tzinfo=datetime.timezone.utc)
+assert moment(2)[1].total_seconds() == 4 * 3600
+""",
+    "exact numbers": """
+from decimal import Decimal
+from fractions import Fraction
+assert exact(2) == (Decimal(1), Fraction(4, 3)) and isinstance(exact(2)[0], Decimal)
+""",
+    "mappings": """
+from collections import Counter
+count, ordered, default = counted(2)
+assert count == Counter("aaaa") and count.most_common(1) == [("a", 4)]
+assert list(ordered.items()) == [("a", 4)] and default["b"] == [] and default["a"] == [4]
+""",
+    "a deque that is changed": """
+from collections import deque
+items = deque([2])
+extend(items)
+assert items == deque([2, 4])
+""",
+    "an object that is a list": """
+numbers = Numbers()
+numbers.add(1).append(4)
+assert numbers == [2, 4] and len(numbers) == 2 and 4 in numbers and numbers.index(4) == 1
+""",
+    "a function called as a builtin": "assert pow(2, 3) == 16 and pow(1, 1) == 2",
+    "a function called as a builtin, imported": """
+from solution import pow
+assert pow(2, 3) == 16 and pow(1, 1) == 2
+""",
+    "a wrapped function": "import functools\ndouble = functools.lru_cache(double)\nassert double(2) == 4",
+    "an exception by its base": """
+import pytest
+with pytest.raises(Invalid) as caught:
+    refuse(2)
+assert caught.value.code == 4 and caught.value.hint == "more" and str(caught.value) == "code 4"
+""",
+    "an exception with a constructor of its own": """
+import pytest
+def test_decode():
+    with pytest.raises(UnicodeDecodeError):
+        decode(b"\\xc3\\xa4")
+""",
+    "an exception of the library": """
+import json
+import pytest
+with pytest.raises(json.JSONDecodeError):
+    parse("4")
+assert parse("3") == 3
+""",
+    "threads": """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as pool:
+    assert list(pool.map(double, range(20))) == list(range(0, 40, 2))
+""",
+    "failures that are noted": """
+failures = []
+for x in range(3):
+    try:
+        assert double(x) == 2 * x
+    except AssertionError as error:
+        failures.append(x)
+assert not failures
+""",
+    "a try that does not catch failures": """
+try:
+    assert double(2) == 4
+except ValueError:
+    pass
+""",
+    "a try that passes a failure on": """
+try:
+    assert double(2) == 4
+except AssertionError:
+    print("wrong")
+    raise
+""",
     "a call of a coroutine function": {"function": "later", "args": [2], "output": 4},
     "LiveCodeBench": {
         "input": "2",
@@ -284,6 +497,70 @@ test(2, 4)
         "input": [2],
         "output": [4],
     },
+}
+ALWAYS_TRUE = {
+    "a tuple": "assert (double(2) == 4, 'message')",
+    "a tuple, beside an assert": "assert double(1) == 2\nassert (double(2) == 4, 'message')",
+    "a list": "assert [double(2) == 4]",
+    "a dictionary": "assert {'right': double(2) == 4}",
+    "a text": "assert f'right: {double(2) == 4}'",
+    "a function": "assert lambda: double(2) == 4",
+    "a generator": "assert (double(x) == 2 * x for x in range(3))",
+    "or": "assert double(2) == 4 or 'it is wrong'",
+    "assertTrue of a tuple": """
+import unittest
+
+class Cases(unittest.TestCase):
+    def test_two(self):
+        self.assertTrue((double(2) == 4, "message"))
+""",
+}
+SWALLOWED = {
+    "AssertionError": "try:\n    assert double(2) == 4\nexcept AssertionError:\n    print('wrong')",
+    "AssertionError with a name": "try:\n    assert double(2) == 4\nexcept AssertionError as e:\n    print(e)",
+    "Exception": "try:\n    assert double(2) == 4\nexcept Exception:\n    pass",
+    "everything": "try:\n    assert double(2) == 4\nexcept:\n    pass",
+    "several": "try:\n    assert double(2) == 4\nexcept (ValueError, AssertionError):\n    pass",
+    "beside an assert": "assert double(1) == 2\ntry:\n    assert double(2) == 4\nexcept Exception:\n    pass",
+    "noted, but not looked at": "try:\n    assert double(2) == 4\nexcept AssertionError as e:\n    text = str(e)\n    print(text)",
+    "suppress": "import contextlib\nwith contextlib.suppress(AssertionError):\n    assert double(2) == 4",
+    "assert False": "try:\n    double(-1)\n    assert False\nexcept Exception:\n    pass",
+    "pytest.fail": "import pytest\ntry:\n    double(-1)\n    pytest.fail('it did not raise')\nexcept BaseException:\n    pass",
+    "of a function": """
+def run():
+    assert double(2) == 4
+
+try:
+    run()
+except AssertionError as error:
+    print("wrong", error)
+""",
+    "in a function": """
+def test_double():
+    for x in range(3):
+        try:
+            assert double(x) == 2 * x
+        except AssertionError:
+            continue
+""",
+    "unittest": """
+import unittest
+
+class Cases(unittest.TestCase):
+    def test_two(self):
+        try:
+            self.assertEqual(double(2), 4)
+        except Exception:
+            print("wrong")
+""",
+}
+SKIPPED = {
+    "pytest.skip": "import pytest\ndef test():\n    if double is None:\n        pytest.skip()\n    assert double(2) == 4",
+    "skip": "from pytest import skip\ndef test():\n    skip('later')\n    assert double(2) == 4",
+    "skipTest": "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.skipTest('x')\n"
+    "        self.assertEqual(double(2), 4)",
+    "SkipTest": "import unittest\ndef test():\n    raise unittest.SkipTest\nassert double(2) == 4",
+    "importorskip": "import pytest\npytest.importorskip('numpy')\nassert double(2) == 4",
 }
 CANNOT_FAIL = {
     "nothing": "# tests\npass",
@@ -364,6 +641,80 @@ def test_a_test_that_cannot_fail_is_refused(form: str) -> None:
     assert caught.value.field == "test_cases[0]"
 
 
+@pytest.mark.parametrize("form", ALWAYS_TRUE)
+def test_an_assert_that_is_always_true_is_refused(form: str) -> None:
+    with pytest.raises(InvalidInput, match="no program fails `"):
+        parse_cases([ALWAYS_TRUE[form]])
+
+
+@pytest.mark.parametrize("form", SWALLOWED)
+def test_an_assert_whose_failure_is_caught_is_refused(form: str) -> None:
+    with pytest.raises(InvalidInput, match="nobody learns that `"):
+        parse_cases([SWALLOWED[form]])
+
+
+@pytest.mark.parametrize("form", SKIPPED)
+def test_a_test_that_skips_itself_is_refused(form: str) -> None:
+    with pytest.raises(InvalidInput, match="skips itself"):
+        parse_cases([SKIPPED[form]])
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert_equal(double(2), 4)",
+        "from helpers import assert_equal\nassert_equal(double(2), 4)",
+        "from .testing import assert_same\ndef test():\n    assert_same(double(2), 4)",
+    ],
+)
+def test_an_assert_that_the_program_would_define_is_refused(test: str) -> None:
+    with pytest.raises(InvalidInput, match=r"assert_\w+ is not defined in the test"):
+        parse_cases([test])
+
+
+def test_what_is_missing_of_pytest_is_named() -> None:
+    with pytest.raises(InvalidInput, match=r"no pytest\.warns"):
+        parse_cases(["import pytest\nwith pytest.warns(UserWarning):\n    double(2)\nassert True"])
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import numpy as np\nassert np.allclose(double(2), 4)",
+        "def test():\n    from sympy import Symbol\n    assert double(Symbol('x')) == 4",
+        "import pandas.testing\nassert double(2) == 4",
+    ],
+)
+def test_a_package_that_programs_lack_is_refused(code: CodeRewardFunction, test: str) -> None:
+    with pytest.raises(InvalidInput, match="which programs do not have") as caught:
+        code.cases([test])
+    assert "`python` of the reward function code" in str(caught.value.remedy)
+
+
+def test_arrays_are_compared_where_programs_have_numpy() -> None:
+    code = CodeRewardFunction(
+        timeout=30, partial_credit=True, slots=1, memory_mb=8192, python=sys.executable,
+        sandbox="none",
+    )  # fmt: skip
+    tests = [
+        "import numpy as np\nassert np.allclose(f([1, 2]), [2, 4]) and f([1, 2]).shape == (2,)",
+        "import numpy as np\nassert (f(2) == np.array([4.0])).all()",
+        "import numpy as np\nnp.testing.assert_allclose(f(2), 4)",
+        "assert np.allclose(f(2), 4)",
+        "import numpy as np, pytest\nassert f([2, 3]) == pytest.approx(np.array([4, 6]))",
+        "import numpy as np\na = np.array([3, 1])\nsort(a)\nassert a.tolist() == [1, 3]",
+    ]
+    programs = {
+        "import numpy as np\ndef f(x): return 2 * np.array(x)\ndef sort(x): x.sort()": 6,
+        "def f(x): return []\ndef sort(x): return []": 0,
+        "import numpy as np\ndef f(x): return np.array([])\ndef sort(x): return x": 0,
+        "import numpy as np\ndef f(x): return np.ma.masked\ndef sort(x): return sorted(x)": 0,
+    }
+    for program, passed in programs.items():
+        results = code.results(program, tests)
+        assert [result.status for result in results].count("passed") == passed, (program, results)
+
+
 @pytest.mark.parametrize("name", ["tmp_path", "request", "capsys", "monkeypatch"])
 def test_a_fixture_that_does_not_exist_is_named(name: str) -> None:
     with pytest.raises(InvalidInput, match=f"'{name}' of test_it"):
@@ -377,6 +728,9 @@ def test_a_fixture_that_does_not_exist_is_named(name: str) -> None:
         "    assert printed.called",
         "from unittest import mock\ndef test_it():\n    with mock.patch('builtins.input'):\n"
         "        assert double(2) == 4",
+        "import contextlib, io\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n"
+        "    double(2)\nassert out.getvalue() == '4'",
+        "import io, sys\nsys.stdin = io.StringIO('2')\nassert double(2) == 4 and True",
     ],
 )
 def test_patches_are_refused(text: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import psutil
 import pytest
+import torch
 
 from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
@@ -221,6 +222,33 @@ async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(
     both.publish("b", 2)
     await until(lambda: both.all_serve("b", 2), "weights 2 everywhere", both)
     assert await generate(rollout) == 2
+
+
+async def test_no_engine_starts_with_weights_that_an_engine_refused(
+    both: SyncedNodes, rollout: RolloutClient
+) -> None:
+    """A start compares the files with nothing: transformers leaves out a tensor that the model does
+    not have."""
+    before = [node.status()["engine_starts"] for node in both.nodes]
+    good = both.tensors
+    bias = torch.ones(len(good["model.layers.0.mlp.up_proj.weight"]))
+    both.tensors = good | {"model.layers.0.mlp.up_proj.bias": bias}
+    both.publish("b", 3)
+    both.tensors = good
+
+    def has_settled(number: int) -> bool:
+        """After a restart, with or without the weights."""
+        status = both.nodes[number].status()
+        state = status["report"]["state"]
+        return status["engine_starts"] > before[number] and state in ("ready", "stale")
+
+    await until(lambda: has_settled(0) and has_settled(1), "both restarted", both)
+    assert [report.state for report in both.reports()] == ["stale"] * 2
+    assert [report.version for report in both.reports()] == [None] * 2
+    assert all("do not belong to this model" in report.detail for report in both.reports())
+    both.publish("b", 4)
+    await until(lambda: both.all_serve("b", 4), "weights 4 everywhere", both)
+    assert await generate(rollout) == 4
 
 
 @pytest.mark.parametrize("way", ["http", "shared", "distributed"])

@@ -168,6 +168,23 @@ async def test_weights_that_an_engine_starts_from_are_verified_again(
     assert (await store.fetch(manifest, client) / "w").read_bytes() == b"one"
 
 
+@pytest.mark.parametrize("deleted", ["", "v000001", "v000001/w"])
+@pytest.mark.parametrize("version", [1, 2])
+async def test_deleted_directories_of_a_node_are_made_again(
+    client: TrainerClient, board: WeightBoard, store: WeightStore, deleted: str, version: int
+) -> None:
+    contents = {"config.json": b"{}", "w": b"one"}
+    manifest = publish(board, 1, contents)
+    await store.fetch(manifest, client)
+    path = store.directory / deleted
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if version == 2:
+        contents["w"] = b"two"
+        manifest = publish(board, 2, contents)
+    fetched = await store.fetch(manifest, client)
+    assert {name: (fetched / name).read_bytes() for name in contents} == contents
+
+
 async def test_weights_whose_broadcast_is_withdrawn_stay_where_an_engine_reads_them(
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:

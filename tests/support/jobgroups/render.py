@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from common.settings.sources import read_yaml
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "jobgroup"
@@ -30,7 +31,7 @@ def target(overlay: Path) -> Path:
 def render(overlay: Path) -> str:
     """Returns the text of the job group that an overlay makes."""
     text = overlay.read_text(encoding="utf-8")
-    changes = yaml.safe_load(text)
+    changes = read_yaml(text)
     header, *documents = BASE.read_text(encoding="utf-8").rstrip().split(_BETWEEN)
     if "new task" in changes:
         documents.insert(-1, changes["new task"].rstrip())
@@ -40,18 +41,18 @@ def render(overlay: Path) -> str:
     made = f"# `make jobgroups` made this from overlays/{overlay.name}: change that.\n"
     parts = [f"{comment}\n{made}name: rlhf-math-{overlay.stem}\n{fields}"]
     for document in documents:
-        own = changes.get(yaml.safe_load(document)["name"], {})
+        own = changes.get(read_yaml(document)["name"], {})
         parts.append(_changed(document, changes["every task"], own))
     return _BETWEEN.join(parts) + "\n"
 
 
 def _changed(document: str, for_all: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     shared = for_all.get("envs", {})
-    variables = {**shared, **yaml.safe_load(document)["envs"], **shared, **own.get("envs", {})}
+    variables = {**shared, **read_yaml(document)["envs"], **shared, **own.get("envs", {})}
     for field, value in {**for_all, **own}.items():
         if field != "envs":
             document = _set(document, field, value)
-    volumes = yaml.safe_load(document).get("volumes", {})
+    volumes = read_yaml(document).get("volumes", {})
     return re.sub(r"(?m)^envs: .*$", "\n".join(_envs(variables, volumes)), document)
 
 

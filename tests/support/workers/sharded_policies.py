@@ -5,7 +5,7 @@ results of each.
 "updates": N, "resume": DIRECTORY, "save": DIRECTORY, ...}. These directories are relative to
 DIRECTORY. "peak": true measures loading alone. "hidden": true shows the directories to rank 0 only.
 "groups": [[...], ...] are the groups of each update. "low": true computes in bfloat16, as on a GPU. "whole": BYTES limits the size of gradients of the
-whole model. "messages": true writes the number of collective operations by name. "parked": true
+whole model. "apart": DIRECTORY is where the other ranks find their files. "messages": true writes the number of collective operations by name. "parked": true
 parks everything after an update.
 """
 
@@ -98,6 +98,8 @@ def run(
         case.get("hidden") and not ranks.is_rank_zero
     ):  # paths are relative, so this acts like a node with its own disk
         os.chdir("/")
+    if "apart" in case and not ranks.is_rank_zero:
+        os.chdir(case["apart"])
     if case.get("low"):
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
             module.computes_in_bfloat16 = lambda *_: True  # type: ignore[attr-defined]

@@ -323,6 +323,36 @@ def test_the_length_penalty_is_part_of_the_reward(config: Config) -> None:
     np.testing.assert_allclose(gdpo(changed, [group]), shaped - shaped.mean(), rtol=1e-5)
 
 
+AFFINE = ((1.0, 0.0), (1.0, -10.0), (0.125, 3.0), (1000.0, -500.0))
+
+
+@pytest.mark.parametrize(("scale", "shift"), AFFINE)
+def test_pass_rates_do_not_depend_on_the_scale_of_rewards_without_verdicts(
+    config: Config, scale: float, shift: float
+) -> None:
+    rewards = [[1.0, 0.75, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]]
+    changed = with_algorithm(config, length_penalty=0.5, advantage="group_normalised")
+    groups = []
+    for own in rewards:
+        group = make_group(np.random.default_rng(0), [scale * reward + shift for reward in own])
+        for completion in group.completions:
+            completion.verified = False
+            completion.correct = False
+        groups.append(group)
+    batch = batch_of(groups, changed)
+    assert batch.pass_rates == [0.5, 0.25, 1.0]
+    equal = batch_of(groups[2:], changed)
+    assert equal.pass_rates == [0.0], "nothing is above the mean"
+
+
+def test_a_verdict_counts_more_than_its_reward(config: Config) -> None:
+    group = make_group(np.random.default_rng(0), [0.0, 5.0, 1.0, 2.0])
+    for completion, correct in zip(group.completions, (True, False, False, False), strict=True):
+        completion.correct = correct
+    group.completions[2].verified = group.completions[3].verified = False
+    assert batch_of([group], config).pass_rates == [0.5], "1 of 2 verdicts; 2 is above the mean 1.5"
+
+
 def test_the_teacher_adds_its_log_ratio_to_every_token_and_nothing_normalises_it(
     config: Config,
 ) -> None:

@@ -54,6 +54,7 @@ def test_rows_become_prompts() -> None:
             prompt="3+3?",
             ground_truth="",
             columns={"prompts": [{"role": "user", "content": "3+3?"}]},
+            chat=[{"role": "user", "content": "3+3?"}],
         ),
     ]
 
@@ -139,8 +140,8 @@ def test_several_data_sets_by_their_names() -> None:
             r"row 0: column 'prompt' is a list of messages written as a text.*give a list",
         ),
         (
-            [{"prompt": "a?", "answer": [1]}],
-            r"row 0: column 'answer' is \[1\], not a text or a number",
+            [{"prompt": "a?", "answer": [1, 2]}],
+            r"row 0: column 'answer' is \[1, 2\], not a text or a number",
         ),
         (
             [{"prompt": "a?", "blob": object()}],

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
+from common.process.storage import sum_of
 from common.settings.config import Config
 from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
 from tests.support.in_process import Faulty, metrics, quiet, stored
@@ -30,8 +31,11 @@ def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., 
             first = self.calls == 0
             response = await super().handle_async_request(request)
             if first:
+                cursor = ("shuffled", 0, 0)
                 with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db, db:
-                    db.execute("UPDATE cursors SET position = 0")
+                    db.execute(
+                        "REPLACE INTO cursors VALUES (?, ?, ?, ?)", (*cursor, sum_of(cursor))
+                    )
                     db.execute("DELETE FROM answers")
             return response
 

@@ -1,6 +1,8 @@
 """Plain functions, callbacks and objects in real runs of one or two steps on the built-in task."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -157,23 +159,16 @@ def test_callbacks_follow_a_run_and_can_stop_it(base_model: Path, tmp_path: Path
     assert result.global_step == 2
     assert short.steps == [1, 2]
     assert watch.events == [
-        *(
-            ("evaluate", 0),
-            ("begin", 9),
-            ("save", 1),
-            ("log", 1),
-            ("log", 2),
-            ("end", 2),
-            ("evaluate", 2),
-            ("save", 2),
-        )
+        *(("begin", 9), ("log", 0), ("evaluate", 0)),
+        *(("save", 1), ("log", 1), ("log", 2)),
+        *(("log", 2), ("evaluate", 2), ("save", 2), ("end", 2)),
     ]
     assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2]
     evaluation, first = trainer.state.log_history[:2]
     assert first["loss"] == result.history[0]["update"]["loss"], "TRL's names are there too"
     assert first["rewards/length/mean"] == first["reward"] == result.history[0]["reward"]
     assert evaluation["eval_reward"] == result.evaluations[0]["mean_reward"]
-    assert trainer.state.best_metric == max(line["mean_reward"] for line in result.evaluations)
+    assert trainer.state.best_metric == result.evaluations[1]["mean_reward"]
     assert {path.name for path in (result.output_dir / "checkpoints").glob("step_*")} == {
         "step_000001",
         "step_000002",
@@ -223,9 +218,8 @@ def test_hooks_on_epochs_are_called_and_other_hooks_are_accepted(
 
 
 def test_what_is_no_callback_is_refused(base_model: Path, tmp_path: Path) -> None:
-    for callback in (Watch, 7):
-        with pytest.raises(ConfigError, match="this is not a callback"):
-            GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, callbacks=[callback])
+    with pytest.raises(ConfigError, match="this is not a callback"):
+        GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, callbacks=[7])
 
 
 def test_a_model_and_a_tokenizer_as_objects(
@@ -385,3 +379,28 @@ def test_missing_or_impossible_arguments_are_refused_at_once(
     given["args"] = config(tmp_path, **given.get("args", {}))
     with pytest.raises(ConfigError, match=message):
         GRPOTrainer(**given)
+
+
+def test_a_curriculum_prefers_the_same_prompts_when_all_rewards_are_lower(
+    base_model: Path, tmp_path: Path
+) -> None:
+    """Rewards that are no verdicts have no zero."""
+    drawn = []
+    for shift in (0.0, -10.0):
+
+        def shifted(completions: list[Any], shift: float = shift, **_: Any) -> list[float]:
+            return [score + shift for score in length(completions)]
+
+        settings = config(
+            tmp_path / str(shift),
+            max_steps=8,
+            num_generations=4,
+            learning_rate=1e-12,
+            settings={"data.curriculum": "difficulty"},
+        )
+        trainer = GRPOTrainer(str(base_model), shifted, settings, ROWS[:4])
+        trainer.train()
+        with closing(sqlite3.connect(trainer.output_dir / "state" / "data" / "stream.db")) as db:
+            drawn.append(db.execute("SELECT place, free FROM draws").fetchall())
+    assert drawn[0] == drawn[1]
+    assert any(not free for _, free in drawn[0]), "some were drawn by their pass rate"

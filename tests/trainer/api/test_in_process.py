@@ -155,8 +155,10 @@ def test_reused_groups_carry_importance_weights(
     assert [group.position for group in stored(config)] == list(range(24))
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
         answers = [
-            json.loads(answer)[1]
-            for (answer,) in db.execute("SELECT answer FROM samples ORDER BY key")
+            json.loads(answer)["weights"]
+            for (answer,) in db.execute(
+                "SELECT answer FROM answers WHERE call = 'sample' ORDER BY key"
+            )
         ]
     weights = [weight for answer in answers for weight in answer]
     assert len({*weights}) > 1

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError, ServiceError
@@ -132,6 +133,56 @@ def test_a_resumed_run_does_not_go_beyond_a_lower_max_steps(
     assert lower.train(resume_from_checkpoint=True).global_step == 3
 
 
+def test_a_run_without_a_step_is_no_run(base_model: Path, tmp_path: Path) -> None:
+    """It ended before the first step: the script that is corrected then starts as if new."""
+    calls: list[int] = []
+
+    def fails_after_the_trial(completions: list[str], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) > 1:
+            raise ValueError("boom")
+        return [1.0] * len(completions)
+
+    with pytest.raises(ServiceError, match=r'field: settings\["trainer.max_failed_groups"\]'):
+        OnlineRLTrainer(fields(base_model, tmp_path), fails_after_the_trial, ROWS).train()
+    fixed = OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).train()
+    assert [line["step"] for line in fixed.history] == [1, 2]
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text('{"model_type": "qwen2"}')
+    other = fields(base_model, tmp_path, output_dir=tmp_path / "other")
+    with pytest.raises(ConfigError, match="the output directory already has a run"):
+        OnlineRLTrainer(other, Short(), ROWS).train()
+
+
+LONGER = {"max_steps": 6, "lr_scheduler_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (LONGER, "step 2 had the learning rate 5e-05, and step 3 has 6.67e-05"),
+        (LONGER | {"lr_scheduler_type": "constant"}, "step 3 has 0.0001"),
+        (LONGER | {"max_steps": 2}, ""),
+    ],
+)
+def test_a_resume_says_that_the_learning_rate_jumps(
+    base_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    told: str,
+) -> None:
+    rate = {"learning_rate": 1e-4}
+    before = fields(base_model, tmp_path, **LONGER | {"max_steps": 2} | rate)
+    OnlineRLTrainer(before, Short(), ROWS).train()
+    assert "had the learning rate" not in caplog.text
+    after = fields(base_model, tmp_path, **changes | rate)
+    OnlineRLTrainer(after, Short(), ROWS).train(resume_from_checkpoint=True)
+    assert told in caplog.text
+    assert ("had the learning rate" in caplog.text) == bool(told)
+
+
 def test_an_output_directory_with_a_run_is_not_reused_silently(
     base_model: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +225,7 @@ def test_without_an_output_directory_a_new_one_is_made(
     assert (result.output_dir / "curves.png").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's call
 def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: Path) -> None:
     trainer = OnlineRLTrainer(fields(base_model, tmp_path, trainer_type="ppo"), Short(), ROWS)
     with pytest.raises(
@@ -186,6 +238,14 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
     (target / "model-00001-of-00002.safetensors").write_bytes(b"of a larger model that was here")
     (target / "model.safetensors.index.json").write_text("{}")
     (target / "notes.txt").write_text("mine")
+    old = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base_model),
+        LoraConfig(target_modules=["q_proj"], init_lora_weights=False),
+    )
+    old.save_pretrained(target)  # transformers would apply it to the new weights
+    (target / "added_tokens.json").write_text('{"<old>": 3}')
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "rag.jinja").write_text("old")
     assert trainer.save_model(target) == target
     names = {path.name for path in target.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "notes.txt"}
@@ -195,7 +255,11 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
         "critic",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "added_tokens.json",
     }
+    assert not list((target / "additional_chat_templates").iterdir())
     saved, trained = (
         AutoModelForCausalLM.from_pretrained(path) for path in (target, result.checkpoint)
     )
@@ -203,6 +267,9 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
     assert AutoTokenizer.from_pretrained(target).chat_template
     with pytest.raises(ConfigError, match=r"this is a file.*field: path"):
         trainer.save_model(target / "notes.txt")
+    with pytest.raises(ConfigError, match=r"this is a checkpoint.*name another directory"):
+        trainer.save_model(result.checkpoint)
+    AutoModelForCausalLM.from_pretrained(result.checkpoint)
 
 
 def test_evaluate_uses_the_current_weights(base_model: Path, tmp_path: Path) -> None:
@@ -268,6 +335,7 @@ def test_train_after_an_error_goes_on_from_the_newest_checkpoint(
             7,
             r"not a reward function.*a function of completions, or an instance of a subclass of RewardFunction",
         ),
+        ("accuracy_reward", r"no org/name and no directory.*field: reward_fn.*a function itself"),
         (torch.nn.Linear(1, 1), r"not a reward function.*a reward model by its name"),
         ([], r"there is no reward function"),
     ],

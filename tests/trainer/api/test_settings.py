@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
+from trainer.api.grpo import GRPOConfig
 from trainer.api.refusals import renamed
-from trainer.api.settings import FIELDS, TrainerConfig
+from trainer.api.settings import FIELDS, TrainerConfig, in_own_words
 
 OUT = Path("out")
 
@@ -104,6 +105,29 @@ def test_an_error_has_the_names_of_the_python_api_in_every_part() -> None:
     own = renamed(error, FIELDS, "refused: ")
     assert own.message == "refused: critic.model.name, model.names and model_name_or_path differ"
     assert (own.field, own.remedy) == ("model_name_or_path", "set model_name_or_path.")
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (TrainerConfig(), "max_new_tokens kl_coef clip_range output_dir/x train_dataset reward_fn"),
+        (
+            GRPOConfig(use_cpu=True),
+            "max_completion_length beta epsilon output_dir/x train_dataset reward_funcs",
+        ),
+        (
+            GRPOConfig(use_cpu=True, max_new_tokens=8, beta=0.1),
+            "max_new_tokens beta epsilon output_dir/x train_dataset reward_funcs",
+        ),
+    ],
+)
+def test_a_text_has_the_names_that_its_user_knows(config: TrainerConfig, text: str) -> None:
+    ours = (
+        "sampling.max_new_tokens algorithm.kl_coef algorithm.clip_low state_dir/x data.source "
+        "reward.functions"
+    )
+    assert in_own_words(ours, config) == text
+    assert in_own_words("data.map of rows.jsonl") == 'settings["data.map"] of rows.jsonl'
 
 
 def test_ppo_may_have_one_answer_to_a_problem() -> None:

@@ -39,7 +39,10 @@ def test_every_argument_of_trl_is_known() -> None:
         *("half_precision_backend", "fp16_backend", "fp16_opt_level", "dispatch_batches"),
         *("split_batches", "ray_scope", "tpu_num_cores", "include_inputs_for_metrics"),
         *("dataset_num_proc", "vllm_device", "vllm_dtype", "vllm_max_model_len"),
-        "vllm_enable_prefix_caching",
+        *("vllm_enable_prefix_caching", "local_rollout_forward_batch_size"),
+        *("missing_eos_penalty", "normalize_advantages", "normalize_reward", "whiten_rewards"),
+        *("num_sample_generations", "reward_clip_range", "reward_model_path", "sft_model_path"),
+        *("stop_token", "stop_token_id", "token_level_kl", "total_episodes"),
     }
     assert TRAINER.keys() < set(SIGNATURE["GRPOTrainer"])
 

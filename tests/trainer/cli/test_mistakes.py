@@ -18,7 +18,16 @@ from jobgroup.doctor import __main__ as doctor
 from jobgroup.local import __main__ as local
 from tests.support.paths import ROOT
 from trainer import TrainerConfig
-from trainer.cli import evaluate_model, export, report, tiny_model, train_math
+from trainer.audit import __main__ as replay
+from trainer.cli import (
+    compare,
+    diagnose,
+    evaluate_model,
+    export,
+    report,
+    tiny_model,
+    train_math,
+)
 from trainer.dashboard import __main__ as dashboard
 
 GROUP = "jobgroup/rlhf-math-jobgroup.yaml"
@@ -27,6 +36,9 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "evaluate_model": evaluate_model.main,
     "export": export.main,
     "report": report.main,
+    "compare": compare.main,
+    "diagnose": diagnose.main,
+    "replay": replay.main,
     "tiny_model": tiny_model.main,
     "dashboard": dashboard.main,
     "local": local.main,
@@ -57,6 +69,26 @@ MISTAKES = [
         "train_math",
         "--dataset tiny --model FOLDER/weightless",
         "--model|the directory has no weights|copy them there",
+    ),
+    (
+        "train_math",
+        "--dataset tiny --model FOLDER/mute",
+        "--model|the model has no tokenizer|copy its files there",
+    ),
+    (
+        "local",
+        f"{GROUP} --env MODEL_NAME=FOLDER/mute",
+        "model.name|the model has no tokenizer|copy its files there",
+    ),
+    (
+        "train_math",
+        "--dataset tiny --model FOLDER/bert",
+        "--model|no causal language model, but a BertForMaskedLM|writes text from left to right",
+    ),
+    (
+        "evaluate_model",
+        "--dataset tiny --model FOLDER/run",
+        "--model|this is the directory of a run, not of a model|checkpoints/step_000004",
     ),
     (
         "train_math",
@@ -129,6 +161,20 @@ MISTAKES = [
         "local",
         "FOLDER/broken.yaml",
         "YAML|line 2: expected the node content|name the YAML of a job group",
+    ),
+    ("trainer", "--config FOLDER/twice.yaml", "--config|line 2: the key trainer stands twice"),
+    ("local", "FOLDER/twice.yaml", "YAML|line 2: the key trainer stands twice in one mapping"),
+    ("sweep", "FOLDER/twice.yaml", "FILE|line 2: the key trainer stands twice in one mapping"),
+    ("trainer", '--reward.functions [{"name":"math","name":"code"}]', "the key name stands twice"),
+    (
+        "train_math",
+        "--dataset FOLDER/twice.jsonl --model BASE",
+        "twice.jsonl, line 1: the key 'answer' stands twice in one object|repair the file",
+    ),
+    (
+        "train_math",
+        "--dataset FOLDER/semicolons.csv --model BASE",
+        "--dataset|separates its columns by ';': 'question;answer' is one column|save it with",
     ),
     ("local", "FOLDER/text.yaml", "YAML|text.yaml|every document of a job group must be a mapping"),
     (
@@ -229,6 +275,25 @@ MISTAKES = [
     ("report", "runs/nothing", "RUN_DIR|runs/nothing"),
     ("report", "docs", "RUN_DIR|docs|runs/"),
     ("dashboard", "docs", "RUN_DIR|docs|runs/"),
+    *(
+        (program, f"{path}{words}", f"RUN_DIR|{path}|{told}|name the directory of a run")
+        for program, words in (
+            ("report", ""),
+            ("compare", ""),
+            ("dashboard", ""),
+            ("diagnose", ""),
+            ("replay", " --step 1"),
+        )
+        for path, told in (
+            ("FOLDER/absent", "there is no such run directory"),
+            ("FOLDER/bert", "this is not a run directory"),
+            ("FOLDER/broken.yaml", "this is not a run directory"),
+        )
+    ),
+    *(
+        (program, f"FOLDER/run{words}", "RUN_DIR|FOLDER/run|no step is recorded here yet|wait for")
+        for program, words in (("report", ""), ("compare", ""), ("replay", " --step 1"))
+    ),
     ("dashboard", "runs/x --port 99999", "--port|99999|65535"),
     ("tiny_model", "docs", "DIRECTORY|docs|name another"),
     ("local", "jobgroup/nothing.yaml", "YAML|jobgroup/nothing.yaml|rlhf-math-jobgroup.yaml"),
@@ -289,6 +354,14 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
     for name, text in (
         ("latin1.csv", b"question,answer\ncaf\xe9,3\n".decode("latin1")),
         ("weightless/config.json", "{}"),
+        ("mute/config.json", '{"architectures": ["LlamaForCausalLM"]}'),
+        ("mute/model.safetensors", ""),
+        ("bert/config.json", '{"architectures": ["BertForMaskedLM"]}'),
+        ("bert/model.safetensors", ""),
+        ("bert/tokenizer.json", "{}"),
+        ("run/config.json", '{"trainer": {"max_steps": 4}}'),
+        ("run/checkpoints/step_000002/config.json", "{}"),
+        ("run/checkpoints/step_000004/config.json", "{}"),
         ("adapter/adapter_config.json", '{"base_model_name_or_path": "/srv/gone"}'),
         ("adapter/adapter_model.safetensors", ""),
         ("nested.yaml", "{settings: {trainer: {max_steps: 3}}, grid: {seed: [0, 1]}}"),
@@ -296,9 +369,12 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
         ("cut.jsonl", '{"foo": 1 "bar": 2}\n'),
         ("broken.yaml", "{\n"),
         ("text.yaml", "root:x:0:0"),
+        ("twice.yaml", "trainer: {learning_rate: 5.0e-4}\ntrainer: {max_steps: 3}\n"),
+        ("twice.jsonl", '{"question": "1?", "answer": "1", "answer": "2"}'),
+        ("semicolons.csv", "question;answer\n1?;1\n"),
         ("config.json", "{"),
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, "latin1")
     words = words.replace("FOLDER", str(tmp_path)).replace("BASE", str(base_model))
     monkeypatch.chdir(ROOT)
@@ -311,7 +387,7 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
     assert len(answer.splitlines()) == 1
     assert " · field: " in answer
     assert " · remedy: " in answer
-    for part in told.split("|"):
+    for part in told.replace("FOLDER", str(tmp_path)).split("|"):
         assert part in answer, answer
     for never in ("Value error", "Input should", "pydantic", "Traceback", "^", "TrainerConfig"):
         assert never not in answer

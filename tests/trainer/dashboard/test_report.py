@@ -69,15 +69,6 @@ def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(
     assert page.errors() == []
 
 
-def test_the_report_of_an_empty_run_says_so(page: Page, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    main([str(tmp_path)])
-    page.open((tmp_path / "report.html").as_uri())
-    page.until(lambda: "metrics.jsonl is missing" in page.text("#tables"), "what is missing")
-    assert "no step" in page.text("header")
-    assert page.errors() == []
-
-
 def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such run directory"):
         main([str(tmp_path / "absent")])

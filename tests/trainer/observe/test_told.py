@@ -16,9 +16,10 @@ import pytest
 from rich.console import Console
 
 from common.process.logs import setup_logging
-from common.settings.config import Config
+from common.settings.config import Config, from_mapping
 from tests.support.groups import make_group
 from trainer.api.callbacks import Callbacks
+from trainer.api.settings import TrainerConfig, in_own_words
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
@@ -115,12 +116,37 @@ def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_pa
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
 
 
+def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
+    first = {
+        "trainer.learning_rate": 5e-4,
+        "algorithm.kl_coef": 0.1,
+        "reward.functions": [{"name": "math", "weight": -1.0}],
+        "trainer.run_dir": tmp_path / "elsewhere",
+    }
+    said = io.StringIO()
+    console = Console(file=said, width=120)
+    Recorder(tmp_path, from_mapping(first), console)
+    Recorder(tmp_path, from_mapping(first | {"trainer.run_dir": tmp_path}), console, step=3)
+    assert "changed" not in said.getvalue()
+
+    second = {"trainer.learning_rate": 1e-6, "algorithm.kl_coef": 0.0}
+    Recorder(tmp_path, from_mapping(second), console, step=3, words=in_own_words)
+    line = next(line for line in said.getvalue().splitlines() if "changed" in line)
+    assert "learning_rate 0.0005 → 1e-06" in line
+    assert "kl_coef 0.1 → 0.0" in line
+    assert "reward_fn [{'name': 'math', 'weight': -1.0}] → ['math']" in line
+    assert "dir" not in line
+
+    Recorder(tmp_path, from_mapping(first), console)  # a new run, which replaces the old one
+    assert said.getvalue().count("changed") == 1
+
+
 def test_a_hint_appears_once_and_in_the_words_of_the_python_api(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A script with handlers of its own would show every line twice."""
     said = io.StringIO()
-    words = Callbacks([], None, tmp_path / "extras.jsonl").words
+    words = Callbacks(TrainerConfig(), tmp_path).words
     recorder = Recorder(tmp_path, Config(), Console(file=said, width=120), words=words)
     run(recorder, 12, 0.5)
     assert said.getvalue().count("hint: 50% of the completions are cut at max_new_tokens") == 1

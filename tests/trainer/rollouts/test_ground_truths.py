@@ -73,13 +73,17 @@ def test_the_problems_that_cannot_be_solved_are_named(
     assert set(unsolvable) == {"bad", "held-out"}
     assert "62 ground truths; 2 cannot be graded: bad ('xxx" in caplog.text
     stored = json.loads((tmp_path / GROUND_TRUTHS).read_text())
-    assert stored == {"checked": 62, "unsolvable": unsolvable}
+    assert stored == {"checked": 62, "repaired": 0, "unsolvable": unsolvable}
 
 
 @pytest.mark.parametrize(
     ("ground_truth", "reason"),
     [
-        ("There are some eggs left.", "it is a sentence"),
+        ("There are some eggs left.", "only the same text matches it"),
+        ("proof", "only the same text matches it"),
+        ("\x0crac{1}{2}", "control character"),
+        ("['5', '7']", "states no answer"),
+        ("['5']", ""),
         (r"\frac{1", "braces"),
         ("", "states no answer"),
         ('["5"]', ""),
@@ -147,16 +151,28 @@ def test_a_run_of_mostly_unsolvable_problems_stops(tmp_path: Path) -> None:
 def test_tests_of_programs_are_checked_too(tmp_path: Path) -> None:
     right = [
         Prompt(id=f"right{i}", prompt="?", ground_truth="", columns={"test_cases": TESTS})
-        for i in range(12)
+        for i in range(40)
     ]
-    idle = Prompt(id="idle", prompt="?", ground_truth="", columns={"test_cases": ["f(2) == 4"]})
+    unsolved = {
+        "idle": ["f(2) == 4"],
+        "large": [{"input": "", "output": "x" * 5000}],
+        "always": ["assert (f(2) == 4, 'message')"],
+        "package": ["import sympy\nassert f(2) == 4 and True"],
+    }
+    wrong = [
+        Prompt(id=name, prompt="?", ground_truth="", columns={"test_cases": tests})
+        for name, tests in unsolved.items()
+    ]
 
     async def run() -> dict[str, str]:
-        words = ("--reward.functions", '[{"name": "code", "sandbox": "none"}]')
-        async with served([*right, idle], [], tmp_path, *words) as services:
+        words = ("--reward.functions", '[{"name": "code", "sandbox": "none", "output_kb": 4}]')
+        async with served([*right, *wrong], [], tmp_path, *words) as services:
             return await check(services, tmp_path / GROUND_TRUTHS)
 
     unsolvable = asyncio.run(run())
 
-    assert set(unsolvable) == {"idle"}
+    assert set(unsolvable) == set(unsolved)
     assert "the test asserts nothing" in unsolvable["idle"]
+    assert "over the limit of 4096" in unsolvable["large"]
+    assert "no program fails" in unsolvable["always"]
+    assert "imports sympy, which programs do not have" in unsolvable["package"]

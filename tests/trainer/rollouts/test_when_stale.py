@@ -47,6 +47,7 @@ from trainer.rollouts.services import Services
 from trainer.timing import StageClock
 
 FRESH, SIZE, STALENESS = 4, 4, 1
+SLOTS = (STALENESS + 1) * FRESH
 SHORT, LONG, SIGMA = 20, 120, 0.3
 """Typical lengths of an answer that guesses and of one that reasons, and the spread of their
 logarithms."""
@@ -360,6 +361,54 @@ def test_the_groups_that_the_trainer_holds_do_not_hide_the_loss_of_others(
 
         with made.rollouts.collecting(0, 1):
             made.loop.call(lose())
+
+
+@pytest.mark.parametrize("when", ["wait", "drop", "train"])
+def test_a_group_that_does_not_wait_to_be_trained_on_ends_the_run(
+    base_model: Path, tmp_path: Path, when: str
+) -> None:
+    """As after a replay-buffer was set back: it hands out what was trained on."""
+    with simulation(base_model, tmp_path, when) as made:
+
+        async def lose() -> None:
+            await made.generate(FRESH)
+            assert await made.collector.wait_for_oldest(FRESH, 30.0)
+            other = ReplayClient("replay-buffer", "http://x", transport=made.replay)
+            (listed, *_) = await other.listing("fresh")
+            trained = await other.group(listed["id"])
+            trained.id = "run-0-trained"
+            await other.add([trained])
+            with pytest.raises(CollectFailed, match="which does not wait to be trained on"):
+                await made.take(FRESH + 1)
+
+        with made.rollouts.collecting(0, 1):
+            made.loop.call(lose())
+
+
+@pytest.mark.parametrize(("when", "dropped"), [("wait", SLOTS), ("drop", SLOTS), ("train", 0)])
+def test_a_group_beyond_the_bound_of_age_is_dropped_and_counted(
+    base_model: Path, tmp_path: Path, when: str, dropped: int
+) -> None:
+    """With `wait` that happens only after a fault: its groups were leased to nobody for long."""
+    with simulation(base_model, tmp_path, when) as made:
+
+        async def made_by_first_weights() -> None:
+            await made.generate(SLOTS)
+            assert await made.collector.wait_for_oldest(SLOTS, 30.0)
+            made.engine.versions = [(made.engine.now - 1, 9)]
+
+        async def go_on() -> None:
+            while True:
+                await made.generate(1)
+
+        with made.rollouts.collecting(0, 10):
+            made.loop.call(made_by_first_weights())
+            task = made.loop.start(go_on())
+            batch = made.rollouts.next(step=9)
+            made.loop.cancel(task)
+    ages = [9 - item.group.weight_version for item in batch]
+    assert made.rollouts.drops.counts["stale"] == dropped
+    assert max(ages) == (9 if when == "train" else 0)
 
 
 def chi_square(groups: list[Group]) -> float:

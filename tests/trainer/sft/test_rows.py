@@ -12,6 +12,7 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.codec import decode, encode
 from common.wire.schemas import Prompt
 from services.data.sft_examples import answered, example
+from tests.support.families import FAMILIES
 from trainer.sft.rows import Batches, Encoder, TrainingSequence
 
 END = "<|im_end|>"
@@ -97,8 +98,10 @@ def test_a_base_model_gets_the_text_as_it_is(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     (row,) = encoder(tokenizer).rows(answered("row", "Question: 1\nAnswer:", " #### 1"))
     assert texts(tokenizer, row) == (f"Question: 1\nAnswer: #### 1{END}", [f" #### 1{END}"])
-    with pytest.raises(ConfigError, match="but the model has no chat template"):
-        encoder(tokenizer).rows(chat("a", "b", "c", "d"))
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    for refused in (chat("a", "b", "c", "d"), example("row", messages, is_chat=True)):
+        with pytest.raises(ConfigError, match="but the model has no chat template"):
+            encoder(tokenizer).rows(refused)
 
 
 def test_a_template_and_a_prefilled_start_are_those_of_generation(tokenizer: Any) -> None:
@@ -111,6 +114,27 @@ def test_a_template_and_a_prefilled_start_are_those_of_generation(tokenizer: Any
         f"Q: 1?\nA: Let me see. #### 1{END}",
         [f" me see. #### 1{END}"],
     )
+
+
+PHI_3 = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+"""Like Phi-3's template, which ends a chat with one more token that ends generation."""
+
+
+@pytest.mark.parametrize("content", ["#### 1", "#### 1<|end|>", "1<|end|> 2"])
+def test_nothing_after_the_end_of_an_answer_is_learned(tmp_path: Path, content: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(FAMILIES["Phi-3"].write(tmp_path))
+    tokenizer.chat_template = PHI_3
+    tokenizer.eos_token = "<|endoftext|>"  # noqa: S105
+    stops = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
+    own = Encoder(Prompter(tokenizer, PromptStyle(), stops), 1000, None)
+    (row,) = own.rows(chat("1?", content))
+    (learned,) = texts(tokenizer, row)[1]  # with a space after every special token
+    assert learned.replace(" ", "") == content.removesuffix("<|end|>").replace(" ", "") + "<|end|>"
+    (row,) = own.rows(chat("1?", content, "2?", "#### 2"))
+    assert texts(tokenizer, row)[1][-1] == "#### 2<|end|>"
 
 
 def test_a_chat_that_the_template_refuses_is_named(tokenizer: Any) -> None:

@@ -1,0 +1,76 @@
+"""Writes the numerals of other scripts in the digits 0 to 9.
+
+Every step takes time linear in the length of any text: responses are untrusted.
+"""
+
+import re
+from fractions import Fraction
+
+# Each takes all digits on its left: 3 ten-thousands and 6000.
+_SIZES = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4, "千": 1000, "百": 100, "十": 10}
+_DIGITS = {digit: value for value, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
+_FOREIGN_DIGIT = re.compile(r"\d(?<![0-9])")
+_SEPARATORS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "－": "-"})
+_SPACE = re.compile("[\u00a0\u2007\u2009\u202f]")  # those that do not break a line
+_GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_SPACE.pattern}[0-9]{{3}})+(?![0-9])")
+_ONES = "零〇一二两三四五六七八九"
+_TENS = "十百千万萬亿億"
+_SIGN = re.compile(f"[{_ONES}{_TENS}]")
+_NUMERAL = rf"(?:[0-9]{{1,15}}(?:\.[0-9]{{1,15}})?\ ?(?=[{_TENS}]))?[0-9{_ONES}{_TENS}]{{1,20}}"
+_CHINESE = re.compile(
+    rf"""(?<![0-9.{_ONES}{_TENS}])(?P<sign>负)?
+    (?!(?<=[一-鿿])(?<![是为负])[{_ONES}](?![{_TENS}点分]))  # 星期二
+    (?!一[一-鿿](?<![{_TENS}点分]))  # 一个整数 is an integer
+    (?:百分之(?P<percent>{_NUMERAL}) | (?P<below>{_NUMERAL})分之(?P<above>{_NUMERAL})
+    | (?P<whole>{_NUMERAL})(?:点(?P<decimals>[{_ONES}]+))?)
+    (?!(?<=千)[克米瓦])(?=[^一-鿿]|\Z|千[克米瓦]|[个個只名位件本张支条辆块颗枚人棵页元美米克厘毫公天岁年分小度吨升平])""",
+    re.VERBOSE,
+)
+
+
+def in_digits(text: str) -> str:
+    """Returns the text with foreign digits (٣٧), Chinese numerals (二十四, 3万6000) and grouped
+    digits (1 250, with a space that does not break) as digits.
+    """
+    if text.isascii():
+        return text
+    text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit.group())), text)
+    text = text.translate(_SEPARATORS)
+    if _SPACE.search(text):
+        text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
+    return _CHINESE.sub(_converted, text) if _SIGN.search(text) else text
+
+
+def _converted(match: re.Match[str]) -> str:
+    numerals = [match[name] for name in ("percent", "below", "above", "whole") if match[name]]
+    values = [_value(numeral.replace(" ", "")) for numeral in numerals]
+    known = [value for value in values if value is not None]
+    if len(known) < len(values) or match.group().isascii():
+        return match.group()
+    found = "/".join(map(_decimal, known[::-1]))
+    if match["decimals"]:
+        found += "." + "".join(str(_DIGITS[digit]) for digit in match["decimals"])
+    return ("-" if match["sign"] else "") + found + ("%" if match["percent"] else "")
+
+
+def _value(numeral: str) -> Fraction | None:
+    """Returns the value of a numeral; None for one that leaves out its last size: 三百五, 350."""
+    if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", numeral):
+        return Fraction(numeral)
+    if len(numeral) == 1 and numeral in _DIGITS:
+        return Fraction(_DIGITS[numeral])
+    for name, size in _SIZES.items():
+        left, found, right = numeral.rpartition(name)
+        if not found:
+            continue
+        count = _value(left) if left else Fraction(1)
+        is_short = len(right) == 1 and right not in "零〇十" and size > 10
+        rest = _value(right.lstrip("零〇") or "0")
+        if count is None or rest is None or is_short or rest >= size:
+            return None
+        return count * size + rest
+    return None
+
+
+def _decimal(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else str(float(value))

@@ -1,0 +1,64 @@
+"""Refuses requests when the service's store has gone back behind what the client has seen."""
+
+import asyncio
+from typing import Protocol
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import Conflict
+from common.wire.store_mark import STORE_HEADER, StoreMark
+from services.http.errors import error_response
+
+
+class MarkedStore(Protocol):
+    """A store that counts its changes."""
+
+    mark: StoreMark
+    """After the last change of this process; any thread may read it."""
+
+    def read_mark(self) -> StoreMark:
+        """Returns the mark now, with the changes of other processes; any thread may call it."""
+
+
+class GoingBack:
+    """Sends the mark of the store with every answer, and refuses a client that has seen a later
+    one: groups would be handed out a second time, and acknowledged ones would be missing.
+    """
+
+    def __init__(self, app: ASGIApp, store: MarkedStore | None) -> None:
+        self.app = app
+        self._store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        store = self._store
+        if store is None or scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[STORE_HEADER] = str(store.mark)
+            await send(message)
+
+        seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
+        mark = store.mark
+        if seen is not None and _is_behind(mark, seen):
+            mark = await asyncio.to_thread(store.read_mark)
+        if seen is None or not _is_behind(mark, seen):
+            await self.app(scope, receive, marked)
+            return
+        error = Conflict(
+            f"the store has gone back: it has {mark.changes} changes, and this client has seen "
+            f"{seen.changes}; its directory was set to an older copy",
+            code="gone_back",
+            field="state_dir",
+            value=str(mark),
+            remedy="start the run again: it resumes from its checkpoint, and collects again what "
+            "it has not trained on",
+        )
+        await error_response(error, scope)(scope, receive, send)
+
+
+def _is_behind(mark: StoreMark, seen: StoreMark) -> bool:
+    return mark.identity == seen.identity and mark.changes < seen.changes

@@ -1,0 +1,40 @@
+"""Repairs ground truths as data sets write them: a list with one answer, doubled backslashes."""
+
+import re
+
+from common.prompts.final_answers import MAX_ANSWER_CHARS
+
+_LIST = re.compile(r"[\[(]\s*(?P<item>.*?)\s*,?\s*[\])]", re.DOTALL)
+_QUOTED = re.compile(r"""(?P<quote>["'])(?P<text>.*)(?P=quote)""", re.DOTALL)
+_BACKSLASHES = re.compile(r"\\+")
+_DOUBLED = re.compile(r"\\\\(?:[A-Za-z]{2,}|[{}%$])")
+_EATEN = re.compile(
+    r"[\a\x08\v\f]|\t(?:imes|ext|heta|an|au|o(?![a-z]))|\r(?!\n)|\n(?:abla|eq)(?![a-z])"
+)
+
+
+def repaired(ground_truth: str) -> str:
+    r"""Returns a ground truth with what is certain repaired: `['31']` is 31, and `\\frac{1}{3}` is
+    `\frac{1}{3}`. A list of several texts, which may be several answers or several ways to write
+    one, becomes "".
+    """
+    text = ground_truth.strip()
+    if len(text) > MAX_ANSWER_CHARS:
+        return text  # a worked solution
+    item = text
+    while found := _LIST.fullmatch(item):
+        item = found["item"]
+    quoted = _QUOTED.fullmatch(item) if item != text else None
+    if quoted:
+        text = "" if quoted["quote"] in quoted["text"] else quoted["text"]
+
+    if _DOUBLED.search(text) and all(len(run) % 2 == 0 for run in _BACKSLASHES.findall(text)):
+        text = text.replace("\\\\", "\\")
+    return text
+
+
+def has_eaten_backslash(ground_truth: str) -> bool:
+    r"""Returns whether a backslash and a letter became one control character, as when `\frac` is
+    read as a form feed and `rac`.
+    """
+    return _EATEN.search(ground_truth) is not None

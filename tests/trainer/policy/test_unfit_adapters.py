@@ -1,0 +1,129 @@
+"""An adapter whose tensors are not those that its model has room for is refused wherever a model is
+loaded, instead of the base model being taken for it."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from common.errors import ConfigError
+from common.settings.config import from_mapping
+from common.settings.sections import ModelSection
+from learning.ranks import Ranks
+from services.critic.model import load_value_model
+from services.engine.model import Model
+from trainer import ModelEvaluator
+from trainer.cli import export
+from trainer.policy.scorer import load_model
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT's call
+]
+Tensors = dict[str, Tensor]
+
+
+def adapter(model: Any, base: Path, directory: Path) -> Path:
+    """Writes a random adapter of a model, as one of `base`."""
+    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, settings)
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(base).save_pretrained(directory)
+    return directory
+
+
+def own(base: Path, directory: Path) -> Path:
+    return adapter(AutoModelForCausalLM.from_pretrained(base), base, directory)
+
+
+def changed(change: Callable[[Tensors], Tensors]) -> Callable[[Path, Path], Path]:
+    """Returns a function that writes an adapter and changes its tensors."""
+
+    def write(base: Path, directory: Path) -> Path:
+        file = own(base, directory) / "adapter_model.safetensors"
+        save_file(change(load_file(file)), file)
+        return directory
+
+    return write
+
+
+def renamed(tensors: Tensors) -> Tensors:
+    return {name.replace("model.layers", "transformer.h"): each for name, each in tensors.items()}
+
+
+def of_the_first_layer(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if "layers.0." in name}
+
+
+def of_a_deeper_model(base: Path, directory: Path) -> Path:
+    config = AutoConfig.from_pretrained(base)
+    config.num_hidden_layers *= 2
+    config.layer_types *= 2
+    return adapter(AutoModelForCausalLM.from_config(config), base, directory)
+
+
+def of_other_layers(base: Path, directory: Path) -> Path:
+    """Nothing in the model has the name of a layer that the adapter changes."""
+    own(base, directory)
+    file = directory / "adapter_config.json"
+    file.write_text(file.read_text().replace("q_proj", "query").replace("v_proj", "value"))
+    return directory
+
+
+UNFIT = {
+    "fits no layer": (changed(renamed), "does not fit its model.*such as base_model"),
+    "fits half the layers": (changed(of_the_first_layer), "does not fit its model"),
+    "of a deeper model": (of_a_deeper_model, "does not fit its model.*layers.2"),
+    "of other layers": (of_other_layers, "the adapter cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_adapter_that_does_not_fit_is_refused(
+    name: str, policy_dir: Path, tmp_path: Path
+) -> None:
+    write, message = UNFIT[name]
+    directory = write(policy_dir, tmp_path / "adapter")
+    place = re.escape(str(directory))
+    with pytest.raises(ConfigError, match=f"{message}.*model.name.*{place}.*remedy"):
+        load_model(ModelSection(name=str(directory)))
+    with pytest.raises(ConfigError, match=f"{message}.*CHECKPOINT.*{place}.*remedy"):
+        export.main([str(directory), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=message):
+        ModelEvaluator(directory, max_new_tokens=2).evaluate(
+            [{"question": "How many?", "answer": "1"}], lambda completions, **_: [0.0]
+        )
+
+
+def test_one_that_fits_is_merged(policy_dir: Path, tmp_path: Path) -> None:
+    directory = own(policy_dir, tmp_path / "adapter")
+    base = load_file(policy_dir / "model.safetensors")
+    merged = load_model(ModelSection(name=str(directory))).state_dict()
+    differs = {name for name, tensor in base.items() if not merged[name].equal(tensor)}
+    assert differs == {name for name in base if name.endswith(("q_proj.weight", "v_proj.weight"))}
+
+
+def test_a_directory_with_a_model_and_an_adapter_is_refused(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "both"
+    shutil.copytree(policy_dir, directory)
+    own(policy_dir, directory)
+    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*remove the one"):
+        load_model(ModelSection(name=str(directory)))
+    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*remove the one"):
+        export.main([str(directory), str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*--model-path"):
+        Model(directory, 64)
+    section = {"algorithm.name": "ppo", "critic.model": str(directory)}
+    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*critic\.model"):
+        load_value_model(from_mapping(section), Ranks())
