@@ -17,7 +17,7 @@ from common.errors import InvalidInput, NotFound, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, MESSAGES, Call, Dialect, read_call
-from services.environment.messages import History
+from services.environment.messages import History, Json
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.environment.session import CallAnswer, Session
@@ -102,12 +102,12 @@ def create_environment_app(
         return {"status": "deleted"}
 
     @app.get("/environments")
-    async def environments() -> list[dict[str, Any]]:
+    async def environments() -> list[Json]:
         """The served environments and their tools."""
         return service.environments()
 
     @app.get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> Json:
         """Episodes so far by status, running episodes, hung calls, and the server's number of
         nodes.
         """

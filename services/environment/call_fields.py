@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
+from services.environment.messages import Json
 from services.environment.session import CallOptions
 
-Json = dict[str, Any]
 MAX_STOP_CHARS = 1000
 """Longest stop text that the embedded engine takes."""
 

@@ -19,6 +19,7 @@ from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
 from services.environment.messages import (
+    Json,
     Message,
     encodable,
     parse_messages,
@@ -218,7 +219,7 @@ class EpisodeRun:
             )
         return messages
 
-    async def _tool_result(self, tool_call: dict[str, Any]) -> Message:
+    async def _tool_result(self, tool_call: Json) -> Message:
         """Calls a tool and returns its result, or an error message for the model."""
         name = tool_call["function"]["name"]
         self.outcome.tool_calls += 1
@@ -237,7 +238,7 @@ class EpisodeRun:
             self.outcome.tool_seconds += time.monotonic() - started
         return tool_message(text, tool_call)
 
-    def _bound_tool(self, name: str, arguments: dict[str, Any]) -> "partial[Any]":
+    def _bound_tool(self, name: str, arguments: Json) -> "partial[Any]":
         """Returns a tool with its arguments. Raises _ToolRefused when they do not fit."""
         if name not in self._environment.tools:
             known = ", ".join(self._environment.tools) or "none"

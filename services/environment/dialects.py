@@ -17,6 +17,7 @@ from services.environment.messages import (
     CONTENT_FORM,
     ROLES,
     History,
+    Json,
     Message,
     check_mapping,
     made_tool,
@@ -26,8 +27,6 @@ from services.environment.messages import (
     text_of,
 )
 from services.environment.session import CallAnswer, CallOptions
-
-Json = dict[str, Any]
 
 
 class Call(NamedTuple):

@@ -10,6 +10,10 @@ import orjson
 
 from common.errors import InvalidInput
 
+Json = dict[str, Any]
+"""A JSON object."""
+Tools = Sequence[Json]
+"""The functions that a call offers to the model, in OpenAI's format."""
 CONTENT_FORM = 'send text or [{"type": "text", "text": text}]'
 ROLES = {
     "system": "system",
@@ -31,7 +35,7 @@ class Message:
     mappings.
     """
 
-    fields: dict[str, Any]
+    fields: Json
 
     @property
     def role(self) -> str:
@@ -42,9 +46,9 @@ class Message:
         return str(self.fields["content"])
 
     @property
-    def tool_calls(self) -> list[dict[str, Any]]:
+    def tool_calls(self) -> list[Json]:
         """The tool calls, each with `id`, `type` and `function`."""
-        calls: list[dict[str, Any]] = self.fields.get("tool_calls", [])
+        calls: list[Json] = self.fields.get("tool_calls", [])
         return calls
 
     @property
@@ -111,7 +115,7 @@ def user_message(text: str) -> Message:
     return Message({"role": "user", "content": encodable(text)})
 
 
-def tool_message(text: str, tool_call: dict[str, Any]) -> Message:
+def tool_message(text: str, tool_call: Json) -> Message:
     """Returns the result of a tool call."""
     return Message(
         {
@@ -123,13 +127,13 @@ def tool_message(text: str, tool_call: dict[str, Any]) -> Message:
     )
 
 
-def made_tool_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
+def made_tool_call(identifier: Any, name: Any, arguments: Any) -> Json:
     """Returns a tool call in OpenAI's format."""
     function = {"name": name, "arguments": arguments}
     return {"id": identifier, "type": "function", "function": function}
 
 
-def made_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+def made_tool(name: Any, description: Any, parameters: Any) -> Json:
     """Returns a tool in OpenAI's format; without arguments if `parameters` is empty."""
     function = {
         "name": name,
@@ -189,7 +193,7 @@ def _parse_message(content: Any, where: str) -> Message:
             remedy=f"use one of {', '.join(ROLES)}",
         )
 
-    fields: dict[str, Any] = {
+    fields: Json = {
         "role": ROLES[role],
         "content": text_of(content.get("content"), f"{where}.content"),
     }
@@ -260,7 +264,7 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _parse_tool_call(content: Any, where: str) -> dict[str, Any]:
+def _parse_tool_call(content: Any, where: str) -> Json:
     function = content.get("function") if isinstance(content, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidInput(
@@ -304,7 +308,7 @@ def _as_numbers(value: Any) -> Any:
     return value
 
 
-def parse_tools(content: Any) -> list[dict[str, Any]]:
+def parse_tools(content: Any) -> list[Json]:
     """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for
     anything else.
     """
@@ -329,7 +333,7 @@ def parse_tools(content: Any) -> list[dict[str, Any]]:
     return content
 
 
-def tools_key(tools: Sequence[dict[str, Any]]) -> bytes:
+def tools_key(tools: Tools) -> bytes:
     """Returns bytes that are equal for equal tools, whatever the order of their keys."""
     if not tools:
         return b""

@@ -22,7 +22,7 @@ from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
 from services.environment.environments import FIELD, Environment
 from services.environment.kept_server import PORT, KeptServer
-from services.environment.messages import made_tool
+from services.environment.messages import Json, made_tool
 from services.environment.outcome import (
     CallTimedOut,
     EnvironmentLost,
@@ -226,7 +226,7 @@ class Connection:
         text = _text(await self._observation("reset", data))
         return f"\n\n{text}" if text else ""
 
-    async def step(self, messages: list[dict[str, Any]]) -> str | None:
+    async def step(self, messages: list[Json]) -> str | None:
         """Sends the answer as an action; returns None when the episode is over."""
         action = {self._interface.answer_field: messages[-1]["content"]}
         try:
@@ -280,7 +280,7 @@ class Connection:
 
         return call
 
-    async def _act(self, action: dict[str, Any]) -> dict[str, Any]:
+    async def _act(self, action: Json) -> Json:
         """Takes a step and returns its observation; an empty one if an earlier step, whose answer
         came late, ended the episode.
 
@@ -299,11 +299,11 @@ class Connection:
             with contextlib.suppress(Refused):  # the model has been told an error already
                 self._observed("step", await self._exchange(None))
 
-    async def _observation(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    async def _observation(self, kind: str, data: Json) -> Json:
         """Sends a message and returns the observation in the response."""
         return self._observed(kind, await self._ask({"type": kind, "data": data}))
 
-    def _observed(self, kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+    def _observed(self, kind: str, answer: Json) -> Json:
         """Returns the observation in an answer, and notes its reward and whether it is the last."""
         content = answer.get("data")
         observation = content.get("observation") if isinstance(content, dict) else None
@@ -321,7 +321,7 @@ class Connection:
             self._rewards.append(float(reward))
         return observation
 
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, message: Json) -> Json:
         """Sends a message and returns the response; waits while the server has no room for another
         session.
 
@@ -334,7 +334,7 @@ class Connection:
                 await self.close()
                 await asyncio.sleep(_RETRY_S)
 
-    async def _exchange(self, message: dict[str, Any] | None) -> dict[str, Any]:
+    async def _exchange(self, message: Json | None) -> Json:
         """Sends a message, if there is one, and returns the next answer."""
         sent = None if message is None else json.dumps(message)
         with _reaching("of this episode"):
@@ -415,9 +415,9 @@ def _action(schema: Any) -> tuple[str, dict[str, Any]]:
     return "", {"step": made_tool("step", "Acts in the environment.", parameters)}
 
 
-def _text(observation: dict[str, Any]) -> str:
+def _text(observation: Json) -> str:
     """Returns an observation as the model reads it."""
-    fields: dict[str, Any] = {}
+    fields: Json = {}
     for name, value in observation.items():
         if name != "metadata" and value is not None:
             fields[name] = value

@@ -1,10 +1,9 @@
 """Extracts thoughts and tool calls from answers, in the format of the model."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.environment.call_formats import HERMES, Call, CallFormat, schemas_of
-from services.environment.messages import Message, made_tool_call
+from services.environment.messages import Json, Message, Tools, made_tool_call
 
 
 class Parsed(NamedTuple):
@@ -16,7 +15,7 @@ class Parsed(NamedTuple):
 
 def parse_answer(
     text: str,
-    tools: Sequence[dict[str, Any]],
+    tools: Tools,
     call_format: CallFormat = HERMES,
     answer: int = 0,
 ) -> Parsed:
@@ -49,7 +48,7 @@ def parse_answer(
         if after_thought.message.tool_calls:
             return after_thought
 
-    fields: dict[str, Any] = {"role": "assistant"}
+    fields: Json = {"role": "assistant"}
     content = "".join(part for part, _ in parts)
     if thoughts:
         fields["reasoning_content"] = "\n".join(thoughts).strip()

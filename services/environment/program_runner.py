@@ -32,6 +32,7 @@ from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD
 from services.environment.harbor import COLUMN, HarborTask, grade
 from services.environment.kept_server import PORT, KeptServer
+from services.environment.messages import Json
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
@@ -164,9 +165,7 @@ class ProgramRunner(EpisodeRunner):
         if reward is not None:
             outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
 
-    async def _run_command(
-        self, content: dict[str, Any], session: Session, limits: EpisodeLimits
-    ) -> Any:
+    async def _run_command(self, content: Json, session: Session, limits: EpisodeLimits) -> Any:
         """Runs the command in a container; returns the reward, or None."""
         home = await asyncio.to_thread(self._folders.make)
         spec = Spec(lifetime_s=limits.deadline_s, image=self._section.image)
@@ -181,9 +180,7 @@ class ProgramRunner(EpisodeRunner):
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
 
-    async def _work_on_task(
-        self, content: dict[str, Any], session: Session, home: Path, spec: Spec
-    ) -> Any:
+    async def _work_on_task(self, content: Json, session: Session, home: Path, spec: Spec) -> Any:
         """Runs the command in the container of a Harbor task; returns the reward that its tests
         gave.
         """
@@ -205,9 +202,7 @@ class ProgramRunner(EpisodeRunner):
         finally:
             await asyncio.shield(container.kill())
 
-    async def _reward_of(
-        self, container: Container, content: dict[str, Any], session: Session
-    ) -> Any:
+    async def _reward_of(self, container: Container, content: Json, session: Session) -> Any:
         """Runs the command; returns the reward that it wrote, or None. The session is closed then,
         before anything is graded.
         """
@@ -240,7 +235,7 @@ class ProgramRunner(EpisodeRunner):
         _check_answered(session)
         return None if self._plays_tasks else _parse_reward(await container.read(reward_file))
 
-    async def _post_task(self, url: str, content: dict[str, Any], session: Session) -> Any:
+    async def _post_task(self, url: str, content: Json, session: Session) -> Any:
         """Posts the task; returns the reward in the response, or None."""
         post = asyncio.create_task(_post(url, orjson.dumps(content)))
         try:
@@ -266,7 +261,7 @@ class ProgramRunner(EpisodeRunner):
             raise EpisodeFailed(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
         return _parse_json(text, f"the answer of {url}") if text else None
 
-    def _task(self, task: EpisodeTask, session: Session, gateway: str) -> dict[str, Any]:
+    def _task(self, task: EpisodeTask, session: Session, gateway: str) -> Json:
         """Returns the task as sent to the program, which reaches this server at `gateway`."""
         prompt = task.prompt
         if not prompt:

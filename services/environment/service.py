@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from common.clients.rollout import RolloutClient, completion_from_answer
 from common.errors import (
@@ -22,7 +22,7 @@ from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
-from services.environment.messages import encodable
+from services.environment.messages import Json, encodable
 from services.environment.outcome import Outcome
 from services.environment.runners import class_runner, load_runner
 from services.environment.session import Session, SessionSettings, session_closed
@@ -253,7 +253,7 @@ class EpisodeService:
         if len(self._ended_sessions) > _MAX_ENDED:
             self._ended_sessions.popitem(last=False)
 
-    def environments(self) -> list[dict[str, Any]]:
+    def environments(self) -> list[Json]:
         """Returns the served environments, with the functions offered to the model."""
         served = {
             "name": self.environment.name,
@@ -264,7 +264,7 @@ class EpisodeService:
         }
         return [served]
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Json:
         """Returns the episodes so far by status, and what is running now."""
         return {
             "episodes": {status: self._counts[status] for status in get_args(EpisodeStatus)},

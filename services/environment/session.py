@@ -18,7 +18,7 @@ from common.wire.schemas import (
     Int32,
     StopReason,
 )
-from services.environment.messages import History, Message
+from services.environment.messages import History, Message, Tools
 from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 
@@ -196,7 +196,7 @@ class Session:
     async def call(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         key: str,
         *,
         is_retry: bool | None = None,
@@ -235,7 +235,7 @@ class Session:
         """
         return [call for calls in self._calls.values() for call in calls if call.lacks_answer]
 
-    def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
+    def count_tokens(self, messages: Sequence[Message], tools: Tools) -> int:
         """Returns the number of tokens that a call with these messages would send to the engine.
 
         Raises SessionClosed, and the errors of `call` for these messages.
@@ -310,7 +310,7 @@ class Session:
     async def _answer(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         call: CallRecord,
         *,
         options: CallOptions,
@@ -382,7 +382,7 @@ class Session:
         return tightest, tokens_left[tightest]
 
     def _continued(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self, messages: Sequence[Message], tools: Tools
     ) -> tuple[TurnNode | None, Sequence[Message], list[int]]:
         """Returns the turn that a call continues, its new messages, and their tokens; for a call
         that continues none, None, all messages, and the tokens of the whole prompt.

@@ -19,7 +19,9 @@ from common.errors import ConfigError, InvalidInput, shorten
 from common.wire.schemas import Int32
 from services.environment.call_formats import FORMATS, HERMES, CallFormat
 from services.environment.messages import (
+    Json,
     Message,
+    Tools,
     made_tool,
     made_tool_call,
     tool_message,
@@ -30,16 +32,16 @@ from services.environment.parsing import Parsed, parse_answer
 _MARK = "Zq7Answer7qZ"
 """The text of a made-up answer; no template writes it by itself."""
 _NEW_TEXTS = ("Xj5News5jX", "Yk6News6kY")
-_ARGUMENTS: tuple[dict[str, Any], ...] = (
+_ARGUMENTS: tuple[Json, ...] = (
     {"x": "12", "n": 3, "flag": True, "items": ["a", {"k": 1.5}]},
     {"x": 'say "hi"\n{2}', "n": -4, "flag": False, "items": []},
 )
 """Arguments of two made-up calls, which the template writes and the gateway has to read back."""
 
 
-def _tool(name: str) -> dict[str, Any]:
+def _tool(name: str) -> Json:
     types = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
-    properties: dict[str, Any] = {
+    properties: Json = {
         key: {"type": kind, "description": "Probes."} for key, kind in types.items()
     }
     properties["items"]["items"] = {}
@@ -85,7 +87,7 @@ class Template:
         self.no_tools = self._verify()
         """Why tools cannot be used; empty if they can."""
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Returns the tokens of a new conversation, up to the answer. Raises InvalidInput when the
         template refuses it.
         """
@@ -95,7 +97,7 @@ class Template:
         self,
         answer: Message,
         new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         *,
         sampled: Int32,
     ) -> list[int] | None:
@@ -128,7 +130,7 @@ class Template:
             ids.pop()
         return self.text(ids)
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]], answer: int = 0) -> Parsed:
+    def parse(self, text: str, tools: Tools, answer: int = 0) -> Parsed:
         """Returns the message in the text of an answer, which is the session's `answer`th."""
         return parse_answer(text, tools, self.call_format, answer)
 
@@ -137,9 +139,7 @@ class Template:
         ids = np.asarray(token_ids, np.int32)  # a list would be checked item by item
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], asks: bool = True
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools, asks: bool = True) -> str:
         """Returns the text of a conversation, and if it `asks`, the start of the next answer."""
         try:
             text = self._tokenizer.apply_chat_template(
@@ -161,7 +161,7 @@ class Template:
         self,
         answer: Message,
         new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         before: Sequence[Message] = (),
     ) -> tuple[str, str] | None:
         """Returns the text of the stop token after `answer`, and all text after it; None if there
@@ -254,7 +254,7 @@ class Template:
         return f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
 
     def _check(
-        self, answer: Message, new: list[Message], tools: list[dict[str, Any]], answer_start: str
+        self, answer: Message, new: list[Message], tools: list[Json], answer_start: str
     ) -> None:
         """Raises ConfigError unless the text after an answer is the new messages, whatever came
         before; InvalidInput when the template refuses them.
@@ -327,7 +327,7 @@ def _stand_in(answer: Message) -> Message:
     """Returns a made-up answer with the tool calls of `answer`: templates read their names and ids
     for later messages.
     """
-    fields: dict[str, Any] = {"role": "assistant", "content": _MARK}
+    fields: Json = {"role": "assistant", "content": _MARK}
     if answer.tool_calls:
         # The calls carry the mark: Gemma 4 writes the content after the results.
         fields["content"] = ""
@@ -346,5 +346,5 @@ def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
     return _stand_in(answer), results
 
 
-def _call(number: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def _call(number: int, arguments: Json) -> Json:
     return made_tool_call(f"call{number + 1:05}", "probe_tool", arguments)

@@ -11,12 +11,12 @@ is ever rendered or tokenised again, so every trained token is exactly the sampl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from common.wire.schemas import Completion, EpisodeSequence, Int32, Turn
-from services.environment.messages import Message, tools_key
+from services.environment.messages import Message, Tools, tools_key
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class SessionTree:
         self._roots: dict[bytes, list[TurnNode]] = {}
 
     def find(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self, messages: Sequence[Message], tools: Tools
     ) -> tuple[TurnNode | None, list[Message]]:
         """Returns the deepest node whose messages begin `messages`, and the messages after it.
 
@@ -102,7 +102,7 @@ class SessionTree:
         self,
         parent: TurnNode | None,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         *,
         added: Sequence[int],
         sampled: Completion,
