@@ -336,12 +336,11 @@ class Connection:
 
     async def _exchange(self, message: Json | None) -> Json:
         """Sends a message, if there is one, and returns the next answer."""
-        sent = None if message is None else json.dumps(message)
         with _reaching("of this episode"):
             self._socket = self._socket or await self._connect()
             self._is_behind = True  # until the answer comes, in case this is cancelled
-            if sent is not None:
-                await self._socket.send_str(sent)
+            if message is not None:
+                await self._socket.send_str(json.dumps(message))
             answer = await self._socket.receive()
         self._is_behind = False
         if answer.type is not aiohttp.WSMsgType.TEXT:

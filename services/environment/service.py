@@ -158,7 +158,12 @@ class EpisodeService:
                 remedy="use a new id for a new request",
             )
         if known is None or known.task.cancelled():
-            known = self._start(request)
+            self._check(request)
+            self._running += request.n
+            task = asyncio.create_task(self._run_all(request))
+            task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
+            known = _Known(request, task)
+            self._requests[request.request_id] = known
         try:
             return await asyncio.shield(known.task)  # the client may come back
         except asyncio.CancelledError:
@@ -172,16 +177,6 @@ class EpisodeService:
                 value=request.request_id,
                 remedy="try again later",
             ) from None
-
-    def _start(self, request: EpisodeRequest) -> _Known:
-        """Starts the episodes of a new request. Raises InvalidInput or Overloaded."""
-        self._check(request)
-        self._running += request.n
-        task = asyncio.create_task(self._run_all(request))
-        task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
-        known = _Known(request, task)
-        self._requests[request.request_id] = known
-        return known
 
     def delete(self, request_id: str) -> None:
         """Ends the episodes of a request and forgets it. Raises NotFound."""
@@ -293,6 +288,7 @@ class EpisodeService:
         return {"hung_calls": threads.hung, "hung_calls_limit": threads.limit}
 
     def _check(self, request: EpisodeRequest) -> None:
+        """Raises InvalidInput for an environment that is not served, or Overloaded."""
         if request.task.env != self.environment.name:
             raise InvalidInput(
                 "there is no such environment",

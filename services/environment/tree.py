@@ -177,9 +177,8 @@ def _sequence(
             tokens += node.added.tolist()
             logprobs += [0.0] * len(node.added)
             mask += [0] * len(node.added)
-            if len(node.added):  # they count to the version before them
-                version, begin, _ = versions[-1]
-                versions[-1] = (version, begin, len(tokens))
+            version, begin, _ = versions[-1]  # they count to the version before them
+            versions[-1] = (version, begin, len(tokens))
 
         start = len(tokens)
         tokens += node.sampled.token_ids.tolist()

@@ -18,6 +18,7 @@ from services.environment.runtimes.runtime import (
     EPISODE,
     FIELD,
     WORKDIR,
+    Command,
     Container,
     Spec,
     pack,
@@ -102,9 +103,7 @@ class Held(Container):
             command = f"{self.client_name} {' '.join(words)}"
             raise EnvironmentLost(f"{command} failed: {shown}")
 
-    def _command(
-        self, words: Sequence[str], env: Mapping[str, str]
-    ) -> tuple[Sequence[str], Mapping[str, str]]:
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
         return [self.client_name, *self._exec_words(words, env)], os.environ
 
     @abstractmethod

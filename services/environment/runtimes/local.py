@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.environment.outcome import EpisodeFailed
-from services.environment.runtimes.runtime import MOST_READ, Container, Runtime, Spec
+from services.environment.runtimes.runtime import MOST_READ, Command, Container, Runtime, Spec
 
 
 class Processes(Container):
@@ -19,9 +19,7 @@ class Processes(Container):
         self.directory = str(home)
         self._env = env
 
-    def _command(
-        self, words: Sequence[str], env: Mapping[str, str]
-    ) -> tuple[Sequence[str], Mapping[str, str]]:
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
         return words, {**self._env, **env}
 
     async def read(self, path: str, after: float = 0.0) -> bytes | None:

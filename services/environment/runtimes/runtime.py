@@ -18,6 +18,8 @@ from services.environment.programs import RunningProgram
 FIELD = "runtime.kind"
 MOST_READ = 1 << 20
 """Bytes of a file that are read from a container."""
+Command = tuple[Sequence[str], Mapping[str, str]]
+"""A command line, and the environment variables of its program."""
 Network = Literal["gateway", "none", "open"]
 """What a container reaches: this server's gateway, nothing, or whatever its host does."""
 EPISODE = "/episode"
@@ -69,10 +71,8 @@ class Container(ABC):
         self.home = home
 
     @abstractmethod
-    def _command(
-        self, words: Sequence[str], env: Mapping[str, str]
-    ) -> tuple[Sequence[str], Mapping[str, str]]:
-        """Returns the command line that runs `words` in it, and the command's variables."""
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+        """Returns the command that runs `words` in it, with the variables `env`."""
 
     async def exec(
         self,

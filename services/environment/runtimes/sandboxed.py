@@ -17,6 +17,7 @@ from services.environment.runtimes.gate import Gate
 from services.environment.runtimes.runtime import (
     EPISODE,
     FIELD,
+    Command,
     Container,
     Runtime,
     Spec,
@@ -205,9 +206,7 @@ class Sandboxed(Container):
         self._root = root
         self._workdir = workdir
 
-    def _command(
-        self, words: Sequence[str], env: Mapping[str, str]
-    ) -> tuple[Sequence[str], Mapping[str, str]]:
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
         command = self._runtime.command(
             words, self._spec, self.home, root=self._root, workdir=self._workdir
         )
