@@ -27,10 +27,10 @@ import orjson
 from common.errors import ConfigError
 from common.process.exits import SIGNALLED, how_ended
 from common.process.security import trusted
-from common.settings.sections import RuntimeSection
+from common.settings.sections import HARBOR_COLUMN, RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD
-from services.environment.harbor import COLUMN, HarborTask, grade
+from services.environment.harbor import HarborTask, grade
 from services.environment.kept_server import PORT, KeptServer
 from services.environment.messages import Json
 from services.environment.outcome import (
@@ -60,8 +60,8 @@ class ProgramRunner(EpisodeRunner):
         target: the command line, or the URL.
         slots: maximum concurrent programs; others wait, and their deadline starts later.
         gateway: URL at which programs reach this server.
+        section: where commands run.
         has_reward: whether every episode gives a reward; None: known once an episode gave one.
-        section: the settings of the containers; None for processes of this machine.
         plays_tasks: whether the rows name Harbor tasks, which grade their episodes.
 
     Raises:
@@ -76,8 +76,8 @@ class ProgramRunner(EpisodeRunner):
         *,
         slots: int,
         gateway: str,
+        section: RuntimeSection,
         has_reward: bool | None = None,
-        section: RuntimeSection | None = None,
         plays_tasks: bool = False,
     ) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class ProgramRunner(EpisodeRunner):
         self._folders = Folders()
         self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
-        self._section = section or RuntimeSection()
+        self._section = section
         self._plays_tasks = plays_tasks
 
         self._url = target if target.startswith(("http://", "https://")) else ""
@@ -184,10 +184,11 @@ class ProgramRunner(EpisodeRunner):
         """Runs the command in the container of a Harbor task; returns the reward that its tests
         gave.
         """
-        folder = content["columns"].get(COLUMN)
+        folder = content["columns"].get(HARBOR_COLUMN)
         if not isinstance(folder, str):
             raise EpisodeFailed(
-                f"the row has no column {COLUMN}: let data.source be a folder of Harbor tasks"
+                f"the row has no column {HARBOR_COLUMN}: set data.source to a folder of Harbor "
+                "tasks"
             )
         task = await asyncio.to_thread(HarborTask.read, Path(folder))
         for_agent = task.spec(spec)

@@ -187,14 +187,12 @@ class RunningProgram:
                     pass_fds=(stdin,),
                     start_new_session=True,
                 )
-        except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                raise EnvironmentLost(
-                    f"{words[0]} could not be started: {error.strerror}"
-                ) from error
-            raise EpisodeFailed(f"{words[0]} could not be started: {error.strerror}") from error
-        except ValueError as error:
-            raise EpisodeFailed(f"{words[0]} could not be started: {error}") from error
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            reason = error.strerror if isinstance(error, OSError) else error
+            # Another program may start later, if only the machine's resources were used up.
+            is_full = isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES
+            kind = EnvironmentLost if is_full else EpisodeFailed
+            raise kind(f"{words[0]} could not be started: {reason}") from error
         return cls(process, mark)
 
     @property

@@ -41,16 +41,17 @@ def load_runner(
     if kind == "python":
         return class_runner(Environment.load(name), config)
 
+    runtime = runtime or RuntimeSection()
     slots = config.workers or _PROGRAMS
     if kind == "agent":
         return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
     if kind == "harbor":
         is_url = target.startswith(("http://", "https://"))
-        if runtime is None or runtime.kind == "local" or is_url:
+        if runtime.kind == "local" or is_url:
             raise ConfigError(
                 "the agents and tests of Harbor tasks run in containers",
                 field="runtime.kind",
-                value=runtime.kind if runtime else "local",
+                value=runtime.kind,
                 remedy="set it to docker, kubernetes or, for tasks that need only Python and a "
                 "shell, sandbox, and write harbor:COMMAND",
             )
@@ -76,7 +77,9 @@ def load_runner(
                 "directory",
             )
         command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
-        return ProgramRunner(name, command, slots=slots, gateway=gateway, has_reward=True)
+        return ProgramRunner(
+            name, command, slots=slots, gateway=gateway, section=RuntimeSection(), has_reward=True
+        )
     raise ConfigError(
         f"there is no environment {name}",
         field=FIELD,

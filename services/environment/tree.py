@@ -139,16 +139,12 @@ def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match
     for recorded, sent in zip(node.messages, part, strict=True):
         if recorded is not sent and not recorded.is_sent(sent):
             return None
-    return _Match(
-        messages=end, same_marks=above.same_marks + _same_marks(node.answer, part[-1]), node=node
-    )
 
-
-def _same_marks(recorded: Message, sent: Message) -> int:
-    """Returns how many tool-call ids agree, and one more for the same thoughts."""
-    pairs = zip(recorded.tool_calls, sent.tool_calls, strict=True)
-    ids = sum(int(call["id"] == sent_call["id"]) for call, sent_call in pairs)
-    return ids + int(recorded.has_thoughts_of(sent))
+    answer = part[-1]
+    same_marks = above.same_marks + node.answer.has_thoughts_of(answer)
+    for call, sent_call in zip(node.answer.tool_calls, answer.tool_calls, strict=True):
+        same_marks += call["id"] == sent_call["id"]
+    return _Match(end, same_marks, node)
 
 
 def _sequence(
