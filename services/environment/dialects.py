@@ -281,6 +281,13 @@ def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
+_BEGUN: dict[str, Json] = {
+    "message": {"content": [], "status": "in_progress"},
+    "function_call": {"arguments": "", "status": "in_progress"},
+}
+"""By type, what an item has in place of its content when a stream announces it."""
+
+
 def _responses_events(body: Json, _: Call) -> Iterator[str]:
     numbers = itertools.count()
 
@@ -296,26 +303,17 @@ def _responses_events(body: Json, _: Call) -> Iterator[str]:
     yield event("response.created", response=unfinished)
     yield event("response.in_progress", response=unfinished)
     for i, item in enumerate(body["output"]):
-        at = {"output_index": i, "item_id": item["id"]}
-        added = item
-        if item["type"] == "message":
-            added = item | {"content": [], "status": "in_progress"}
-        elif item["type"] == "function_call":
-            added = item | {"arguments": "", "status": "in_progress"}
-        yield event("response.output_item.added", output_index=i, item=added)
+        at: Json = {"output_index": i, "item_id": item["id"]}
+        begun = item | _BEGUN.get(item["type"], {})
+        yield event("response.output_item.added", output_index=i, item=begun)
 
         if item["type"] == "message":
             part = item["content"][0]
-            yield event(
-                "response.content_part.added", **at, content_index=0, part=part | {"text": ""}
-            )
-            yield event(
-                "response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[]
-            )
-            yield event(
-                "response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[]
-            )
-            yield event("response.content_part.done", **at, content_index=0, part=part)
+            at["content_index"] = 0
+            yield event("response.content_part.added", **at, part=part | {"text": ""})
+            yield event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, part=part)
         elif item["type"] == "function_call":
             yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
             yield event(

@@ -94,20 +94,19 @@ class CallRecord:
     was_taken: WasTaken | None = None
     """Tells whether the client has read an answer that was sent; None when none is on its way."""
 
-    @property
     def lacks_answer(self) -> bool:
-        """Whether no client has got the answer that the engines were asked for."""
+        """Returns whether no client has got the answer that the engines were asked for."""
         taken = self.was_taken() if self.was_taken is not None else None
+        # None: the client may still be reading, and counts as one that gets the answer.
         if taken is not None:
             self.was_taken = None
         if taken is False:
             self.lose()
         return not self.is_answered
 
-    @property
     def is_open(self) -> bool:
-        """Whether it is being sampled, or its client may lack the answer."""
-        return self.lacks_answer or (self.task is not None and not self.task.done())
+        """Returns whether it is being sampled, or its client may lack the answer."""
+        return self.lacks_answer() or (self.task is not None and not self.task.done())
 
     def lose(self) -> None:
         """Records that the client left before it got the answer."""
@@ -233,7 +232,7 @@ class Session:
         """Returns the calls whose answer has not reached the client: the engines failed, or the
         client left.
         """
-        return [call for calls in self._calls.values() for call in calls if call.lacks_answer]
+        return [call for calls in self._calls.values() for call in calls if call.lacks_answer()]
 
     def count_tokens(self, messages: Sequence[Message], tools: Tools) -> int:
         """Returns the number of tokens that a call with these messages would send to the engine.
@@ -294,7 +293,7 @@ class Session:
     def _call(self, key: str, is_retry: bool | None) -> CallRecord:
         """Returns the earlier call that is sent again, or a new one."""
         calls = self._calls.setdefault(key, [])
-        open_calls = [call for call in calls if call.is_open]
+        open_calls = [call for call in calls if call.is_open()]
         # A client that does not say is taken to repeat a call whose answer it may lack.
         if is_retry is None:
             is_retry = bool(open_calls)
