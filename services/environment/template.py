@@ -116,9 +116,8 @@ class Template:
         ending = self._after(_stand_in(answer), new, rendered_tools)
         if ending is None:
             return None
-        stop, text = ending
-        ids = self._encode(stop + text)  # with the stop token, so that no token merges across it
-        if not ids or ids[0] != self._stop_tokens[stop]:
+        ids = self._tokens(*ending)
+        if ids is None:
             return None
         ended = len(sampled) > 0 and int(sampled[-1]) in self._stop_tokens.values()
         return ids[1:] if ended else ids
@@ -173,6 +172,13 @@ class Template:
             return None
         _, stop, text = cut(whole[mark:], self._stop_tokens)
         return (stop, text) if stop else None
+
+    def _tokens(self, stop: str, text: str) -> list[int] | None:
+        """Returns the tokens of a stop token and the text after it, tokenised as one, so that no
+        token merges across the two; None if they do not begin with the stop token.
+        """
+        ids = self._encode(stop + text)
+        return ids if ids and ids[0] == self._stop_tokens[stop] else None
 
     def _verify(self) -> str:
         """Returns why tools cannot be used, or nothing. Raises ConfigError when the template cannot
@@ -279,9 +285,8 @@ class Template:
             raise self._refused("what it writes after an answer is not the new messages in order")
 
         whole_ids = self._encode(self._render([*short, answer, *new], tools))
-        ids = self._encode(stop + text)
-        starts_with_stop = bool(ids) and ids[0] == self._stop_tokens[stop]
-        if not starts_with_stop or whole_ids[-len(ids) :] != ids:
+        ids = self._tokens(stop, text)
+        if ids is None or whole_ids[-len(ids) :] != ids:
             raise self._refused(
                 "its text after an answer gives other tokens alone than within the conversation"
             )
