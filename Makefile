@@ -26,7 +26,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-slow test-all test-oldest lint style types docs fuzz check-jobgroup jobgroups bench bench-gate bench-trl gpu-check gpu-bundle chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-slow test-long test-all test-oldest lint style types docs fuzz check-jobgroup jobgroups bench bench-gate bench-trl gpu-check gpu-bundle chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -36,8 +36,8 @@ help:
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
 	@echo 'make test            lint, types, the unit tests and those of the guarantees; about five minutes on two cores [JOBS=4]'
-	@echo 'make test-slow       all other tests; about half an hour on two cores'
-	@echo 'make test-all        everything: also the oldest torch, fuzz, chaos and soak; more than an hour'
+	@echo 'make test-slow       the other tests, but for long forms; about seven minutes on two cores'
+	@echo 'make test-all        everything: also long forms (make test-long), the oldest torch, fuzz, chaos and soak; more than an hour'
 	@echo 'make test-oldest     what computes, with torch $(OLDEST_TORCH), the oldest that pyproject.toml allows; installs several GB'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
@@ -121,9 +121,12 @@ suite: $(BASE)/config.json
 	$(PYTEST) -m 'not slow'
 
 test-slow: $(BASE)/config.json
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not long'
 
-test-all: test test-slow
+test-long: $(BASE)/config.json
+	$(PYTEST) -m long
+
+test-all: test test-slow test-long
 	$(MAKE) test-oldest fuzz chaos soak
 
 # The oldest torch has its own triton, whose interpreter needs an older numpy.

@@ -97,15 +97,18 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Makes integration tests slow unless a guarantee names them, and runs slow folders first, so
-    that no worker is left alone with them at the end.
+    """Makes integration tests slow unless a guarantee names them, calls tests long that are marked
+    slow themselves, and runs slow folders first, so that no worker is left alone with them at the
+    end.
     """
     page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
     named = set(re.findall(r"tests/[\w/]+\.py|\btest_\w+", page))
     for item in items:
         file, _, name = item.nodeid.partition("::")
         of_guarantee = file in named or name.partition("[")[0] in named
-        if item.get_closest_marker("integration") and not of_guarantee:
+        if item.get_closest_marker("slow"):
+            item.add_marker("long")
+        elif item.get_closest_marker("integration") and not of_guarantee:
             item.add_marker("slow")
 
     services = [

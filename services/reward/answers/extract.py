@@ -6,6 +6,7 @@ Every step is linear in the length of any text: responses are untrusted.
 
 import calendar
 import re
+from collections.abc import Iterator
 
 from common.prompts.final_answers import (
     DOUBT,
@@ -23,7 +24,7 @@ from common.prompts.numerals import in_digits
 from common.prompts.phrases import phrases
 from common.prompts.shown import answering_part
 from services.reward.answers.exact import same_answer
-from services.reward.answers.golds import repaired
+from services.reward.answers.golds import repaired, with_single_backslashes
 
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\ )[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _RATIO = r"(?:/[0-9]+(?![0-9]|\.[0-9]))"
@@ -94,10 +95,20 @@ _ROW_END = re.compile(
     r"\\\\(?!(?:(?!\\begin).)*\\end\{[a-z]*matrix)|\\end\{(?!\w*matrix)\w+\*?\}\s*\Z", re.DOTALL
 )
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}")
-_NUMBER_WORD = re.compile(
-    r"\b(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_SMALL_NUMBER = (
+    r"(?:zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
     r"|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-[a-z]+)?)\b(?! of\b)"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-[a-z]+)?)"
+)
+_SIZE = r"(?:hundred|thousand|million)"
+# A whole number in words: "forty-two", "one hundred and twenty".
+_NUMBER_WORD = re.compile(
+    rf"\b(?:{_SMALL_NUMBER}|(?:one|a)\s{_SIZE})"
+    rf"(?:\s(?:{_SIZE}|(?:and\s)?(?:{_SMALL_NUMBER}|one)))*\b(?! of\b)"
+)
+_ASKS = re.compile(
+    r"\b(?:asks?|asked|asking|want(?:s|ed)? to know|need to (?:find|know)|wonder\w*)\b"
+    r"[^.]{0,60}\bhow (?:many|much)\b"
 )
 _OPTIONS = re.compile(r"\(?[A-H]\)?(?:,? or \(?[A-H]\)?)+")
 _OTHERWISE = re.compile(r",?\s+or\s+|,\s+i\.e\.,?\s+")
@@ -107,7 +118,7 @@ def extract_answer(response: str) -> str | None:
     """Returns the final answer of a response, cleaned, or None without one (or with one over
     `MAX_ANSWER_CHARS`, or one that is hedged or denied).
     """
-    text = before_next_question(in_digits(answering_part(response)))
+    text = before_next_question(in_digits(answering_part(with_single_backslashes(response))))
     answer = stated_answer(text)
     if answer is None:
         answer = last_value(text)
@@ -150,9 +161,7 @@ def last_value(text: str) -> str | None:
         return None if _HEDGE_AFTER.match(text, words[0].end()) else words[0].group()
     window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
-    for sentence in reversed(SENTENCE_END.split(window)):
-        if "inus" in sentence or "egative" in sentence:
-            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
+    for sentence in _statements(window):
         end = len(sentence)
         bold = list(_BOLD.finditer(sentence))
         if bold and not _VALUES.search(sentence):
@@ -168,6 +177,18 @@ def last_value(text: str) -> str | None:
             if formula.strip() and len(_WORD.findall(formula)) < 2:
                 return _read(value, spans)
     return None
+
+
+def _statements(window: str) -> Iterator[str]:
+    """Yields the sentences from the last on, with a sign for "minus", without those that restate
+    the question.
+    """
+    for sentence in reversed(SENTENCE_END.split(window)):
+        if _ASKS.search(sentence):
+            continue
+        if "inus" in sentence or "egative" in sentence:
+            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
+        yield sentence
 
 
 def _blank(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Repairs ground truths as data sets write them: a list with one answer, doubled backslashes."""
+"""Repairs what data sets write for an answer: a list with one of them, doubled backslashes."""
 
 import re
 
@@ -28,8 +28,13 @@ def repaired(ground_truth: str) -> str:
     if quoted:
         text = "" if quoted["quote"] in quoted["text"] else quoted["text"]
 
+    return with_single_backslashes(text)
+
+
+def with_single_backslashes(text: str) -> str:
+    r"""Returns a text in which every backslash is doubled, as in JSON, with single ones."""
     if _DOUBLED.search(text) and all(len(run) % 2 == 0 for run in _BACKSLASHES.findall(text)):
-        text = text.replace("\\\\", "\\")
+        return text.replace("\\\\", "\\")
     return text
 
 

@@ -190,6 +190,8 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         r"(?=[0-9]{3}(?![0-9]))",
         "",
     ),
+    # a decimal comma, unless several numbers are joined by it
+    ("{", r"(?<![0-9.}])([0-9]+)\{\s*,\s*\}([0-9]{1,2}|[0-9]{4,})(?![0-9{])", r"\1.\2"),
     ("{", r"(?:\\text\s*)?\{\s*([:,;])\s*\}", r"\1"),
     (
         "\\dot",
