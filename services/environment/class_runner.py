@@ -7,6 +7,7 @@ reward.
 """
 
 import asyncio
+import hashlib
 import inspect
 import json
 import time
@@ -24,6 +25,7 @@ from services.environment.messages import (
     encodable,
     parse_messages,
     tool_message,
+    tools_key,
     user_message,
 )
 from services.environment.outcome import (
@@ -123,10 +125,8 @@ class EpisodeRun:
         self._chat = await self._begin()
         self._prompt_messages = len(self._chat)
         while True:
-            # No call of an episode is made twice: its number tells it from the others.
-            key = str(self._session.turns)
             try:
-                answer = await self._session.call(self._chat, self._tools, key)
+                answer = await self._session.call(self._chat, self._tools, self._call_key())
             except LimitReached:
                 outcome.stop_reason = self._session.stop_reason
                 return
@@ -157,6 +157,13 @@ class EpisodeRun:
                 if not new_messages:
                     return
                 self._chat += new_messages
+
+    def _call_key(self) -> str:
+        """Returns the key of the next call. The turn is part of it: no call is made twice here."""
+        chat = "\n".join(message.key for message in self._chat).encode("utf-8", "surrogatepass")
+        content = tools_key(self._tools) + b"\n" + chat
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return f"{self._session.turns} {digest}"
 
     async def _turn_rewards(self) -> list[float]:
         """Returns the environment's rewards for single turns; empty when it gives none."""

@@ -61,6 +61,21 @@ class Message:
         return sum(len(str(value)) for value in self.fields.values())
 
     @cached_property
+    def key(self) -> str:
+        """A key that is equal for two records of the same message.
+
+        It leaves out ids, since programs make their own, and thoughts, which most programs do not
+        send back. Seeds are derived from it, so that a change of it changes what runs sample.
+        """
+        compared = {
+            "role": self.role,
+            "content": self.content,
+            "name": self.fields.get("name"),
+            "calls": [call["function"] for call in self.tool_calls],
+        }
+        return json.dumps(_as_numbers(compared), sort_keys=True)
+
+    @cached_property
     def _parts(self) -> tuple[str, str]:
         """The thoughts and the rest of the content, without what programs change on the way: line
         ends, and the white space around a text.
