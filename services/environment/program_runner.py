@@ -90,7 +90,11 @@ class ProgramRunner(EpisodeRunner):
         self._plays_tasks = plays_tasks
 
         self._url = target if target.startswith(("http://", "https://")) else ""
-        if self._url and not urlsplit(self._url).hostname:
+        try:
+            has_host = bool(urlsplit(self._url).hostname)
+        except ValueError:  # a bracket that is not closed
+            has_host = False
+        if self._url and not has_host:
             raise ConfigError(
                 "this is not a URL",
                 field=FIELD,

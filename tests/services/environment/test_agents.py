@@ -337,6 +337,7 @@ WRONG = {
     "agent:no-such-program --flag": "there is no program no-such-program",
     "agent:sh -c 'open": "this is not a command: No closing quotation",
     "agent:http://": "this is not a URL",
+    "agent:http://[": "this is not a URL",
 }
 
 
