@@ -157,8 +157,8 @@ def answered_text(
         ]
         whole = _rendered(chat, style, tokenizer, open_end=False)
         written = whole[len(before) :]
-        calls = answer.get("tool_calls", ())
-        if whole.startswith(before) and all(_name(call) in written for call in calls):
+        names = [str(call["function"]["name"]) for call in answer.get("tool_calls", ())]
+        if whole.startswith(before) and all(name in written for name in names):
             return before, written
     if answer.get("tool_calls"):
         raise ConfigError(
@@ -168,11 +168,6 @@ def answered_text(
             remedy="use a model whose template does, or set a template that writes them",
         )
     return before, str(answer["content"]).removeprefix(style.prefill)
-
-
-def _name(call: Mapping[str, Any]) -> str:
-    """Returns the name of the function that a tool call names."""
-    return str(call["function"]["name"])
 
 
 def conversation(prompt: Prompt, system_prompt: str, text: str) -> list[dict[str, str]]:

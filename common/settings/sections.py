@@ -46,6 +46,9 @@ def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
 
 _MAX_NAME = 512
 """Maximum characters of `environment.name`, as on the wire."""
+HARBOR_COLUMN = "harbor_task"
+"""The column with the path of a Harbor task's folder, which data-server and environment-server both
+read."""
 
 
 def _environment(text: str) -> str:

@@ -16,9 +16,9 @@ from common.prompts.templates import check_prompts
 from common.settings.sections import DataSection
 from common.wire.schemas import Prompt
 from services.data import tiny
-from services.data.harbor import HarborLoader, has_tasks
 from services.data.loaders_base import Loader, check_enough
 from services.data.loaders_custom import CustomDatasetLoader
+from services.data.loaders_harbor import HarborLoader, has_tasks
 from services.data.loaders_math import MATH_ON_HUB, GSM8KLoader, MATHLoader
 from services.data.rows import stop
 

@@ -17,10 +17,10 @@ from common.errors import InvalidInput, NotFound, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, MESSAGES, Call, Dialect, read_call
-from services.environment.messages import History
+from services.environment.messages import History, Json
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
-from services.environment.session import CallAnswer
+from services.environment.session import CallAnswer, Session
 from services.http.app import BareRoute, create_app, read_json
 from services.http.delivery import connection_of
 from services.http.disconnect import ClientGone, cancel_on_disconnect
@@ -77,7 +77,7 @@ def create_environment_app(
         keyed_path=SESSIONS,
     )
 
-    # First: most requests are for these, and each route before them is tried.
+    # First, since routes are tried in order and most requests are for these.
     for dialect in DIALECTS:
         _gateway_route(app, service, dialect)
 
@@ -93,7 +93,7 @@ def create_environment_app(
         played = Episodes(await service.episodes(body))
         if codec.MSGPACK in request.headers.get("accept", ""):
             return Response(codec.encode(played), media_type=codec.MSGPACK)
-        return Response(orjson.dumps(codec.plain(played)), media_type=JSON)
+        return _json(codec.plain(played))
 
     @app.delete("/episodes/{request_id}", **described(fails=(404,)))
     async def delete(request_id: str) -> dict[str, str]:
@@ -102,12 +102,12 @@ def create_environment_app(
         return {"status": "deleted"}
 
     @app.get("/environments")
-    async def environments() -> list[dict[str, Any]]:
+    async def environments() -> list[Json]:
         """The served environments and their tools."""
         return service.environments()
 
     @app.get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> Json:
         """Episodes so far by status, running episodes, hung calls, and the server's number of
         nodes.
         """
@@ -120,8 +120,7 @@ def create_environment_app(
         """Takes the reward of this episode's program, a number or a mapping of its parts, and ends
         the session.
         """
-        _check_key(session, request)
-        graded = service.session(session)
+        graded = _session(service, session, request)
         content = await read_json(request)
         try:
             parse_reward(content, "the reward is")
@@ -130,7 +129,7 @@ def create_environment_app(
                 str(error), field="body", value=content, remedy='send 1.0 or {"part": 1.0}'
             ) from None
         graded.grade(content)
-        return Response(orjson.dumps({"status": "graded"}), media_type=JSON)
+        return _json({"status": "graded"})
 
     return app
 
@@ -142,24 +141,21 @@ def _small_routes(app: FastAPI, service: EpisodeService) -> None:
     @app.get(f"{base}/models", **described(answer=OBJECT, fails=(404, 410)))
     async def models(session: str, request: Request) -> Response:
         """The one model of a session, for clients that ask before they call."""
-        _check_key(session, request)
-        service.session(session)
-        return Response(orjson.dumps(MODELS), media_type=JSON)
+        _session(service, session, request)
+        return _json(MODELS)
 
     @app.get(f"{base}/models/{{name:path}}", **described(answer=OBJECT, fails=(404, 410)))
     async def model(session: str, name: str, request: Request) -> Response:
         """A model by any name: calls to all of them are answered by the policy."""
-        _check_key(session, request)
-        service.session(session)
-        return Response(orjson.dumps(_MODEL | {"id": name}), media_type=JSON)
+        _session(service, session, request)
+        return _json(_MODEL | {"id": name})
 
     async def count_tokens(session: str, request: Request) -> Response:
         """The number of tokens that this call would send to the engine."""
-        _check_key(session, request)
-        called = service.session(session)
+        called = _session(service, session, request)
         parsed = read_call(await read_json(request), MESSAGES, History())
         tokens = called.count_tokens(parsed.messages, parsed.tools)
-        return Response(orjson.dumps({"input_tokens": tokens}), media_type=JSON)
+        return _json({"input_tokens": tokens})
 
     async def completions(session: str, request: Request) -> Response:
         """Refuses calls of OpenAI's old API, whose texts have no turns."""
@@ -186,8 +182,8 @@ def _small_routes(app: FastAPI, service: EpisodeService) -> None:
 
 
 def _with_whole_message(route: _Route) -> _Route:
-    """Returns a route whose errors say all in the message, the only part that client libraries
-    show.
+    """Returns a route whose errors have field, value and remedy in the message, the only part that
+    client libraries show.
     """
 
     @wraps(route)
@@ -207,8 +203,7 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
     @_with_whole_message
     async def call(session: str, request: Request) -> Response:
         """Answers a call of this episode's program. The session's key is its name."""
-        _check_key(session, request)
-        called = service.session(session)
+        called = _session(service, session, request)
         service.calls.labels(dialect.path).inc()
         try:
             body = await read_json(request)
@@ -234,9 +229,9 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
             if connection is not None:
                 if connection.is_lost:
                     raise ClientGone("the client closed the connection")
-                called.sends(answer.call, connection.deliver().taken)
+                answer.call.was_taken = connection.deliver().taken
         except BaseException:
-            called.lose(answer.call)
+            answer.call.lose()
             raise
         return response
 
@@ -252,8 +247,8 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
 def _response(dialect: Dialect, answer: CallAnswer, call: Call) -> Response:
     content = dialect.write(answer, call, secrets.token_hex(16))
     if not call.streams:
-        return Response(orjson.dumps(content), media_type=JSON)
-    # Whole and with its length: nothing follows the last event, where clients stop reading.
+        return _json(content)
+    # As one body with its length, since clients stop reading at the last event.
     return Response("".join(dialect.events(content, call)), media_type=EVENTS)
 
 
@@ -274,6 +269,16 @@ def _is_retry(request: Request) -> bool | None:
     """
     count = request.headers.get("x-stainless-retry-count")
     return None if count is None else count != "0"
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type=JSON)
+
+
+def _session(service: EpisodeService, name: str, request: Request) -> Session:
+    """Returns the session that a request is for. Raises Unauthorized, SessionClosed or NotFound."""
+    _check_key(name, request)
+    return service.session(name)
 
 
 def _check_key(session: str, request: Request) -> None:

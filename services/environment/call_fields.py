@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
+from services.environment.messages import Json
 from services.environment.session import CallOptions
 
-Json = dict[str, Any]
 MAX_STOP_CHARS = 1000
 """Longest stop text that the embedded engine takes."""
 
@@ -75,18 +75,15 @@ _STOPS = {"stop": 4, "stop_sequences": 256}
 
 
 class _Rule(NamedTuple):
-    """A field that only some values of are accepted: those that ask for nothing."""
+    """A field of which only some values are accepted: those that ask for nothing."""
 
     accepts: Callable[[Any], bool]
     reason: str
     remedy: str
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
 def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+    """Accepts these values; none of them: no value."""
     return lambda value: value in values
 
 
@@ -115,10 +112,12 @@ _FORMAT = _Rule(
 _BIAS = "it would make the model sample from another distribution than the one that is trained"
 _RULES = {
     "background": _Rule(_is_one_of(False), "every call is answered at once", _OTHERWISE),
-    "conversation": _Rule(_never, "this server does not store conversations", _WHOLE_INPUT),
+    "conversation": _Rule(_is_one_of(), "this server does not store conversations", _WHOLE_INPUT),
     "frequency_penalty": _Rule(_is_one_of(0), _BIAS, _OTHERWISE),
     "function_call": _Rule(
-        _never, "functions are an old form of tools", "send them as `tools`, and `tool_choice`"
+        _is_one_of(),
+        "functions are an old form of tools",
+        "send them as `tools`, and `tool_choice`",
     ),
     "functions": _Rule(
         _is_one_of([]), "functions are an old form of tools", "send them as `tools`"
@@ -147,7 +146,7 @@ _RULES = {
     ),
     "response_format": _FORMAT,
     "seed": _Rule(
-        _never,
+        _is_one_of(),
         "one seed in all episodes of a group would make their answers equal",
         "leave it out: the run seeds every episode",
     ),

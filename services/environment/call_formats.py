@@ -8,25 +8,25 @@ schema.
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from services.environment.messages import encodable
+from services.environment.messages import Json, Tools, encodable
 
 Call = tuple[str, Any]
 """The name of a tool and its arguments."""
-Tools = Mapping[str, Any]
+Schemas = Mapping[str, Any]
 """The schema of every offered tool's arguments, by the tool's name."""
-Read = Callable[[str, Tools], list[Call]]
+Read = Callable[[str, Schemas], list[Call]]
 """Returns the calls in the text of one block; none, if it is no call after all. Raises ValueError
 for a call that cannot be read."""
 
-# An answer may be anything: no pattern has two neighbours that take the same characters, which
-# would take a time beyond all bounds.
+# Answers are untrusted: no two neighbouring parts of a pattern match the same characters, since
+# such a pattern may take exponential time.
 _THINK = r"\A\s*+<think>(?P<thought>.*?)(?:</think>|\Z)"
 
-# What may hold any mark, and ends only with its own: a text in JSON or Python, a marked value.
+# Texts that may contain any mark of a format, and that end only at their own closing mark.
 _JSON_TEXT = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
 _PYTHON_TEXT = rf"{_JSON_TEXT}|'(?:[^'\\]|\\.)*+(?:'|\Z)"
 _GEMMA_TEXT = r'<\|"\|>.*?(?:<\|"\|>|\Z)'
@@ -37,8 +37,9 @@ class CallFormat(NamedTuple):
 
     name: str
     pieces: re.Pattern[str]
-    """Finds, from the left, a `call` (a block with one call or more), a `thought`, the `end` of a
-    thought that began in the prompt, and what nobody should see. None is found within another."""
+    """Matches the pieces of an answer one after another: a `call` (a block with one call or more),
+    a `thought`, the `end` of a thought that began in the prompt, and markup, which nobody should
+    see."""
     read: Read
 
 
@@ -79,7 +80,7 @@ def _value(argument: tuple[str, str]) -> str:
     return rf"{opens}.*?(?:{closes}|\Z)"
 
 
-def schemas_of(tools: Sequence[dict[str, Any]]) -> Tools:
+def schemas_of(tools: Tools) -> Schemas:
     """Returns the schemas of the offered tools' arguments, by name."""
     return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
@@ -107,12 +108,12 @@ _MAX_DIGITS = 308
 """Every integer of so many digits fits into a float, which is all that other languages have."""
 
 
-def _read_object(text: str, tools: Tools) -> list[Call]:
+def _read_object(text: str, schemas: Schemas) -> list[Call]:
     """Reads `{"name": NAME, "arguments": {…}}`."""
     return [_call(_json(text))]
 
 
-def _read_list(text: str, tools: Tools) -> list[Call]:
+def _read_list(text: str, schemas: Schemas) -> list[Call]:
     """Reads `[{"name": NAME, "arguments": {…}}, …]`."""
     content = _json(text)
     if not isinstance(content, list):
@@ -121,8 +122,7 @@ def _read_list(text: str, tools: Tools) -> list[Call]:
 
 
 def _call(content: Any) -> Call:
-    if not isinstance(content, dict):
-        raise ValueError("the tool call has no name")
+    content = content if isinstance(content, dict) else {}
     name = content.get("name", content.get("tool_name"))
     if not isinstance(name, str):
         raise ValueError("the tool call has no name")
@@ -132,13 +132,13 @@ def _call(content: Any) -> Call:
     return name, _mapping({} if arguments is None else arguments)
 
 
-def _mapping(arguments: Any) -> dict[str, Any]:
+def _mapping(arguments: Any) -> Json:
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of the tool call are not a mapping")
     return arguments
 
 
-def _read_bare(text: str, tools: Tools) -> list[Call]:
+def _read_bare(text: str, schemas: Schemas) -> list[Call]:
     """Reads an object as `_read_object` does, if a mark says that it is a call or it names an
     offered tool: an answer may be JSON too.
     """
@@ -149,10 +149,10 @@ def _read_bare(text: str, tools: Tools) -> list[Call]:
         call = _call(_json(content))
     except ValueError:
         named = _NAMED.match(content)
-        if is_marked or (named is not None and named[1] in tools):
+        if is_marked or (named is not None and named[1] in schemas):
             raise
         return []
-    return [call] if is_marked or call[0] in tools else []
+    return [call] if is_marked or call[0] in schemas else []
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -163,7 +163,7 @@ def _named_json(head: str) -> Read:
     """Returns a reader of a name, as `head` finds it, and a JSON object after it."""
     pattern = re.compile(rf"\s*{head}\s*(\{{.*\}})(?:\s*```)?\s*\Z", re.DOTALL)
 
-    def read(text: str, tools: Tools) -> list[Call]:
+    def read(text: str, schemas: Schemas) -> list[Call]:
         match = pattern.match(text)
         if match is None:
             raise ValueError("the tool call is not a name and JSON")
@@ -181,13 +181,14 @@ def _tagged(start: str, end: str, argument: tuple[str, str]) -> Read:
         argument: begins an argument, with its name as the group, and ends it.
     """
     opens, closes = argument
-    # Beside the arguments, none begins and no call does: what is not closed is not skipped.
+    # Between arguments neither an argument nor a call begins, so that one which is not closed makes
+    # the match fail instead of being skipped.
     body = rf"(?:(?>{opens}.*?{closes})|(?!{opens}|{start}).)*?"
     calls = re.compile(rf"{start}({body}){end}", re.DOTALL)
     arguments = re.compile(rf"{opens}(.*?){closes}", re.DOTALL)
 
-    def read(text: str, tools: Tools) -> list[Call]:
-        # What is left over was meant as something: a call without it is not what was asked for.
+    def read(text: str, schemas: Schemas) -> list[Call]:
+        # Anything left over belongs to a broken call: the rest is not what the model asked for.
         if calls.sub("", text).strip():
             raise ValueError("the tool call is not closed, or something is beside it")
         found = []
@@ -195,7 +196,7 @@ def _tagged(start: str, end: str, argument: tuple[str, str]) -> Read:
             name, body = match.group(1, 2)
             if arguments.sub("", body).strip():
                 raise ValueError(f"the arguments of {name} are not all closed")
-            schema = tools.get(name)
+            schema = schemas.get(name)
             values = {key: _typed(value, schema, key) for key, value in arguments.findall(body)}
             found.append((name, values))
         if not found:
@@ -209,7 +210,7 @@ def _typed(text: str, parameters: Any, name: str) -> Any:
     """Returns an argument that was written as bare text, as a value that the schema of the tool's
     parameters allows.
 
-    Text that is no such value stays text; the tool says what it thinks of it.
+    Other text stays text, which the tool may refuse.
     """
     try:
         value = _json(text)
@@ -291,7 +292,7 @@ def _referred(reference: str, root: Any) -> Any:
     return target
 
 
-def _read_python(text: str, tools: Tools) -> list[Call]:
+def _read_python(text: str, schemas: Schemas) -> list[Call]:
     """Reads `[name(key=value, …), …]`, with literals of Python or JSON."""
     source = text.strip()
     if not source.startswith("["):
@@ -329,7 +330,7 @@ def _literal(node: ast.expr) -> Any:
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
-def _read_gemma(text: str, tools: Tools) -> list[Call]:
+def _read_gemma(text: str, schemas: Schemas) -> list[Call]:
     """Reads `call:NAME{key:<|"|>text<|"|>,…}`: JSON with bare keys and marks for quotes."""
     match = re.match(r"\s*call:([^{\s]+)(\{.*)\Z", text, re.DOTALL)
     if match is None:

@@ -19,11 +19,20 @@ from common.errors import InvalidInput, shorten
 from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
-from services.environment.messages import Message, encodable, parse_messages, tools_key
+from services.environment.messages import (
+    Json,
+    Message,
+    encodable,
+    parse_messages,
+    tool_message,
+    tools_key,
+    user_message,
+)
 from services.environment.outcome import (
     CallTimedOut,
     EnvironmentLost,
     EpisodeFailed,
+    EpisodeRunner,
     Outcome,
     parse_reward,
     play_to_end,
@@ -85,30 +94,30 @@ class EpisodeRun:
         await self._play()
         self._session.close()  # no more sampling once it is graded
         self.outcome.turn_rewards = await self._turn_rewards()
-        if self._environment.grade is not None:
+        environment = self._environment
+        if environment.grade is not None:
             sequences = self._session.sequences()
-            reward, components = await self._environment.grade(
+            reward, components = await environment.grade(
                 self._instance,
                 self._task,
                 messages=[message.fields for message in self._chat[self._prompt_messages :]],
                 token_ids=sequences[-1].token_ids if sequences else [],
             )
-            self.outcome.reward = reward + sum(self.outcome.turn_rewards)
-            self.outcome.components = components
+        elif environment.has_reward is False:
             return
-        if self._environment.has_reward is False:
-            return
-
-        returned = await self._call("get_reward", partial(self._instance.get_reward))
-        if returned is not None or self._environment.has_reward:
+        else:
+            returned = await self._call("get_reward", partial(self._instance.get_reward))
+            # An OpenEnv server may give no reward: then the run's reward functions grade.
+            if returned is None and not environment.has_reward:
+                return
             reward, components = parse_reward(returned, "get_reward returned")
-            if self._environment.gives_verdicts and reward not in (0.0, 1.0):
+            if environment.gives_verdicts and reward not in (0.0, 1.0):
                 raise EpisodeFailed(
                     f"get_reward returned {shorten(returned)}, but the environment declares "
                     "gives_verdicts: return 1 for right and 0 for wrong"
                 )
-            self.outcome.reward = reward + sum(self.outcome.turn_rewards)
-            self.outcome.components = components
+        self.outcome.reward = reward + sum(self.outcome.turn_rewards)
+        self.outcome.components = components
 
     async def _play(self) -> None:
         """Plays turns until the environment, the model or a limit ends the episode."""
@@ -131,7 +140,9 @@ class EpisodeRun:
             tool_calls = answer.message.tool_calls
             if answer.problem:
                 outcome.tool_errors += 1
-                self._chat.append(_user(f"The tool call could not be read. {answer.problem}"))
+                self._chat.append(
+                    user_message(f"The tool call could not be read. {answer.problem}")
+                )
             elif tool_calls:
                 if outcome.tool_calls + len(tool_calls) > self._limits.tool_calls:
                     self._session.stop_reason = "tool_calls"
@@ -178,21 +189,13 @@ class EpisodeRun:
         # Copies: the other episodes of the group have the same task.
         columns = deepcopy(self._environment.columns_of(row | task.columns))
         returned = await self._call("reset", partial(self._instance.reset, **columns))
-        if returned is None or returned == "":
-            return chat
-        if isinstance(returned, list):
-            return [*chat, *self._parsed(returned, "reset")]
-        if not isinstance(returned, str):
-            raise EpisodeFailed(
-                f"reset returned {shorten(returned)}, but must return text, messages or None"
-            )
-
         places = [i for i, message in enumerate(chat) if message.role == "user"]
-        if not places:
-            return [*chat, _user(returned)]
-        last = chat[places[-1]]
-        chat[places[-1]] = Message(last.fields | {"content": encodable(last.content + returned)})
-        return chat
+        if isinstance(returned, str) and places:
+            # Text continues the user's last message, as in TRL.
+            content = encodable(chat[places[-1]].content + returned)
+            chat[places[-1]] = Message(chat[places[-1]].fields | {"content": content})
+            return chat
+        return [*chat, *self._parsed(returned, "reset")]
 
     async def _step(self) -> list[Message]:
         """Returns the messages that follow an answer; none when the environment ends the
@@ -200,24 +203,30 @@ class EpisodeRun:
         """
         chat = [message.fields for message in self._chat]
         returned = await self._call("step", partial(self._instance.step, chat))
-        if returned is None or returned == "":
-            return []
-        if isinstance(returned, str):
-            return [_user(returned)]
         return self._parsed(returned, "step")
 
     def _parsed(self, returned: Any, method: str) -> list[Message]:
+        """Returns the messages that a method returned, which may be a text or None. Raises
+        EpisodeFailed.
+        """
+        if returned is None or returned == "":
+            return []
+        if isinstance(returned, str):
+            return [user_message(returned)]
         try:
             messages = parse_messages(returned, method)
         except InvalidInput as error:
-            raise EpisodeFailed(f"{method} did not return messages: {error}") from None
+            raise EpisodeFailed(
+                f"{method} returned {shorten(returned)}, but must return text, messages or None: "
+                f"{error}"
+            ) from None
         if any(message.role == "assistant" for message in messages):
             raise EpisodeFailed(
                 f"{method} returned a message of the assistant, but only the model answers"
             )
         return messages
 
-    async def _tool_result(self, tool_call: dict[str, Any]) -> Message:
+    async def _tool_result(self, tool_call: Json) -> Message:
         """Calls a tool and returns its result, or an error message for the model."""
         name = tool_call["function"]["name"]
         self.outcome.tool_calls += 1
@@ -226,26 +235,17 @@ class EpisodeRun:
             function = self._bound_tool(name, tool_call["function"]["arguments"])
             timeout_s = self._limits.tool_timeout_s
             text = await self._text(await self._run(function, timeout_s), timeout_s)
-        except (EnvironmentLost, asyncio.CancelledError):
+        except EnvironmentLost:
             raise
-        except (_ToolRefused, CallTimedOut) as error:
+        except Exception as error:  # the model may correct its call
             self.outcome.tool_errors += 1
-            text = f"error: {error}"
-        except Exception as error:  # raised by the tool: the model may correct its call
-            self.outcome.tool_errors += 1
-            text = f"error: {told(error)}"
+            is_ours = isinstance(error, _ToolRefused | CallTimedOut)
+            text = f"error: {error if is_ours else told(error)}"
         finally:
             self.outcome.tool_seconds += time.monotonic() - started
-        return Message(
-            {
-                "role": "tool",
-                "content": encodable(text),
-                "tool_call_id": tool_call["id"],
-                "name": name,
-            }
-        )
+        return tool_message(text, tool_call)
 
-    def _bound_tool(self, name: str, arguments: dict[str, Any]) -> "partial[Any]":
+    def _bound_tool(self, name: str, arguments: Json) -> "partial[Any]":
         """Returns a tool with its arguments. Raises _ToolRefused when they do not fit."""
         if name not in self._environment.tools:
             known = ", ".join(self._environment.tools) or "none"
@@ -261,7 +261,7 @@ class EpisodeRun:
         """Calls a method of the environment. Raises EpisodeFailed when it raises."""
         try:
             return await self._run(method)
-        except (EnvironmentLost, asyncio.CancelledError):
+        except EnvironmentLost:
             raise
         except Exception as error:
             raise EpisodeFailed(f"{self._environment.name}: {name} raised {told(error)}") from error
@@ -269,8 +269,9 @@ class EpisodeRun:
     async def _run(self, function: "partial[Any]", timeout_s: float | None = None) -> Any:
         """Returns what the user's function returns, and awaits it if it is a coroutine.
 
-        Neither runs in the server's event loop, unless the functions are the server's own, which
-        see to their time themselves. Raises CallTimedOut after `timeout_s` seconds.
+        The user's code never runs in the server's event loop. Without threads, the functions are
+        the server's own, and limit their time themselves. Raises CallTimedOut after `timeout_s`
+        seconds.
         """
         is_coroutine = inspect.iscoroutinefunction(function.func)
         if self._threads is None:
@@ -296,7 +297,7 @@ class EpisodeRun:
         return text
 
 
-class ClassRunner:
+class ClassRunner(EpisodeRunner):
     """Runs the episodes of an environment, with at most `threads` concurrent calls."""
 
     def __init__(self, environment: Environment, threads: int) -> None:
@@ -309,7 +310,7 @@ class ClassRunner:
         prepare = getattr(environment.make, "_prepare", None)
         if prepare is not None:
             prepare()
-        self.threads = Threads(threads)
+        self.threads: Threads = Threads(threads)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome; never raises, except when cancelled."""
@@ -325,12 +326,10 @@ class _ToolRefused(Exception):
     """A call that cannot be made."""
 
 
-def _user(text: str) -> Message:
-    return Message({"role": "user", "content": encodable(text)})
-
-
 def _written(result: Any) -> str:
-    """Returns a result as JSON, or as Python shows it: the call has already had its effect."""
+    """Returns a result as JSON, or as Python shows it. It never raises, because the call has
+    already had its effect.
+    """
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
     except Exception:

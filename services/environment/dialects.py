@@ -15,17 +15,18 @@ from common.errors import InvalidInput
 from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
     CONTENT_FORM,
-    MESSAGE_FORM,
     ROLES,
     History,
+    Json,
     Message,
+    check_mapping,
+    made_tool,
+    made_tool_call,
     parse_messages,
     parse_tools,
     text_of,
 )
 from services.environment.session import CallAnswer, CallOptions
-
-Json = dict[str, Any]
 
 
 class Call(NamedTuple):
@@ -44,9 +45,15 @@ class Dialect(NamedTuple):
     """One API."""
 
     path: str
+    field: str
+    """The field with the conversation."""
     body: Json
     """JSON schema of the conversation and its tools."""
-    read: Callable[[Json, History], Call]
+    read: Callable[[Json], Any]
+    """Returns the conversation of a request as messages of chat completions."""
+    read_tool: Callable[[Json], Any]
+    """Converts a tool to the format of chat completions; anything but a function of the program is
+    returned unchanged, and refused later."""
     write: Callable[[CallAnswer, Call, str], Json]
     events: Callable[[Json, Call], Iterator[str]]
 
@@ -54,33 +61,27 @@ class Dialect(NamedTuple):
 def read_call(body: Any, dialect: Dialect, history: History) -> Call:
     """Reads a request of a session with this history. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
-        remedy = f'send {{"{dialect.body["required"][0]}": …}}'
-        raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
+        raise InvalidInput(
+            "the body must be a mapping",
+            field="body",
+            value=body,
+            remedy=f'send {{"{dialect.field}": …}}',
+        )
     check_fields(body, dialect.path)
-    call = dialect.read(body, history)
-    return call._replace(tools=[]) if leaves_tools_out(body) else call
-
-
-def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
+    messages = parse_messages(dialect.read(body), dialect.field, history)
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        tools = [dialect.read_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
+    tools = parse_tools(tools)
     options = body.get("stream_options")
     return Call(
         messages=messages,
-        tools=tools,
+        tools=[] if leaves_tools_out(body) else tools,
         model=str(body.get("model") or "policy"),
         streams=bool(body.get("stream")),
         streams_usage=isinstance(options, dict) and options.get("include_usage") is True,
         options=read_options(body),
     )
-
-
-def _listed(body: Json, name: str) -> list[Any]:
-    """Returns a list of the body; empty when missing. Raises InvalidInput for anything else."""
-    items = body.get(name)
-    if items is not None and not isinstance(items, list):
-        raise InvalidInput(
-            f"{name} must be a list", field=name, value=items, remedy=f'send {{"{name}": […]}}'
-        )
-    return items or []
 
 
 def _event(content: Json, named: bool = True) -> str:
@@ -97,11 +98,6 @@ def _arguments(tool_call: Json) -> str:
 # OpenAI's chat completions
 
 
-def _read_chat(body: Json, history: History) -> Call:
-    messages = parse_messages(body.get("messages"), history=history)
-    return _call(body, messages, parse_tools(body.get("tools")))
-
-
 def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
     message: Json = {
         "role": "assistant",
@@ -112,12 +108,10 @@ def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
         message["reasoning_content"] = answer.message.reasoning
     finish_reason: str = answer.finish_reason
     if answer.message.tool_calls:
-        message["tool_calls"] = []
-        for each in answer.message.tool_calls:
-            function = {"name": each["function"]["name"], "arguments": _arguments(each)}
-            message["tool_calls"].append(
-                {"id": each["id"], "type": "function", "function": function}
-            )
+        message["tool_calls"] = [
+            made_tool_call(each["id"], each["function"]["name"], _arguments(each))
+            for each in answer.message.tool_calls
+        ]
         if finish_reason == "stop":
             finish_reason = "tool_calls"
     elif message["content"] is None:
@@ -158,7 +152,7 @@ def _chat_events(body: Json, call: Call) -> Iterator[str]:
         ]
     yield chunk(message, None)
     yield chunk({}, choice["finish_reason"])
-    # Its `choices` are empty, which a plain loop over them does not expect.
+    # Only on request: this chunk has no choices, and many programs read choices[0].
     if call.streams_usage:
         yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
     yield "data: [DONE]\n\n"
@@ -167,7 +161,7 @@ def _chat_events(body: Json, call: Call) -> Iterator[str]:
 # OpenAI's responses
 
 
-def _read_responses(body: Json, history: History) -> Call:
+def _read_responses(body: Json) -> list[Json]:
     chat: list[Json] = []
     if body.get("instructions"):
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -184,13 +178,11 @@ def _read_responses(body: Json, history: History) -> Call:
             value=content,
             remedy='send text or [{"role": "user", "content": text}]',
         )
-    tools = [_tool_of_responses(tool) for tool in _listed(body, "tools")]
-    return _call(body, parse_messages(chat, "input", history), parse_tools(tools))
+    return chat
 
 
-def _tool_of_responses(tool: Any) -> Any:
-    """Converts a tool to the format of chat completions; anything else is returned unchanged."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
+def _tool_of_responses(tool: Json) -> Json:
+    if tool.get("type") != "function":
         return tool
     function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
     return {"type": "function", "function": function}
@@ -213,8 +205,7 @@ def _add_item(chat: list[Json], item: Any, where: str) -> None:
     elif kind == "function_call":
         if not _ends_with_answer(chat):
             chat.append({"role": "assistant", "content": ""})
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        tool_call = {"id": item.get("call_id"), "type": "function", "function": function}
+        tool_call = made_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         chat[-1].setdefault("tool_calls", []).append(tool_call)
     elif kind == "function_call_output":
         content = text_of(item.get("output"), f"{where}.output")
@@ -290,6 +281,13 @@ def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
+_BEGUN: dict[str, Json] = {
+    "message": {"content": [], "status": "in_progress"},
+    "function_call": {"arguments": "", "status": "in_progress"},
+}
+"""By type, what an item has in place of its content when a stream announces it."""
+
+
 def _responses_events(body: Json, _: Call) -> Iterator[str]:
     numbers = itertools.count()
 
@@ -305,26 +303,17 @@ def _responses_events(body: Json, _: Call) -> Iterator[str]:
     yield event("response.created", response=unfinished)
     yield event("response.in_progress", response=unfinished)
     for i, item in enumerate(body["output"]):
-        at = {"output_index": i, "item_id": item["id"]}
-        added = item
-        if item["type"] == "message":
-            added = item | {"content": [], "status": "in_progress"}
-        elif item["type"] == "function_call":
-            added = item | {"arguments": "", "status": "in_progress"}
-        yield event("response.output_item.added", output_index=i, item=added)
+        at: Json = {"output_index": i, "item_id": item["id"]}
+        begun = item | _BEGUN.get(item["type"], {})
+        yield event("response.output_item.added", output_index=i, item=begun)
 
         if item["type"] == "message":
             part = item["content"][0]
-            yield event(
-                "response.content_part.added", **at, content_index=0, part=part | {"text": ""}
-            )
-            yield event(
-                "response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[]
-            )
-            yield event(
-                "response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[]
-            )
-            yield event("response.content_part.done", **at, content_index=0, part=part)
+            at["content_index"] = 0
+            yield event("response.content_part.added", **at, part=part | {"text": ""})
+            yield event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, part=part)
         elif item["type"] == "function_call":
             yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
             yield event(
@@ -342,19 +331,16 @@ def _responses_events(body: Json, _: Call) -> Iterator[str]:
 # Anthropic's messages
 
 
-def _read_messages(body: Json, history: History) -> Call:
+def _read_messages(body: Json) -> Any:
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return messages  # refused as no list of messages
     chat: list[Json] = []
     if body.get("system"):
         chat.append({"role": "system", "content": text_of(body["system"], "system")})
-    for i, message in enumerate(_listed(body, "messages")):
+    for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise InvalidInput(
-                "a message must be a mapping with role and content",
-                field=where,
-                value=message,
-                remedy=MESSAGE_FORM,
-            )
+        check_mapping(message, where)
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
@@ -365,22 +351,13 @@ def _read_messages(body: Json, history: History) -> Call:
                 remedy=CONTENT_FORM,
             )
         chat += _from_blocks(str(message.get("role")), blocks, where)
-    tools = [_tool_of_messages(tool) for tool in _listed(body, "tools")]
-    return _call(body, parse_messages(chat, history=history), parse_tools(tools))
+    return chat
 
 
-def _tool_of_messages(tool: Any) -> Any:
-    """Converts a tool to OpenAI's format; anything but a function of the program is returned
-    unchanged.
-    """
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+def _tool_of_messages(tool: Json) -> Json:
+    if tool.get("type", "custom") != "custom":
         return tool
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description") or "",
-        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
+    return made_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
@@ -397,8 +374,7 @@ def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
         elif kind == "thinking" and role == "assistant":
             message["reasoning_content"] = block.get("thinking")
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
-            tool_call = {"id": block.get("id"), "type": "function", "function": function}
+            tool_call = made_tool_call(block.get("id"), block.get("name"), block.get("input"))
             message.setdefault("tool_calls", []).append(tool_call)
         elif kind == "tool_result" and role == "user":
             text = text_of(block.get("content"), f"{at}.content")
@@ -536,23 +512,29 @@ _ITEM["properties"] |= {
 _BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
 MESSAGES = Dialect(
     path="messages",
+    field="messages",
     body=_body("messages", _BLOCKS, ("system",)),
     read=_read_messages,
+    read_tool=_tool_of_messages,
     write=_write_messages,
     events=_messages_events,
 )
 DIALECTS = (
     Dialect(
         path="chat/completions",
+        field="messages",
         body=_body("messages", _CHAT),
-        read=_read_chat,
+        read=lambda body: body.get("messages"),
+        read_tool=lambda tool: tool,
         write=_write_chat,
         events=_chat_events,
     ),
     Dialect(
         path="responses",
+        field="input",
         body=_body("input", _ITEM, ("instructions",), text=True),
         read=_read_responses,
+        read_tool=_tool_of_responses,
         write=_write_responses,
         events=_responses_events,
     ),

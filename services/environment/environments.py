@@ -83,7 +83,10 @@ class Environment:
         parameters = inspect.signature(reset).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
-        methods = dict(inspect.getmembers(user_class, _is_method))
+        def is_method(member: Any) -> bool:
+            return inspect.isfunction(member) or inspect.ismethod(member)
+
+        methods = dict(inspect.getmembers(user_class, is_method))
         tools: dict[str, Any] = {}
         for method_name, method in methods.items():
             if method_name.startswith("_"):
@@ -146,13 +149,9 @@ def _gives_verdicts(user_class: Any, methods: Mapping[str, Any], name: str) -> b
     return declared
 
 
-def _is_method(member: Any) -> bool:
-    return inspect.isfunction(member) or inspect.ismethod(member)
-
-
 def _check_ours(method: Callable[..., Any], method_name: str, name: str) -> None:
-    """Raises ConfigError for a method with the name of ours that is a tool, as TRL would take
-    it.
+    """Raises ConfigError for a tool with the name of a method that the server calls. For TRL, such
+    a method is a tool like any other.
     """
     signature = inspect.signature(method)
     required = [each for each in signature.parameters.values() if each.default is each.empty]

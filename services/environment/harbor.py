@@ -1,7 +1,7 @@
 """Tasks in Harbor's format: a folder with the container of an agent and the tests that grade it.
 
 task.toml                limits, the image, the working directory
-instruction.md           the prompt (the data-server reads it)
+instruction.md           the prompt (`services.data.loaders_harbor` reads it)
 environment/Dockerfile   the image, unless task.toml names one
 tests/test.sh            the grader: writes /logs/verifier/reward.txt or reward.json
 solution/                is never read
@@ -19,12 +19,25 @@ from typing import Any
 from services.environment.outcome import EpisodeFailed
 from services.environment.runtimes.runtime import WORKDIR, Container, Runtime, Spec, pack
 
-COLUMN = "harbor_task"
-"""The column of a row that names the task's folder."""
 TESTS = "/tests"
 LOGS = "/logs/verifier"
 _RUN_TESTS = f"rm -rf {LOGS}; mkdir -p {LOGS} && chmod +x {TESTS}/test.sh && exec {TESTS}/test.sh"
 _SHOWN_CHARS = 1000
+_USERS = ("agent.user", "verifier.user")
+"""Only root works: containers have no other user."""
+_UNSUPPORTED = (
+    "environment.gpus",
+    "environment.tpu",
+    "environment.mcp_servers",
+    "environment.healthcheck",
+    "verifier.environment",
+    "verifier.collect",
+)
+_UNSUPPORTED_FILES = (
+    "environment/docker-compose.yaml",
+    "tests/Dockerfile",
+    "tests/docker-compose.yaml",
+)
 
 
 @dataclass(frozen=True)
@@ -100,8 +113,9 @@ async def grade(
 ) -> Any:
     """Returns the reward of what an agent left in its container.
 
-    Only its working directory and the task's artifacts reach a clean container, in which the tests
-    are; the agent's is removed first. Raises EpisodeFailed when the tests write no reward.
+    The tests run in a clean container, which gets only the agent's working directory and the task's
+    artifacts. The agent's container is removed first. Raises EpisodeFailed when the tests write no
+    reward.
     """
     if task.is_shared:
         await agent.run(["sh", "-c", "kill -9 -1"])  # what the agent left running
@@ -136,7 +150,7 @@ async def _tested(task: HarborTask, container: Container, home: Path) -> Any:
     if written is None:
         written = await container.read(f"{LOGS}/reward.txt")
 
-    # The status says nothing: tests that fail still write their reward.
+    # The exit status does not matter: tests that fail write their reward, too.
     try:
         return json.loads((written or b"").decode())
     except (ValueError, RecursionError):
@@ -150,26 +164,19 @@ async def _tested(task: HarborTask, container: Container, home: Path) -> Any:
 
 def _check(content: dict[str, Any], folder: Path) -> None:
     """Raises ValueError for what episodes cannot play."""
-    environment = content.get("environment", {})
-    verifier = content.get("verifier", {})
-    refused = {
-        "steps": bool(content.get("steps")),
-        "environment.os": environment.get("os", "linux").lower() != "linux",
-        "environment.gpus": bool(environment.get("gpus")),
-        "environment.tpu": bool(environment.get("tpu")),
-        "environment.mcp_servers": bool(environment.get("mcp_servers")),
-        "environment.healthcheck": bool(environment.get("healthcheck")),
-        "environment/docker-compose.yaml": (folder / "environment/docker-compose.yaml").exists(),
-        "agent.user": content.get("agent", {}).get("user") not in (None, "root", 0),
-        "verifier.user": verifier.get("user") not in (None, "root", 0),
-        "verifier.environment": bool(verifier.get("environment")),
-        "verifier.collect": bool(verifier.get("collect")),
-        "tests/Dockerfile": (folder / "tests/Dockerfile").exists(),
-        "tests/docker-compose.yaml": (folder / "tests/docker-compose.yaml").exists(),
-    }
-    used = [name for name, is_used in refused.items() if is_used]
+
+    def value(name: str) -> Any:
+        table, _, key = name.partition(".")
+        return content.get(table, {}).get(key)
+
+    used = ["steps"] if content.get("steps") else []
+    if str(value("environment.os") or "linux").lower() != "linux":
+        used.append("environment.os")
+    used += [name for name in _USERS if value(name) not in (None, "root", 0)]
+    used += [name for name in _UNSUPPORTED if value(name)]
+    used += [name for name in _UNSUPPORTED_FILES if (folder / name).exists()]
     if used:
-        raise ValueError(f"it uses {', '.join(used)}, which episodes do not have")
+        raise ValueError(f"it uses {', '.join(used)}, which episodes do not support")
     if not (folder / "tests/test.sh").is_file():
         raise ValueError("it has no tests/test.sh")
 
@@ -179,7 +186,9 @@ def _variables(section: Mapping[str, Any], folder: Path) -> dict[str, str]:
     variables = {name: str(value) for name, value in section.get("env", {}).items()}
     for name, value in variables.items():
         if "${" in value:
-            raise ValueError(f"its variable {name} is {value}, and the server's are secret")
+            raise ValueError(
+                f"its variable {name} is {value}: tasks cannot read the server's variables"
+            )
     return variables
 
 

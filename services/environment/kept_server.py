@@ -1,9 +1,9 @@
-"""A server of the user's that this process starts once, for all episodes, and keeps alive."""
+"""The user's server: started once for all episodes, and started again when it ends."""
 
 import asyncio
 import contextlib
-import secrets
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -12,7 +12,7 @@ from common.errors import ServiceLost
 from common.process.exits import how_ended
 from common.process.topology import WRONG_SETTING
 from services.environment.environments import FIELD
-from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, recorded
 from services.environment.programs import Folders, RunningProgram, free_port, words_of
 
 PORT = "{port}"
@@ -20,9 +20,9 @@ PORT = "{port}"
 _RETRY_S = 0.1
 """Pause before the server is asked again whether it is ready."""
 _MAX_FAILED_STARTS = 5
-"""Starts in a row after which the command ended before it answered: another one would not help."""
+"""Failed starts in a row after which another one would not help."""
 _START_DEADLINES = 10
-"""Deadlines of episodes after which a server that does not answer hangs: it is started again."""
+"""A server that has not answered after this many deadlines of an episode is started again."""
 _HUNG_S = 5.0
 """Time in which a live server answers."""
 _STOP_S = 10.0
@@ -44,7 +44,7 @@ class KeptServer:
 
     def __init__(self, name: str, command: str) -> None:
         self._name = name
-        self._words = words_of(command, FIELD)
+        self._words = words_of(command)
         self._folders = Folders()
         self._home: Path | None = None
         self._program: RunningProgram | None = None
@@ -76,15 +76,25 @@ class KeptServer:
                 f"{self._words[0]} was not ready within {deadline_s:g} s"
             ) from None
 
-    async def end_if_lost(self, program: RunningProgram) -> None:
-        """Kills a server that does not answer, so that it is started again.
+    async def play(self, episode: Callable[[], Awaitable[Outcome]], deadline_s: float) -> Outcome:
+        """Plays an episode with the server; returns its outcome. Raises ServiceLost.
 
-        It may hang, or be shutting down.
+        A server that was lost in it, since it hangs or is shutting down, is killed, so that it is
+        started again.
         """
-        if program is not self._program or program.ended:
-            return
-        if not await self._answers():
-            await program.kill()
+        outcome = Outcome()
+        with recorded(outcome):
+            program = await self.ready(deadline_s)
+        if outcome.status != "ok":
+            return outcome
+
+        outcome = await episode()
+        if outcome.status in ("timeout", "died"):
+            # Another episode may have started the next one meanwhile.
+            is_newest = program is self._program and not program.ended
+            if is_newest and not await self._answers():
+                await program.kill()
+        return outcome
 
     async def close(self) -> None:
         """Ends the server and removes its folder."""
@@ -102,10 +112,9 @@ class KeptServer:
             self._started_at = time.monotonic()
             if self._home is None:
                 self._home = await asyncio.to_thread(self._folders.make)
-            mark = secrets.token_hex(16)
-            variables = {"PROGRAM_ID": mark, "PORT": str(self._port)}
-            words = [word.replace(PORT, str(self._port)) for word in self._words]
-            self._program = await RunningProgram.start(words, variables, mark=mark, home=self._home)
+            port = str(self._port)
+            words = [word.replace(PORT, port) for word in self._words]
+            self._program = await RunningProgram.start(words, {"PORT": port}, home=self._home)
 
         while not self._is_ready:
             if self._program.ended:
@@ -118,8 +127,7 @@ class KeptServer:
 
     async def _failed_start(self, program: RunningProgram) -> Exception:
         """Counts a server that ended before it answered, and returns the error."""
-        status = await program.wait()
-        output = await program.kill()
+        status, output = await program.finish()
         reason = f"{self._words[0]} {how_ended(status)} before it answered: {output}"
         self._failed_starts += 1
         if status != WRONG_SETTING and self._failed_starts < _MAX_FAILED_STARTS:

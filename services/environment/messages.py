@@ -10,7 +10,10 @@ import orjson
 
 from common.errors import InvalidInput
 
-MESSAGE_FORM = 'send {"role": "user", "content": text}'
+Json = dict[str, Any]
+"""A JSON object."""
+Tools = Sequence[Json]
+"""The functions that a call offers to the model, in OpenAI's format."""
 CONTENT_FORM = 'send text or [{"type": "text", "text": text}]'
 ROLES = {
     "system": "system",
@@ -32,7 +35,7 @@ class Message:
     mappings.
     """
 
-    fields: dict[str, Any]
+    fields: Json
 
     @property
     def role(self) -> str:
@@ -43,9 +46,9 @@ class Message:
         return str(self.fields["content"])
 
     @property
-    def tool_calls(self) -> list[dict[str, Any]]:
+    def tool_calls(self) -> list[Json]:
         """The tool calls, each with `id`, `type` and `function`."""
-        calls: list[dict[str, Any]] = self.fields.get("tool_calls", [])
+        calls: list[Json] = self.fields.get("tool_calls", [])
         return calls
 
     @property
@@ -62,7 +65,7 @@ class Message:
         """A key that is equal for two records of the same message.
 
         It leaves out ids, since programs make their own, and thoughts, which most programs do not
-        send back.
+        send back. Seeds are derived from it, so that a change of it changes what runs sample.
         """
         compared = {
             "role": self.role,
@@ -101,6 +104,7 @@ class Message:
 
     @cached_property
     def _calls(self) -> str:
+        """The tool calls as text, without their ids, since programs make their own."""
         calls = [call["function"] for call in self.tool_calls]
         return json.dumps(_as_numbers(calls), sort_keys=True)
 
@@ -119,6 +123,39 @@ class History:
 
     sent: list[bytes] = field(default_factory=list)
     parsed: list[Message] = field(default_factory=list)
+
+
+def user_message(text: str) -> Message:
+    """Returns a message of the user."""
+    return Message({"role": "user", "content": encodable(text)})
+
+
+def tool_message(text: str, tool_call: Json) -> Message:
+    """Returns the result of a tool call."""
+    return Message(
+        {
+            "role": "tool",
+            "content": encodable(text),
+            "tool_call_id": tool_call["id"],
+            "name": tool_call["function"]["name"],
+        }
+    )
+
+
+def made_tool_call(identifier: Any, name: Any, arguments: Any) -> Json:
+    """Returns a tool call in OpenAI's format."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
+
+
+def made_tool(name: Any, description: Any, parameters: Any) -> Json:
+    """Returns a tool in OpenAI's format; without arguments if `parameters` is empty."""
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
 
 
 def parse_messages(
@@ -149,14 +186,19 @@ def parse_messages(
     return messages
 
 
-def _parse_message(content: Any, where: str) -> Message:
-    if not isinstance(content, dict):
+def check_mapping(message: Any, where: str) -> None:
+    """Raises InvalidInput for a message that is no mapping."""
+    if not isinstance(message, dict):
         raise InvalidInput(
             "a message must be a mapping with role and content",
             field=where,
-            value=content,
-            remedy=MESSAGE_FORM,
+            value=message,
+            remedy='send {"role": "user", "content": text}',
         )
+
+
+def _parse_message(content: Any, where: str) -> Message:
+    check_mapping(content, where)
     role = content.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidInput(
@@ -166,7 +208,7 @@ def _parse_message(content: Any, where: str) -> Message:
             remedy=f"use one of {', '.join(ROLES)}",
         )
 
-    fields: dict[str, Any] = {
+    fields: Json = {
         "role": ROLES[role],
         "content": text_of(content.get("content"), f"{where}.content"),
     }
@@ -237,21 +279,17 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _parse_tool_call(content: Any, where: str) -> dict[str, Any]:
+def _parse_tool_call(content: Any, where: str) -> Json:
     function = content.get("function") if isinstance(content, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidInput(
             "this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}"
         )
-    arguments = parsed_arguments(function.get("arguments"))
-    return {
-        "id": str(content.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    arguments = _parsed_arguments(function.get("arguments"))
+    return made_tool_call(str(content.get("id") or ""), function["name"], arguments)
 
 
-def parsed_arguments(arguments: Any) -> Any:
+def _parsed_arguments(arguments: Any) -> Any:
     """Parses the arguments of a tool call; returns them unchanged when they are not JSON."""
     if arguments is None:
         return {}
@@ -259,15 +297,15 @@ def parsed_arguments(arguments: Any) -> Any:
         return arguments
     if not arguments.strip():
         return {}
+
+    def refuse(constant: str) -> None:
+        """Refuses NaN and Infinity, which Python's parser accepts."""
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        return json.loads(arguments, parse_constant=_refuse_constant)
+        return json.loads(arguments, parse_constant=refuse)
     except (ValueError, RecursionError):
         return arguments
-
-
-def _refuse_constant(constant: str) -> None:
-    """Refuses NaN and Infinity, which Python's parser accepts."""
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _as_numbers(value: Any) -> Any:
@@ -285,7 +323,7 @@ def _as_numbers(value: Any) -> Any:
     return value
 
 
-def parse_tools(content: Any) -> list[dict[str, Any]]:
+def parse_tools(content: Any) -> list[Json]:
     """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for
     anything else.
     """
@@ -310,7 +348,7 @@ def parse_tools(content: Any) -> list[dict[str, Any]]:
     return content
 
 
-def tools_key(tools: Sequence[dict[str, Any]]) -> bytes:
+def tools_key(tools: Tools) -> bytes:
     """Returns bytes that are equal for equal tools, whatever the order of their keys."""
     if not tools:
         return b""

@@ -10,7 +10,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -21,9 +22,16 @@ from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
 from services.environment.environments import FIELD, Environment
 from services.environment.kept_server import PORT, KeptServer
-from services.environment.outcome import CallTimedOut, EnvironmentLost, EpisodeFailed, Outcome
+from services.environment.messages import Json, made_tool
+from services.environment.outcome import (
+    CallTimedOut,
+    EnvironmentLost,
+    EpisodeFailed,
+    EpisodeRunner,
+    Outcome,
+    recorded,
+)
 from services.environment.session import Session
-from services.environment.threads import Threads
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _RETRY_S = 0.1
@@ -36,7 +44,6 @@ _JOINED: dict[str, Callable[[list[float]], float]] = {
     "max": max,
 }
 """The reward of an episode from those of its steps, by `environment.step_rewards`."""
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class Interface(NamedTuple):
@@ -48,7 +55,7 @@ class Interface(NamedTuple):
     """The action's field for the model's answer; empty if there is none."""
 
 
-class OpenEnvRunner:
+class OpenEnvRunner(EpisodeRunner):
     """Plays episodes of an OpenEnv server at a URL, or of one that this process starts and keeps
     alive.
 
@@ -65,15 +72,10 @@ class OpenEnvRunner:
     def __init__(self, name: str, target: str, slots: int, step_rewards: str = "sum") -> None:
         self.name = name
         self._step_rewards = step_rewards
-        self.tools: dict[str, Any] = {}
-        self.has_steps = False
-        self.has_reward: bool | None = None
-        self.gives_verdicts = False
-        self.threads: Threads | None = None
+        self.tools = {}
         self._slots = asyncio.Semaphore(slots)
         self._http: aiohttp.ClientSession | None = None
         self._interface: Interface | None = None
-
         self._describing = asyncio.Lock()
 
         self._url = ""
@@ -93,27 +95,20 @@ class OpenEnvRunner:
                 )
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome.
+        """Plays an episode and returns its outcome."""
+        play = partial(self._play, task, session, limits)
+        if self._server is None:
+            return await play()
+        return await self._server.play(play, limits.deadline_s)
 
-        Raises ServiceLost when the command never starts a server; otherwise nothing, except when
-        cancelled.
-        """
-        program = None
-        try:
-            if self._server is not None:
-                program = await self._server.ready(limits.deadline_s)
-                self._url = self._server.url
-            async with asyncio.timeout(limits.deadline_s), self._describing:
-                interface = await self._described()
-        except TimeoutError:
-            return Outcome(
-                "died",
-                detail=f"the OpenEnv server did not describe itself within {limits.deadline_s:g} s",
-            )
-        except EnvironmentLost as error:
-            return Outcome("died", detail=str(error))
-        except EpisodeFailed as error:
-            return Outcome("error", detail=str(error))
+    async def _play(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
+        outcome = Outcome()
+        if self._server is not None:
+            self._url = self._server.url  # a server that was started again has another port
+        with recorded(outcome):
+            interface = await self._described(limits.deadline_s)
+        if outcome.status != "ok":
+            return outcome
 
         connection = Connection(
             self._connect,
@@ -133,12 +128,9 @@ class OpenEnvRunner:
         )
         async with self._slots:
             try:
-                outcome = await EpisodeRun(environment, task, session, limits=limits).run()
+                return await EpisodeRun(environment, task, session, limits=limits).run()
             finally:
                 await asyncio.shield(connection.close())
-        if outcome.status in ("timeout", "died") and self._server and program:
-            await self._server.end_if_lost(program)
-        return outcome
 
     async def close(self) -> None:
         """Stops the server if this process started it."""
@@ -155,21 +147,23 @@ class OpenEnvRunner:
 
     async def _get(self, path: str) -> Any:
         """Returns the JSON at a path of the server. Raises EnvironmentLost."""
-        try:
+        with _reaching(self._url):
             async with self._client().get(f"{self._url}{path}") as answer:
                 if answer.status != 200:
                     raise EnvironmentLost(f"{self._url}{path} answered {answer.status}")
                 return await answer.json(content_type=None)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EnvironmentLost(
-                f"the OpenEnv server {self._url} does not answer: {error}"
-            ) from error
 
-    async def _described(self) -> Interface:
-        """Returns how the model acts; asks the server the first time."""
-        if self._interface is None:
-            self._interface = await self._describe()
-        return self._interface
+    async def _described(self, deadline_s: float) -> Interface:
+        """Returns how the model acts; asks the server the first time. Raises EnvironmentLost."""
+        try:
+            async with asyncio.timeout(deadline_s), self._describing:
+                if self._interface is None:
+                    self._interface = await self._describe()
+                return self._interface
+        except TimeoutError:
+            raise EnvironmentLost(
+                f"the OpenEnv server did not describe itself within {deadline_s:g} s"
+            ) from None
 
     async def _describe(self) -> Interface:
         """Asks the server how the model acts; sets `tools` and `has_steps`."""
@@ -183,7 +177,6 @@ class OpenEnvRunner:
         finally:
             await connection.close()
         if self.tools:
-            self.has_steps = False
             return Interface(has_mcp_tools=True, answer_field="")
 
         action = schema.get("action") if isinstance(schema, dict) else None
@@ -193,14 +186,10 @@ class OpenEnvRunner:
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         """Returns a connection to the server. Raises EnvironmentLost."""
-        try:
+        with _reaching(self._url):
             return await self._client().ws_connect(
                 f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=30
             )
-        except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentLost(
-                f"the OpenEnv server {self._url} does not answer: {error}"
-            ) from error
 
 
 class Connection:
@@ -227,7 +216,7 @@ class Connection:
         self._tool_timeout_s = tool_timeout_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_behind = False
-        """Whether an answer is still to come to a step that nobody waits for any more."""
+        """Whether a step took too long and its answer has not come yet."""
         self._rewards: list[float] = []
         self.done = False
 
@@ -237,7 +226,7 @@ class Connection:
         text = _text(await self._observation("reset", data))
         return f"\n\n{text}" if text else ""
 
-    async def step(self, messages: list[dict[str, Any]]) -> str | None:
+    async def step(self, messages: list[Json]) -> str | None:
         """Sends the answer as an action; returns None when the episode is over."""
         action = {self._interface.answer_field: messages[-1]["content"]}
         try:
@@ -249,7 +238,7 @@ class Connection:
         return text or "(nothing)"
 
     async def get_reward(self) -> float | None:
-        """Returns what the steps' rewards are worth; None when no step gave one."""
+        """Returns the reward of the episode; None when no step gave one."""
         await self._catch_up()
         return _JOINED[self._step_rewards](self._rewards) if self._rewards else None
 
@@ -271,7 +260,11 @@ class Connection:
         data = answer.get("data", {})
         listed = (data.get("result") or {}).get("tools", []) if isinstance(data, dict) else []
         return {
-            tool["name"]: _function(tool)
+            tool["name"]: made_tool(
+                tool["name"],
+                tool.get("description"),
+                tool.get("input_schema") or tool.get("inputSchema"),
+            )
             for tool in listed
             if isinstance(tool, dict) and isinstance(tool.get("name"), str)
         }
@@ -287,7 +280,7 @@ class Connection:
 
         return call
 
-    async def _act(self, action: dict[str, Any]) -> dict[str, Any]:
+    async def _act(self, action: Json) -> Json:
         """Takes a step and returns its observation; an empty one if an earlier step, whose answer
         came late, ended the episode.
 
@@ -306,11 +299,11 @@ class Connection:
             with contextlib.suppress(Refused):  # the model has been told an error already
                 self._observed("step", await self._exchange(None))
 
-    async def _observation(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    async def _observation(self, kind: str, data: Json) -> Json:
         """Sends a message and returns the observation in the response."""
         return self._observed(kind, await self._ask({"type": kind, "data": data}))
 
-    def _observed(self, kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+    def _observed(self, kind: str, answer: Json) -> Json:
         """Returns the observation in an answer, and notes its reward and whether it is the last."""
         content = answer.get("data")
         observation = content.get("observation") if isinstance(content, dict) else None
@@ -328,7 +321,7 @@ class Connection:
             self._rewards.append(float(reward))
         return observation
 
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, message: Json) -> Json:
         """Sends a message and returns the response; waits while the server has no room for another
         session.
 
@@ -341,18 +334,14 @@ class Connection:
                 await self.close()
                 await asyncio.sleep(_RETRY_S)
 
-    async def _exchange(self, message: dict[str, Any] | None) -> dict[str, Any]:
+    async def _exchange(self, message: Json | None) -> Json:
         """Sends a message, if there is one, and returns the next answer."""
-        try:
+        with _reaching("of this episode"):
             self._socket = self._socket or await self._connect()
             self._is_behind = True  # until the answer comes, in case this is cancelled
             if message is not None:
                 await self._socket.send_str(json.dumps(message))
             answer = await self._socket.receive()
-        except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentLost(
-                f"the connection to the OpenEnv server was lost: {error}"
-            ) from error
         self._is_behind = False
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
@@ -368,6 +357,15 @@ class Connection:
         if content.get("type") == "error":
             raise _refusal(content.get("data"))
         return content
+
+
+@contextlib.contextmanager
+def _reaching(server: str) -> Iterator[None]:
+    """Raises EnvironmentLost when the connection to the server fails."""
+    try:
+        yield
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise EnvironmentLost(f"the OpenEnv server {server} does not answer: {error}") from error
 
 
 class _Full(Exception):
@@ -398,16 +396,6 @@ def _refusal(data: Any) -> Exception:
     return Refused(str(message))
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Converts an MCP tool to OpenAI's format."""
-    function = {
-        "name": tool["name"],
-        "description": tool.get("description") or "",
-        "parameters": tool.get("input_schema") or tool.get("inputSchema") or _NO_ARGUMENTS,
-    }
-    return {"type": "function", "function": function}
-
-
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
     """Returns the action's only field if it holds any text, or otherwise the tool `step` with the
     action's fields.
@@ -422,17 +410,13 @@ def _action(schema: Any) -> tuple[str, dict[str, Any]]:
         if is_free_text:
             return name, {}
 
-    function = {
-        "name": "step",
-        "description": "Acts in the environment.",
-        "parameters": schema | {"properties": fields},
-    }
-    return "", {"step": {"type": "function", "function": function}}
+    parameters = schema | {"properties": fields}
+    return "", {"step": made_tool("step", "Acts in the environment.", parameters)}
 
 
-def _text(observation: dict[str, Any]) -> str:
+def _text(observation: Json) -> str:
     """Returns an observation as the model reads it."""
-    fields: dict[str, Any] = {}
+    fields: Json = {}
     for name, value in observation.items():
         if name != "metadata" and value is not None:
             fields[name] = value

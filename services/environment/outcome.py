@@ -2,13 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import InvalidInput, ServiceError, shorten
-from common.wire.schemas import EpisodeLimits, EpisodeStatus, StopReason
+from common.wire.schemas import EpisodeLimits, EpisodeStatus, EpisodeTask, StopReason
 from services.environment.session import Session
+
+if TYPE_CHECKING:  # the threads raise this module's errors
+    from services.environment.threads import Threads
 
 
 @dataclass
@@ -54,6 +59,46 @@ def told(error: BaseException) -> str:
         return type(error).__name__
 
 
+class EpisodeRunner(ABC):
+    """Runs episodes of one environment."""
+
+    name: str
+    tools: dict[str, Any]
+    """The functions offered to the model, as far as known before an episode."""
+    has_steps = False
+    has_reward: bool | None = None
+    """Whether episodes give a reward; None: known once an episode gave one."""
+    gives_verdicts = False
+    """Whether these rewards say which episodes were right."""
+    threads: "Threads | None" = None
+    """The threads whose calls may hang; None for episodes that run in their own processes."""
+
+    @abstractmethod
+    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
+        """Plays an episode and returns its outcome.
+
+        Raises ServiceLost when a server that it needs never starts; otherwise nothing, except when
+        cancelled.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stops whatever keeps running between episodes."""
+
+
+@contextmanager
+def recorded(outcome: Outcome) -> Iterator[None]:
+    """Records in `outcome` that an episode failed, or that what it needs was lost."""
+    try:
+        yield
+    except EnvironmentLost as error:
+        outcome.status = "died"
+        outcome.detail = str(error)
+    except (EpisodeFailed, InvalidInput) as error:
+        outcome.status = "error"
+        outcome.detail = str(error)
+
+
 async def play_to_end(
     episode: Awaitable[None], session: Session, limits: EpisodeLimits, outcome: Outcome
 ) -> None:
@@ -61,20 +106,15 @@ async def play_to_end(
     cancelled.
     """
     try:
-        async with asyncio.timeout(limits.deadline_s):
-            await episode
+        with recorded(outcome):
+            async with asyncio.timeout(limits.deadline_s):
+                await episode
     except TimeoutError:
         outcome.status = "timeout"
         outcome.stop_reason = "deadline"
         outcome.detail = (
             f"it took longer than {limits.deadline_s:g} s; its longest call may be stuck"
         )
-    except EnvironmentLost as error:
-        outcome.status = "died"
-        outcome.detail = str(error)
-    except (EpisodeFailed, InvalidInput) as error:
-        outcome.status = "error"
-        outcome.detail = str(error)
     except ServiceError as error:
         outcome.status = "died"
         outcome.detail = f"the engines did not answer: {error}"

@@ -1,11 +1,9 @@
 """Extracts thoughts and tool calls from answers, in the format of the model."""
 
-import uuid
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.environment.call_formats import HERMES, Call, CallFormat, schemas_of
-from services.environment.messages import Message
+from services.environment.messages import Json, Message, Tools, made_tool_call
 
 
 class Parsed(NamedTuple):
@@ -17,11 +15,12 @@ class Parsed(NamedTuple):
 
 def parse_answer(
     text: str,
-    tools: Sequence[dict[str, Any]],
+    tools: Tools,
     call_format: CallFormat = HERMES,
-    id_prefix: str = "",
+    answer: int = 0,
 ) -> Parsed:
-    """Returns the answer as a message; looks for tool calls only with `tools`.
+    """Returns an answer as a message; looks for tool calls only with `tools`. The ids of its calls
+    begin with its number, `answer`.
 
     If one tool call cannot be read, all of them stay in the content, so that nothing that was
     sampled is lost.
@@ -43,12 +42,13 @@ def parse_answer(
         problem = "the tool call is nested too deeply"
 
     if problem and not thoughts and "</think>" in text:
-        # Its end may stand in what looks like a string: of a call that a thought only begins.
-        after_thought = parse_answer(f"<think>{text}", tools, call_format, id_prefix)
+        # The thought may mention only the beginning of a call, whose open string then hides the
+        # thought's end.
+        after_thought = parse_answer(f"<think>{text}", tools, call_format, answer)
         if after_thought.message.tool_calls:
             return after_thought
 
-    fields: dict[str, Any] = {"role": "assistant"}
+    fields: Json = {"role": "assistant"}
     content = "".join(part for part, _ in parts)
     if thoughts:
         fields["reasoning_content"] = "\n".join(thoughts).strip()
@@ -56,11 +56,7 @@ def parse_answer(
     if calls and not problem:
         fields["tool_calls"] = []
         for number, (name, arguments) in enumerate(calls):
-            unique = f"{id_prefix}_{number}" if id_prefix else uuid.uuid4().hex[:24]
-            function = {"name": name, "arguments": arguments}
-            fields["tool_calls"].append(
-                {"id": f"call_{unique}", "type": "function", "function": function}
-            )
+            fields["tool_calls"].append(made_tool_call(f"call_{answer}_{number}", name, arguments))
         content = "".join(spoken).strip()
     return Parsed(Message(fields | {"content": content}), problem)
 

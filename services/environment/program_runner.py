@@ -1,5 +1,8 @@
-"""Episodes played by programs of the user: each starts a command or posts to a URL, or to a server
-that a command with `{port}` started for all; the program reaches the model via its session.
+"""Plays episodes with the user's programs.
+
+A program is a command that is started for each episode, a URL that each task is posted to, or, if
+the command has `{port}`, a server that is started once for all episodes. It calls the model through
+the session of its episode.
 
 The program gets the task as JSON, on standard input or as the request body, with the addresses of
 its session. The reward is what the program writes to a file or returns, or what it sends to the
@@ -12,8 +15,11 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import orjson
@@ -21,14 +27,16 @@ import orjson
 from common.errors import ConfigError
 from common.process.exits import SIGNALLED, how_ended
 from common.process.security import trusted
-from common.settings.sections import RuntimeSection
+from common.settings.sections import HARBOR_COLUMN, RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD
-from services.environment.harbor import COLUMN, HarborTask, grade
+from services.environment.harbor import HarborTask, grade
 from services.environment.kept_server import PORT, KeptServer
+from services.environment.messages import Json
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
+    EpisodeRunner,
     Outcome,
     parse_reward,
     play_to_end,
@@ -37,7 +45,6 @@ from services.environment.programs import Folders, RunningProgram, words_of
 from services.environment.runtimes import load_runtime
 from services.environment.runtimes.runtime import Container, Network, Spec, with_tools
 from services.environment.session import Session
-from services.environment.threads import Threads
 
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
@@ -45,7 +52,7 @@ _MAX_REWARD_BYTES = 1 << 20
 _SHOWN_CHARS = 1000
 
 
-class ProgramRunner:
+class ProgramRunner(EpisodeRunner):
     """Plays episodes with a command or URL.
 
     Args:
@@ -53,8 +60,8 @@ class ProgramRunner:
         target: the command line, or the URL.
         slots: maximum concurrent programs; others wait, and their deadline starts later.
         gateway: URL at which programs reach this server.
+        section: where commands run.
         has_reward: whether every episode gives a reward; None: known once an episode gave one.
-        section: the settings of the containers; None for processes of this machine.
         plays_tasks: whether the rows name Harbor tasks, which grade their episodes.
 
     Raises:
@@ -69,64 +76,58 @@ class ProgramRunner:
         *,
         slots: int,
         gateway: str,
+        section: RuntimeSection,
         has_reward: bool | None = None,
-        section: RuntimeSection | None = None,
         plays_tasks: bool = False,
     ) -> None:
         self.name = name
-        self.tools: dict[str, Any] = {}
-        self.has_steps = False
+        self.tools = {}
         self.has_reward = has_reward
-        self.gives_verdicts = False
-        self.threads: Threads | None = None
         self._folders = Folders()
         self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
-        self._section = section or RuntimeSection()
+        self._section = section
         self._plays_tasks = plays_tasks
 
         self._url = target if target.startswith(("http://", "https://")) else ""
-        is_here = self._section.kind == "local"
-        keeps_server = PORT in target and not self._url
-        self._server = KeptServer(name, target) if keeps_server and is_here else None
-        self._words = [] if self._url else words_of(target, FIELD, is_here=is_here)
-        if not is_here:
-            self._words = with_tools(self._words, self._section)
-        if keeps_server and not is_here:
-            raise ConfigError(
-                f"a command with {PORT} serves all episodes, and containers are for one each",
-                field="runtime.kind",
-                value=self._section.kind,
-                remedy="set it to local, or name a program that plays one episode",
-            )
-        starts_programs = bool(self._words) and not keeps_server
-        self._runtime = load_runtime(
-            self._section if starts_programs else RuntimeSection(), gateway
-        )
-        if self._url and not _is_url(self._url):
+        try:
+            has_host = bool(urlsplit(self._url).hostname)
+        except ValueError:  # a bracket that is not closed
+            has_host = False
+        if self._url and not has_host:
             raise ConfigError(
                 "this is not a URL",
                 field=FIELD,
                 value=target,
                 remedy="write agent:http://host:port/path",
             )
+        is_here = self._section.kind == "local"
+        keeps_server = PORT in target and not self._url
+        self._server = KeptServer(name, target) if keeps_server and is_here else None
+        self._words = [] if self._url else words_of(target, is_here=is_here)
+        if not is_here:
+            self._words = with_tools(self._words, self._section)
+        if keeps_server and not is_here:
+            raise ConfigError(
+                f"a command with {PORT} starts one server for all episodes, but a container holds "
+                "only one episode",
+                field="runtime.kind",
+                value=self._section.kind,
+                remedy=f"set it to local, or name a command without {PORT} that plays one episode",
+            )
+        starts_programs = bool(self._words) and not keeps_server
+        self._runtime = load_runtime(
+            self._section if starts_programs else RuntimeSection(), gateway
+        )
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome.
-
-        Raises ServiceLost when the command never starts a server; otherwise nothing, except when
-        cancelled.
-        """
-        outcome = Outcome()
+        """Plays an episode and returns its outcome."""
+        play = partial(self._play_to_end, task, session, limits)
         async with self._slots:
-            program = None
-            if self._server is not None:
-                program = await self._ready(self._server, limits, outcome)
-            if outcome.status == "ok":
-                episode = self._play(task, session, limits, outcome)
-                await play_to_end(episode, session, limits, outcome)
-            if outcome.status in ("timeout", "died") and self._server and program:
-                await self._server.end_if_lost(program)
+            if self._server is None:
+                outcome = await play()
+            else:
+                outcome = await self._server.play(play, limits.deadline_s)
 
         answers = [node.answer for node in session.tree.nodes]
         outcome.answer = answers[-1].content if answers else ""
@@ -144,19 +145,12 @@ class ProgramRunner:
         await self._runtime.close()
         await asyncio.to_thread(self._folders.close)
 
-    async def _ready(
-        self, server: KeptServer, limits: EpisodeLimits, outcome: Outcome
-    ) -> RunningProgram | None:
-        """Returns the running server, or None and why not in `outcome`. Raises ServiceLost."""
-        try:
-            return await server.ready(limits.deadline_s)
-        except EnvironmentLost as error:
-            outcome.status = "died"
-            outcome.detail = str(error)
-        except EpisodeFailed as error:
-            outcome.status = "error"
-            outcome.detail = str(error)
-        return None
+    async def _play_to_end(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits
+    ) -> Outcome:
+        outcome = Outcome()
+        await play_to_end(self._play(task, session, limits, outcome), session, limits, outcome)
+        return outcome
 
     async def _play(
         self, task: EpisodeTask, session: Session, limits: EpisodeLimits, outcome: Outcome
@@ -168,19 +162,17 @@ class ProgramRunner:
             session.close()  # no more sampling once it is graded
             _check_answered(session)
         else:
-            content = self._task(task, session, self._runtime.gateway())
+            content = self._task(task, session, self._runtime.gateway)
             reward = await self._run_command(content, session, limits)
         if session.graded.is_set() and not self._plays_tasks:
             reward = session.reward
         if reward is not None:
             outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
 
-    async def _run_command(
-        self, content: dict[str, Any], session: Session, limits: EpisodeLimits
-    ) -> Any:
+    async def _run_command(self, content: Json, session: Session, limits: EpisodeLimits) -> Any:
         """Runs the command in a container; returns the reward, or None."""
         home = await asyncio.to_thread(self._folders.make)
-        spec = Spec(lifetime_s=limits.deadline_s, mark=session.id, image=self._section.image)
+        spec = Spec(lifetime_s=limits.deadline_s, image=self._section.image)
         try:
             if self._plays_tasks:
                 return await self._work_on_task(content, session, home, spec)
@@ -192,16 +184,15 @@ class ProgramRunner:
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
 
-    async def _work_on_task(
-        self, content: dict[str, Any], session: Session, home: Path, spec: Spec
-    ) -> Any:
+    async def _work_on_task(self, content: Json, session: Session, home: Path, spec: Spec) -> Any:
         """Runs the command in the container of a Harbor task; returns the reward that its tests
         gave.
         """
-        folder = content["columns"].get(COLUMN)
+        folder = content["columns"].get(HARBOR_COLUMN)
         if not isinstance(folder, str):
             raise EpisodeFailed(
-                f"the row has no column {COLUMN}: let data.source be a folder of Harbor tasks"
+                f"the row has no column {HARBOR_COLUMN}: set data.source to a folder of Harbor "
+                "tasks"
             )
         task = await asyncio.to_thread(HarborTask.read, Path(folder))
         for_agent = task.spec(spec)
@@ -216,9 +207,7 @@ class ProgramRunner:
         finally:
             await asyncio.shield(container.kill())
 
-    async def _reward_of(
-        self, container: Container, content: dict[str, Any], session: Session
-    ) -> Any:
+    async def _reward_of(self, container: Container, content: Json, session: Session) -> Any:
         """Runs the command; returns the reward that it wrote, or None. The session is closed then,
         before anything is graded.
         """
@@ -236,23 +225,26 @@ class ProgramRunner:
 
         has_reward = session.graded.is_set()
         if status > SIGNALLED:
-            # A program may be killed when its work is done: a whole reward is kept.
-            # An earlier one may be a default.
+            # A program may be killed when its work is done, so that a whole reward counts. One from
+            # before its last call does not: it may be a default.
             written = await container.read(reward_file, after=session.asked_at)
-            has_reward = has_reward or _is_complete(written)
+            with suppress(EpisodeFailed):
+                parse_reward(_parse_reward(written), "the program's reward is")
+                has_reward = True
         if status and not has_reward and not session.stop_reason:
             _check_answered(session)
-            raise _failure(words[0], status, output)
+            shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
+            kind = EnvironmentLost if status > SIGNALLED else EpisodeFailed
+            raise kind(f"{words[0]} {how_ended(status)}{shown}")
         session.close()
         _check_answered(session)
         return None if self._plays_tasks else _parse_reward(await container.read(reward_file))
 
-    async def _post_task(self, url: str, content: dict[str, Any], session: Session) -> Any:
+    async def _post_task(self, url: str, content: Json, session: Session) -> Any:
         """Posts the task; returns the reward in the response, or None."""
         post = asyncio.create_task(_post(url, orjson.dumps(content)))
-        graded = asyncio.create_task(session.graded.wait())
         try:
-            await asyncio.wait((post, graded), return_when=asyncio.FIRST_COMPLETED)
+            await _until_graded(post, session)
             if not post.done():
                 return None
             status, body = post.result()
@@ -262,7 +254,6 @@ class ProgramRunner:
             ) from error
         finally:
             post.cancel()
-            graded.cancel()
 
         text = body.decode("utf-8", "replace").strip()
         if status >= 300:
@@ -275,7 +266,7 @@ class ProgramRunner:
             raise EpisodeFailed(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
         return _parse_json(text, f"the answer of {url}") if text else None
 
-    def _task(self, task: EpisodeTask, session: Session, gateway: str) -> dict[str, Any]:
+    def _task(self, task: EpisodeTask, session: Session, gateway: str) -> Json:
         """Returns the task as sent to the program, which reaches this server at `gateway`."""
         prompt = task.prompt
         if not prompt:
@@ -316,34 +307,34 @@ async def _wait_for_end(program: RunningProgram, session: Session) -> int:
     reward call.
     """
     ended = asyncio.create_task(program.wait())
-    graded = asyncio.create_task(session.graded.wait())
     try:
-        await asyncio.wait((ended, graded), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            await asyncio.wait((ended,), timeout=GRACE_S)
+        await _until_graded(ended, session)
+        await asyncio.wait((ended,), timeout=GRACE_S)
         return ended.result() if ended.done() else 0
     finally:
         ended.cancel()
+
+
+async def _until_graded(task: asyncio.Task[Any], session: Session) -> None:
+    """Waits until a task is done, or the program has sent its reward."""
+    graded = asyncio.create_task(session.graded.wait())
+    try:
+        await asyncio.wait((task, graded), return_when=asyncio.FIRST_COMPLETED)
+    finally:
         graded.cancel()
 
 
 def _check_answered(session: Session) -> None:
-    """Raises EnvironmentLost when a call has no answer: the program may have made a 0 of it."""
-    for error in session.unanswered().values():
-        if error is not None:
-            raise EnvironmentLost(f"the engines did not answer a call: {error}")
+    """Raises EnvironmentLost when a call has no answer, since the program may have graded that as a
+    failure of the model.
+    """
+    for call in session.unanswered():
+        if call.error is not None:
+            raise EnvironmentLost(f"the engines did not answer a call: {call.error}")
         raise EnvironmentLost(
             "a call had no answer when the program ended or stopped waiting: the engines may be "
             "slow; give its client a longer time-out, and let it read every answer to its end"
         )
-
-
-def _failure(program: str, status: int, output: str) -> Exception:
-    """Returns the error for a program that ended with `status`."""
-    shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
-    if status > SIGNALLED:
-        return EnvironmentLost(f"{program} {how_ended(status)}{shown}")
-    return EpisodeFailed(f"{program} {how_ended(status)}{shown}")
 
 
 def _parse_reward(content: bytes | None) -> Any:
@@ -351,15 +342,6 @@ def _parse_reward(content: bytes | None) -> Any:
     if content is None:
         return None
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
-
-
-def _is_complete(content: bytes | None) -> bool:
-    """Returns whether a reward file holds a whole reward."""
-    try:
-        parse_reward(_parse_reward(content), "the program's reward is")
-    except EpisodeFailed:
-        return False
-    return True
 
 
 def _parse_json(text: str, source: str) -> Any:
@@ -390,10 +372,3 @@ async def _post(url: str, content: bytes) -> tuple[int, bytes]:
                     " or a mapping of numbers"
                 )
         return response.status_code, body
-
-
-def _is_url(text: str) -> bool:
-    try:
-        return bool(httpx.URL(text).host)
-    except httpx.InvalidURL:
-        return False

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -22,6 +23,7 @@ from common.errors import ConfigError
 from common.process import child
 from common.process.exits import SIGNALLED
 from common.process.security import SecretRedactor, tls
+from services.environment.environments import FIELD
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -36,12 +38,12 @@ _END_S = 10.0
 """Seconds in which a program's starter (`common.process.child`) kills what the program started."""
 _FOLDERS = "rlhf-episodes-"
 _LIMITED = 'ulimit -f 8388608; exec "$@"'
-"""The blocks are of 512 bytes."""
+"""Limits the files that a program writes to 4 GiB; `ulimit` counts in blocks of 512 bytes."""
 _STARTED_S = 60.0
-"""Age from which an empty folder is not that of a server which is starting."""
+"""An empty folder that is younger may belong to a server that is starting."""
 
 
-def words_of(command: str, field: str, *, is_here: bool = True) -> list[str]:
+def words_of(command: str, *, is_here: bool = True) -> list[str]:
     """Returns the words of a command line. Raises ConfigError when it cannot be run, as far as that
     is known: here, not in a container.
     """
@@ -50,14 +52,14 @@ def words_of(command: str, field: str, *, is_here: bool = True) -> list[str]:
     except ValueError as error:
         raise ConfigError(
             f"this is not a command: {error}",
-            field=field,
+            field=FIELD,
             value=command,
             remedy="close every quote",
         ) from None
     if not words or (is_here and not shutil.which(words[0])):
         raise ConfigError(
             f"there is no program {words[0]}" if words else "there is no command",
-            field=field,
+            field=FIELD,
             value=command,
             remedy="name a program on the PATH of the environment-server, or its path from the "
             "working directory",
@@ -94,7 +96,7 @@ class Folders:
             return Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
         except OSError as error:
             raise EnvironmentLost(
-                f"an episode has no folder: {error.strerror} in {tempfile.gettempdir()}"
+                f"no folder for an episode can be made: {error.strerror} in {tempfile.gettempdir()}"
             ) from error
 
     def close(self) -> None:
@@ -119,8 +121,11 @@ class Folders:
 
 
 class RunningProgram:
-    """A process group, made by `start`. `mark` is a text that only its environment variables
-    contain.
+    """A process group, made by `start`.
+
+    Args:
+        process: its starter (`common.process.child`).
+        mark: a text that only the environment variables of its processes contain.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
@@ -136,7 +141,6 @@ class RunningProgram:
         words: Sequence[str],
         env: Mapping[str, str],
         *,
-        mark: str,
         home: Path,
         stdin: bytes | Path | int = b"",
         output: Path | None = None,
@@ -146,21 +150,21 @@ class RunningProgram:
         Args:
             words: its command line.
             env: its environment variables, besides the inherited ones.
-            mark: a text that only its environment variables contain.
             home: its folder.
-            stdin: its input, a file of it, or an open file descriptor.
+            stdin: its input: the bytes, a file that holds them, or an open file descriptor.
             output: a file for its standard output, of at most 4 GiB.
 
         Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the
         resources.
         """
+        mark = secrets.token_hex(16)
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         authority = tls().authority
         if authority:
             for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"):
                 variables[name] = authority
         variables |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}
-        variables |= env
+        variables |= {**env, "PROGRAM_ID": mark}
 
         try:
             with contextlib.ExitStack() as files:
@@ -183,14 +187,12 @@ class RunningProgram:
                     pass_fds=(stdin,),
                     start_new_session=True,
                 )
-        except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                raise EnvironmentLost(
-                    f"{words[0]} could not be started: {error.strerror}"
-                ) from error
-            raise EpisodeFailed(f"{words[0]} could not be started: {error.strerror}") from error
-        except ValueError as error:
-            raise EpisodeFailed(f"{words[0]} could not be started: {error}") from error
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            reason = error.strerror if isinstance(error, OSError) else error
+            # Another program may start later, if only the machine's resources were used up.
+            is_full = isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES
+            kind = EnvironmentLost if is_full else EpisodeFailed
+            raise kind(f"{words[0]} could not be started: {reason}") from error
         return cls(process, mark)
 
     @property
@@ -211,6 +213,16 @@ class RunningProgram:
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return status if status >= 0 else SIGNALLED - status
+
+    async def finish(self) -> tuple[int, str]:
+        """Waits for the program and kills what it left running; returns its exit status and the end
+        of the output.
+        """
+        try:
+            status = await self.wait()
+        finally:
+            output = await self.kill()
+        return status, output
 
     def terminate(self) -> None:
         """Asks the program to end by itself."""

@@ -2,47 +2,20 @@
 
 import shlex
 from pathlib import Path
-from typing import Any, Protocol
 
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection, RuntimeSection
-from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
 from services.environment.kept_server import PORT
 from services.environment.openenv import OpenEnvRunner
-from services.environment.outcome import Outcome
+from services.environment.outcome import EpisodeRunner
 from services.environment.program_runner import ProgramRunner
-from services.environment.session import Session
-from services.environment.threads import Threads
 
 _THREADS = 1024
 _PROGRAMS = 64
 _VERIFIERS = Path(__file__).with_name("verifiers_server.py")
 _VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
-
-
-class EpisodeRunner(Protocol):
-    """Runs episodes of one environment."""
-
-    name: str
-    tools: dict[str, Any]
-    """The functions offered to the model, as far as known before an episode."""
-    has_steps: bool
-    has_reward: bool | None
-    """Whether episodes give a reward; None: known once an episode gave one."""
-    gives_verdicts: bool
-    """Whether these rewards say which episodes were right."""
-
-    @property
-    def threads(self) -> Threads | None:
-        """The threads whose calls may hang; None for episodes that run in their own processes."""
-
-    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome; never raises, except when cancelled."""
-
-    async def close(self) -> None:
-        """Stops whatever keeps running between episodes."""
 
 
 def needs_gateway(config: EnvironmentSection) -> bool:
@@ -68,11 +41,20 @@ def load_runner(
     if kind == "python":
         return class_runner(Environment.load(name), config)
 
+    runtime = runtime or RuntimeSection()
     slots = config.workers or _PROGRAMS
     if kind == "agent":
         return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
     if kind == "harbor":
-        _check_runtime(target, runtime)
+        is_url = target.startswith(("http://", "https://"))
+        if runtime.kind == "local" or is_url:
+            raise ConfigError(
+                "the agents and tests of Harbor tasks run in containers",
+                field="runtime.kind",
+                value=runtime.kind,
+                remedy="set it to docker, kubernetes or, for tasks that need only Python and a "
+                "shell, sandbox, and write harbor:COMMAND",
+            )
         return ProgramRunner(
             name,
             target,
@@ -95,7 +77,9 @@ def load_runner(
                 "directory",
             )
         command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
-        return ProgramRunner(name, command, slots=slots, gateway=gateway, has_reward=True)
+        return ProgramRunner(
+            name, command, slots=slots, gateway=gateway, section=RuntimeSection(), has_reward=True
+        )
     raise ConfigError(
         f"there is no environment {name}",
         field=FIELD,
@@ -103,15 +87,3 @@ def load_runner(
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
         "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID or FILE.toml",
     )
-
-
-def _check_runtime(target: str, runtime: RuntimeSection | None) -> None:
-    """Raises ConfigError for Harbor tasks without containers."""
-    if runtime is None or runtime.kind == "local" or target.startswith(("http://", "https://")):
-        raise ConfigError(
-            "the agents and tests of Harbor tasks run in containers",
-            field="runtime.kind",
-            value=runtime.kind if runtime else "local",
-            remedy="set it to docker, kubernetes or, for tasks that need only Python and a shell, "
-            "sandbox, and write harbor:COMMAND",
-        )

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from common.clients.rollout import RolloutClient, completion_from_answer
 from common.errors import (
@@ -22,7 +22,7 @@ from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
-from services.environment.messages import encodable
+from services.environment.messages import Json, encodable
 from services.environment.outcome import Outcome
 from services.environment.runners import class_runner, load_runner
 from services.environment.session import Session, SessionSettings, session_closed
@@ -39,8 +39,6 @@ _TRIES = 3
 """Maximum attempts to run an episode that dies."""
 _DETAIL_CHARS = 10_000
 _SEND_AGAIN = "it was deleted or never made: send the request again"
-
-log = logging.getLogger(__name__)
 
 
 class _Known(NamedTuple):
@@ -160,7 +158,12 @@ class EpisodeService:
                 remedy="use a new id for a new request",
             )
         if known is None or known.task.cancelled():
-            known = self._start(request)
+            self._check(request)
+            self._running += request.n
+            task = asyncio.create_task(self._run_all(request))
+            task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
+            known = _Known(request, task)
+            self._requests[request.request_id] = known
         try:
             return await asyncio.shield(known.task)  # the client may come back
         except asyncio.CancelledError:
@@ -174,16 +177,6 @@ class EpisodeService:
                 value=request.request_id,
                 remedy="try again later",
             ) from None
-
-    def _start(self, request: EpisodeRequest) -> _Known:
-        """Starts the episodes of a new request. Raises InvalidInput or Overloaded."""
-        self._check(request)
-        self._running += request.n
-        task = asyncio.create_task(self._run_all(request))
-        task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
-        known = _Known(request, task)
-        self._requests[request.request_id] = known
-        return known
 
     def delete(self, request_id: str) -> None:
         """Ends the episodes of a request and forgets it. Raises NotFound."""
@@ -244,7 +237,7 @@ class EpisodeService:
             log.warning("calls of %s are refused: %s", self.environment.name, error)
         self._refused.labels(field).inc()
         session.refused_calls += 1
-        # In words, for who reads of it in the trainer.
+        # The trainer shows this text: the field alone would not say what to do.
         session.refusal = session.refusal or f"{error.field}: {error.message}; {error.remedy}"
 
     def close_session(self, session: Session) -> None:
@@ -255,7 +248,7 @@ class EpisodeService:
         if len(self._ended_sessions) > _MAX_ENDED:
             self._ended_sessions.popitem(last=False)
 
-    def environments(self) -> list[dict[str, Any]]:
+    def environments(self) -> list[Json]:
         """Returns the served environments, with the functions offered to the model."""
         served = {
             "name": self.environment.name,
@@ -266,7 +259,7 @@ class EpisodeService:
         }
         return [served]
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Json:
         """Returns the episodes so far by status, and what is running now."""
         return {
             "episodes": {status: self._counts[status] for status in get_args(EpisodeStatus)},
@@ -295,6 +288,7 @@ class EpisodeService:
         return {"hung_calls": threads.hung, "hung_calls_limit": threads.limit}
 
     def _check(self, request: EpisodeRequest) -> None:
+        """Raises InvalidInput for an environment that is not served, or Overloaded."""
         if request.task.env != self.environment.name:
             raise InvalidInput(
                 "there is no such environment",
@@ -390,9 +384,9 @@ class EpisodeService:
             outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
-        for failure in session.unanswered().values():
-            if isinstance(failure, ServiceLost):
-                raise failure
+        for call in session.unanswered():
+            if isinstance(call.error, ServiceLost):
+                raise call.error
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)

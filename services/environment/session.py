@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ from common.wire.schemas import (
     Int32,
     StopReason,
 )
-from services.environment.messages import History, Message
-from services.environment.template import Template
+from services.environment.messages import History, Message, Tools
+from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 
 MAX_CHARS_PER_TOKEN = 64
@@ -68,11 +67,62 @@ class CallOptions(NamedTuple):
     max_tokens: int | None = None
 
 
+@dataclass(eq=False)
+class CallRecord:
+    """What a session knows about one call: how far it is, and whether its client has the answer.
+
+    A client whose connection breaks, and which sends the call again:
+
+        event                        task      clients   is_answered
+        the call arrives             running   1         True: nothing was sampled for it yet
+        the engines begin            running   1         False
+        the client leaves            running   0         False
+        the answer is sampled        done      0         False: nobody has read it
+        the client sends it again    done      1         False
+        it gets the same answer      done      0         True
+    """
+
+    name: str
+    task: "asyncio.Task[CallAnswer] | None" = None
+    """Samples the answer; None before that, and after a failure, since the call may be repeated."""
+    clients: int = 0
+    """How many clients wait for the answer."""
+    is_answered: bool = True
+    """False from the moment at which the engines begin until a client gets the answer."""
+    error: ServiceError | None = None
+    """Why the engines gave no answer."""
+    was_taken: WasTaken | None = None
+    """Tells whether the client has read an answer that was sent; None when none is on its way."""
+
+    def lacks_answer(self) -> bool:
+        """Returns whether no client has got the answer that the engines were asked for."""
+        taken = self.was_taken() if self.was_taken is not None else None
+        # None: the client may still be reading, and counts as one that gets the answer.
+        if taken is not None:
+            self.was_taken = None
+        if taken is False:
+            self.lose()
+        return not self.is_answered
+
+    def is_open(self) -> bool:
+        """Returns whether it is being sampled, or its client may lack the answer."""
+        return self.lacks_answer() or (self.task is not None and not self.task.done())
+
+    def lose(self) -> None:
+        """Records that the client left before it got the answer."""
+        self.is_answered = False
+        self.error = None
+
+    def forget_failed(self, task: "asyncio.Task[CallAnswer]") -> None:
+        """Lets a call whose sampling failed be sampled anew."""
+        if task.cancelled() or task.exception() is not None:
+            self.task = None
+
+
 class CallAnswer(NamedTuple):
     """The answer to a call."""
 
-    call: str
-    """The name of the call in its session."""
+    call: CallRecord
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
@@ -101,7 +151,15 @@ class Session:
     A call that is sent again gets the answer of the first one, even while that is still being
     sampled. An identical call that was answered is sampled anew, as a sibling of the first. So a
     *key* says what is asked, and a *name* which call asked it: the first call with a key is named
-    after it, a sibling by key and number.
+    after it, a sibling by key and number:
+
+        chat = parse_messages([{"role": "user", "content": "1+1"}])
+        first = await session.call(chat, [], "a")                  # call "a" is sampled
+        await session.call(chat, [], "a", is_retry=True)           # the same answer
+        await session.call(chat, [], "a", is_retry=False)          # call "a 1" is sampled
+        await session.call([*chat, first.message, more], [], "b")  # continues the tokens of "a"
+        session.close()
+        session.sequences()                                        # two: "a" with "b", and "a 1"
     """
 
     def __init__(
@@ -113,11 +171,6 @@ class Session:
         self.closed = False
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""
-        self._unanswered: dict[str, ServiceError | None] = {}
-        """By name, calls whose answer has not reached the client, with the engines' error; None for
-        one that is being sampled, or whose client has left."""
-        self._on_the_way: dict[str, WasTaken] = {}
-        """By name, calls whose answer the client may still be reading."""
         # The service counts them, since a refused call never reaches `call`.
         self.refused_calls = 0
         self.refusal = ""
@@ -134,19 +187,15 @@ class Session:
         self._template = template
         self._sample = sample
         self._settings = settings
-        self._calls: dict[str, asyncio.Task[CallAnswer]] = {}
-        """By name, calls that are being sampled or were answered; one that failed is forgotten."""
-        self._clients: Counter[str] = Counter()
-        """By name, how many clients wait for the call."""
-        self._names: dict[str, list[str]] = {}
-        """By key, the names of its calls, the first one first."""
+        self._calls: dict[str, list[CallRecord]] = {}
+        """By key, the calls with it, the first one first."""
         self._reserved_tokens = 0
         """Tokens that the answers being sampled may still need."""
 
     async def call(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         key: str,
         *,
         is_retry: bool | None = None,
@@ -161,15 +210,13 @@ class Session:
         """
         self._check(messages)
         self.asked_at = time.time()
-        self._look_at_clients()
-        name = self._name(key, is_retry)
-        task = self._calls.get(name)
-        if task is None:
-            task = asyncio.create_task(self._answer(messages, tools, name, options=options))
-            task.add_done_callback(lambda done: self._forget_failed(name, done))
-            self._calls[name] = task
+        call = self._call(key, is_retry)
+        if call.task is None:
+            call.task = asyncio.create_task(self._answer(messages, tools, call, options=options))
+            call.task.add_done_callback(call.forget_failed)
 
-        self._clients[name] += 1
+        task = call.task
+        call.clients += 1
         try:
             answer = await asyncio.shield(task)  # a disconnected client may retry for the answer
         except asyncio.CancelledError:
@@ -177,26 +224,17 @@ class Session:
                 raise session_closed(self.id) from None
             raise
         finally:
-            self._clients[name] -= 1
-        self._unanswered.pop(name, None)
+            call.clients -= 1
+        call.is_answered = True
         return answer
 
-    def sends(self, call: str, was_taken: WasTaken) -> None:
-        """Records that the answer to a call is sent to its client now."""
-        self._on_the_way[call] = was_taken
-
-    def lose(self, call: str) -> None:
-        """Records that the client of a call left before it got the answer."""
-        self._unanswered[call] = None
-
-    def unanswered(self) -> dict[str, ServiceError | None]:
-        """Returns, by name, the calls whose answer has not reached the client, each with the
-        engines' error or, for one that its client left, None.
+    def unanswered(self) -> list[CallRecord]:
+        """Returns the calls whose answer has not reached the client: the engines failed, or the
+        client left.
         """
-        self._look_at_clients()
-        return self._unanswered
+        return [call for calls in self._calls.values() for call in calls if call.lacks_answer()]
 
-    def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
+    def count_tokens(self, messages: Sequence[Message], tools: Tools) -> int:
         """Returns the number of tokens that a call with these messages would send to the engine.
 
         Raises SessionClosed, and the errors of `call` for these messages.
@@ -223,8 +261,10 @@ class Session:
     def close(self) -> None:
         """Ends the session: calls in flight are cancelled, later calls fail."""
         self.closed = True
-        for task in self._calls.values():
-            task.cancel()
+        for calls in self._calls.values():
+            for call in calls:
+                if call.task is not None:
+                    call.task.cancel()
 
     def sequences(self, turn_rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
         """Returns the sequences to train on; the session must be closed. `turn_rewards` has one
@@ -238,16 +278,6 @@ class Session:
                 sequence.finish_reason = "length"
         return sequences
 
-    def _look_at_clients(self) -> None:
-        """Finds out which answers on the way were taken, and which are lost."""
-        for call, was_taken in list(self._on_the_way.items()):
-            taken = was_taken()
-            if taken is None:
-                continue
-            del self._on_the_way[call]
-            if not taken:
-                self.lose(call)
-
     def _check(self, messages: Sequence[Message]) -> None:
         """Raises SessionClosed after the end, InvalidInput for messages that ask for nothing."""
         if self.closed:
@@ -260,37 +290,27 @@ class Session:
                 remedy="end with a message of the user or of a tool",
             )
 
-    def _name(self, key: str, is_retry: bool | None) -> str:
-        """Returns the name of a call: of the earlier one that is sent again, or a new one."""
-        names = self._names.setdefault(key, [])
-        open_names = [name for name in names if self._is_open(name)]
+    def _call(self, key: str, is_retry: bool | None) -> CallRecord:
+        """Returns the earlier call that is sent again, or a new one."""
+        calls = self._calls.setdefault(key, [])
+        open_calls = [call for call in calls if call.is_open()]
+        # A client that does not say is taken to repeat a call whose answer it may lack.
         if is_retry is None:
-            is_retry = bool(open_names)
-        if names and is_retry:
+            is_retry = bool(open_calls)
+        if calls and is_retry:
             # Several clients may send the same call: a retry is for one that nobody waits for.
-            abandoned = [name for name in open_names if not self._clients[name]]
-            if abandoned:
-                return abandoned[0]
-            return open_names[0] if open_names else names[-1]
+            abandoned = [call for call in open_calls if not call.clients]
+            return (abandoned or open_calls or calls[-1:])[0]
 
-        name = f"{key} {len(names)}" if names else key
-        names.append(name)
-        return name
-
-    def _is_open(self, name: str) -> bool:
-        """Returns whether a call is being sampled, or its client may lack the answer."""
-        task = self._calls.get(name)
-        return name in self._unanswered or (task is not None and not task.done())
-
-    def _forget_failed(self, name: str, task: "asyncio.Task[CallAnswer]") -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._calls.pop(name, None)
+        call = CallRecord(f"{key} {len(calls)}" if calls else key)
+        calls.append(call)
+        return call
 
     async def _answer(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        name: str,
+        tools: Tools,
+        call: CallRecord,
         *,
         options: CallOptions,
     ) -> CallAnswer:
@@ -311,13 +331,17 @@ class Session:
         # Calls may run at once: what this one may use is taken before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
-        self._unanswered[name] = None
+        call.lose()  # until a client gets the answer
+        # Each call has its own seed: its siblings have others, a repeated run has the same.
+        named = f"{self._settings.seed} {call.name}".encode()
+        seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest())
+        seed &= 0x7FFFFFFF  # not negative as an int32
         try:
-            completion = await self._sample(prompt, max_new_tokens, self._seed(name), options.stop)
+            completion = await self._sample(prompt, max_new_tokens, seed, options.stop)
         except BaseException as error:
             self.turns -= 1  # the call may be repeated
             if isinstance(error, ServiceError):
-                self._unanswered[name] = error
+                call.error = error
             raise
         finally:
             self._reserved_tokens -= max_new_tokens
@@ -325,11 +349,12 @@ class Session:
         self.sampled_tokens += len(completion.token_ids)
         self.stop_reason = tightest if completion.finish_reason == "length" else ""
         # All sampled tokens are recorded; the program does not see the stop text.
-        text, stop_text = _cut(self._template.decode(completion.token_ids.tolist()), options.stop)
-        message, problem = self._template.parse(text, tools, id_prefix=str(len(self.tree.nodes)))
+        text = self._template.decode(completion.token_ids.tolist())
+        text, stop_text, _ = cut(text, options.stop)
+        message, problem = self._template.parse(text, tools, answer=len(self.tree.nodes))
         self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
-            call=name,
+            call=call,
             message=message,
             finish_reason=completion.finish_reason,
             prompt_tokens=len(prompt),
@@ -356,7 +381,7 @@ class Session:
         return tightest, tokens_left[tightest]
 
     def _continued(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self, messages: Sequence[Message], tools: Tools
     ) -> tuple[TurnNode | None, Sequence[Message], list[int]]:
         """Returns the turn that a call continues, its new messages, and their tokens; for a call
         that continues none, None, all messages, and the tokens of the whole prompt.
@@ -382,11 +407,6 @@ class Session:
                 return parent, new_messages, added
         return None, messages, self._template.prompt(messages, tools)
 
-    def _seed(self, name: str) -> int:
-        """Returns the call's own seed: its siblings have others, a repeated run the same."""
-        digest = hashlib.blake2b(f"{self._settings.seed} {name}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest) & 0x7FFFFFFF  # not negative as an int32
-
 
 def _limit_reached(limit: StopReason, value: int) -> LimitReached:
     # The limits on tokens and tool calls follow from that on turns.
@@ -399,13 +419,3 @@ def _limit_reached(limit: StopReason, value: int) -> LimitReached:
     )
     error.limit = limit
     return error
-
-
-def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Returns a text up to its first stop text, and that stop text."""
-    places = {stop: text.find(stop) for stop in stops}
-    found = [(place, stop) for stop, place in places.items() if place >= 0]
-    if not found:
-        return text, ""
-    place, stop = min(found)
-    return text[:place], stop

@@ -6,7 +6,8 @@ earlier answers (strips thoughts, reformats tool calls). `Template` verifies on 
 that this text depends only on the new messages, or refuses with the reason.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -17,33 +18,35 @@ from jinja2 import TemplateError
 from common.errors import ConfigError, InvalidInput, shorten
 from common.wire.schemas import Int32
 from services.environment.call_formats import FORMATS, HERMES, CallFormat
-from services.environment.messages import Message
+from services.environment.messages import (
+    Json,
+    Message,
+    Tools,
+    made_tool,
+    made_tool_call,
+    tool_message,
+    user_message,
+)
 from services.environment.parsing import Parsed, parse_answer
 
 _MARK = "Zq7Answer7qZ"
 """The text of a made-up answer; no template writes it by itself."""
 _NEW_TEXTS = ("Xj5News5jX", "Yk6News6kY")
-_ARGUMENTS: tuple[dict[str, Any], ...] = (
+_ARGUMENTS: tuple[Json, ...] = (
     {"x": "12", "n": 3, "flag": True, "items": ["a", {"k": 1.5}]},
     {"x": 'say "hi"\n{2}', "n": -4, "flag": False, "items": []},
 )
 """Arguments of two made-up calls, which the template writes and the gateway has to read back."""
 
 
-def _tool(name: str) -> dict[str, Any]:
+def _tool(name: str) -> Json:
     types = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
-    properties: dict[str, Any] = {
+    properties: Json = {
         key: {"type": kind, "description": "Probes."} for key, kind in types.items()
     }
     properties["items"]["items"] = {}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Probes.",
-            "parameters": {"type": "object", "properties": properties, "required": ["x"]},
-        },
-    }
+    parameters = {"type": "object", "properties": properties, "required": ["x"]}
+    return made_tool(name, "Probes.", parameters)
 
 
 _TOOL = _tool("probe_tool")
@@ -84,7 +87,7 @@ class Template:
         self.no_tools = self._verify()
         """Why tools cannot be used; empty if they can."""
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Returns the tokens of a new conversation, up to the answer. Raises InvalidInput when the
         template refuses it.
         """
@@ -94,7 +97,7 @@ class Template:
         self,
         answer: Message,
         new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         *,
         sampled: Int32,
     ) -> list[int] | None:
@@ -113,9 +116,8 @@ class Template:
         ending = self._after(_stand_in(answer), new, rendered_tools)
         if ending is None:
             return None
-        stop, text = ending
-        ids = self._encode(stop + text)  # with the stop token, so that no token merges across it
-        if not ids or ids[0] != self._stop_tokens[stop]:
+        ids = self._tokens(*ending)
+        if ids is None:
             return None
         ended = len(sampled) > 0 and int(sampled[-1]) in self._stop_tokens.values()
         return ids[1:] if ended else ids
@@ -127,18 +129,16 @@ class Template:
             ids.pop()
         return self.text(ids)
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]], id_prefix: str = "") -> Parsed:
-        """Returns the message in the text of an answer."""
-        return parse_answer(text, tools, self.call_format, id_prefix)
+    def parse(self, text: str, tools: Tools, answer: int = 0) -> Parsed:
+        """Returns the message in the text of an answer, which is the session's `answer`th."""
+        return parse_answer(text, tools, self.call_format, answer)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, unchanged."""
         ids = np.asarray(token_ids, np.int32)  # a list would be checked item by item
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], asks: bool = True
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools, asks: bool = True) -> str:
         """Returns the text of a conversation, and if it `asks`, the start of the next answer."""
         try:
             text = self._tokenizer.apply_chat_template(
@@ -160,29 +160,31 @@ class Template:
         self,
         answer: Message,
         new: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         before: Sequence[Message] = (),
     ) -> tuple[str, str] | None:
         """Returns the text of the stop token after `answer`, and all text after it; None if there
         is no stop token.
         """
-        whole = self._render([*(before or [_user("x")]), answer, *new], tools)
+        whole = self._render([*(before or [user_message("x")]), answer, *new], tools)
         mark = whole.rfind(_MARK)
         if mark < 0:
             return None
+        _, stop, text = cut(whole[mark:], self._stop_tokens)
+        return (stop, text) if stop else None
 
-        places = {stop: whole.find(stop, mark) for stop in self._stop_tokens}
-        written = [(place, stop) for stop, place in places.items() if place >= 0]
-        if not written:
-            return None
-        place, stop = min(written)
-        return stop, whole[place + len(stop) :]
+    def _tokens(self, stop: str, text: str) -> list[int] | None:
+        """Returns the tokens of a stop token and the text after it, tokenised as one, so that no
+        token merges across the two; None if they do not begin with the stop token.
+        """
+        ids = self._encode(stop + text)
+        return ids if ids and ids[0] == self._stop_tokens[stop] else None
 
     def _verify(self) -> str:
         """Returns why tools cannot be used, or nothing. Raises ConfigError when the template cannot
         continue a conversation.
         """
-        question = [_user("x")]
+        question = [user_message("x")]
         silent = self._render(question, [], asks=False)
         asking = self._render(question, [])
         if not asking.startswith(silent) or asking == silent:
@@ -190,7 +192,7 @@ class Template:
         answer_start = asking[len(silent) :]
 
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
-        messages = [_user(text) for text in _NEW_TEXTS]
+        messages = [user_message(text) for text in _NEW_TEXTS]
         no_tools = self._verify_tools(question, answer)
         # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
         # continue; a message of the user begins a new sequence.
@@ -237,20 +239,15 @@ class Template:
         calls = [_call(number, each) for number, each in enumerate(arguments)]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
         _, results = _tool_exchange(count)
-        asking = self._render([_user("x")], [_TOOL])
+        asking = self._render([user_message("x")], [_TOOL])
         try:
-            whole = self._render([_user("x"), answer, *results], [_TOOL])
+            whole = self._render([user_message("x"), answer, *results], [_TOOL])
         except InvalidInput as error:
             return str(error)
 
         # The answer begins where the two differ, and ends with a stop token.
-        pairs = zip(asking, whole, strict=False)
-        start = next(
-            (i for i, (old, new) in enumerate(pairs) if old != new), min(len(asking), len(whole))
-        )
-        written = whole[start:]
-        for stop in self._stop_tokens:
-            written = written.partition(stop)[0]
+        start = len(os.path.commonprefix([asking, whole]))  # noqa: RUF071 - of characters
+        written, _, _ = cut(whole[start:], self._stop_tokens)
 
         if "probe_tool" not in written:
             return "it writes no tool calls"
@@ -263,7 +260,7 @@ class Template:
         return f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
 
     def _check(
-        self, answer: Message, new: list[Message], tools: list[dict[str, Any]], answer_start: str
+        self, answer: Message, new: list[Message], tools: list[Json], answer_start: str
     ) -> None:
         """Raises ConfigError unless the text after an answer is the new messages, whatever came
         before; InvalidInput when the template refuses them.
@@ -271,8 +268,8 @@ class Template:
         earlier = Message(
             {"role": "assistant", "content": "earlier", "reasoning_content": "thought"}
         )
-        short = [_user("x")]
-        long = [_user("another, longer question"), earlier, _user("y")]
+        short = [user_message("x")]
+        long = [user_message("another, longer question"), earlier, user_message("y")]
         after_short = self._after(answer, new, tools, short)
         after_long = self._after(answer, new, tools, long)
 
@@ -288,9 +285,8 @@ class Template:
             raise self._refused("what it writes after an answer is not the new messages in order")
 
         whole_ids = self._encode(self._render([*short, answer, *new], tools))
-        ids = self._encode(stop + text)
-        starts_with_stop = bool(ids) and ids[0] == self._stop_tokens[stop]
-        if not starts_with_stop or whole_ids[-len(ids) :] != ids:
+        ids = self._tokens(stop, text)
+        if ids is None or whole_ids[-len(ids) :] != ids:
             raise self._refused(
                 "its text after an answer gives other tokens alone than within the conversation"
             )
@@ -303,6 +299,16 @@ class Template:
             remedy="use an instruct model whose template continues a conversation, or train without"
             " an environment",
         )
+
+
+def cut(text: str, stops: Iterable[str]) -> tuple[str, str, str]:
+    """Returns a text before its first stop text, that stop text, and the text after it. Without
+    one, the whole text comes before.
+    """
+    places = [(text.find(stop), stop) for stop in stops]
+    found = [(place, stop) for place, stop in places if place >= 0]
+    place, stop = min(found, default=(len(text), ""))
+    return text[:place], stop, text[place + len(stop) :]
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
@@ -322,15 +328,11 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return lambda text: list(core.encode(text, add_special_tokens=False).ids)
 
 
-def _user(text: str) -> Message:
-    return Message({"role": "user", "content": text})
-
-
 def _stand_in(answer: Message) -> Message:
     """Returns a made-up answer with the tool calls of `answer`: templates read their names and ids
     for later messages.
     """
-    fields: dict[str, Any] = {"role": "assistant", "content": _MARK}
+    fields: Json = {"role": "assistant", "content": _MARK}
     if answer.tool_calls:
         # The calls carry the mark: Gemma 4 writes the content after the results.
         fields["content"] = ""
@@ -344,14 +346,10 @@ def _stand_in(answer: Message) -> Message:
 def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
     """Returns a made-up answer with tool calls, and their results."""
     calls = [_call(i, {}) for i in range(count)]
-    results = [
-        Message({"role": "tool", "content": text, "tool_call_id": call["id"], "name": "probe_tool"})
-        for call, text in zip(calls, _NEW_TEXTS, strict=False)
-    ]
+    results = [tool_message(text, call) for call, text in zip(calls, _NEW_TEXTS, strict=False)]
     answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
     return _stand_in(answer), results
 
 
-def _call(number: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": "probe_tool", "arguments": arguments}
-    return {"id": f"call{number + 1:05}", "type": "function", "function": function}
+def _call(number: int, arguments: Json) -> Json:
+    return made_tool_call(f"call{number + 1:05}", "probe_tool", arguments)

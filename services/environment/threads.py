@@ -54,7 +54,7 @@ class _UserLoop:
         threading.Thread(target=self._serve, name="environment-loop", daemon=True).start()
 
     def beat(self) -> "asyncio.Future[None]":
-        """Returns a future that is done when the loop has come round."""
+        """Returns a future that is done when the loop has run its next callbacks."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop))
 
     def end(self) -> None:
@@ -111,10 +111,7 @@ class Threads:
         the beginning of the call.
         """
         async with self._slots:
-            problem = self.problem
-            if problem is not None:
-                raise EnvironmentLost(problem)
-
+            self._check()
             call = _Call(function, asyncio.get_running_loop().create_future())
             if self._idle_threads:
                 self._idle_threads -= 1
@@ -142,9 +139,7 @@ class Threads:
         Raises EnvironmentLost when another coroutine has blocked that loop, or too many hang, and
         CallTimedOut after `timeout_s` seconds, when the coroutine is cancelled.
         """
-        problem = self.problem
-        if problem is not None:
-            raise EnvironmentLost(problem)
+        self._check()
         if self._user_loop is None:
             self._user_loop = _UserLoop()
             watch = asyncio.create_task(self._watch(self._user_loop, name))
@@ -162,7 +157,7 @@ class Threads:
         except TimeoutError:
             if not limit.expired():  # the user's own
                 raise
-            # The others are not to blame for one that blocks the loop.
+            # If another coroutine blocks the loop, this one was lost and not too slow.
             beat = user_loop.beat()
             await asyncio.wait((beat,), timeout=_BEAT_S)
             if not beat.done() and asyncio.current_task(user_loop.loop) is not call.task:
@@ -215,22 +210,25 @@ class Threads:
             self._queue.put(None)
         self._idle_threads = 0
 
+    def _check(self) -> None:
+        """Raises EnvironmentLost when no more calls are accepted."""
+        if self.problem is not None:
+            raise EnvironmentLost(self.problem)
+
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             result: Any = None
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 result = call.function()
-            except StopIteration as stop:  # a future does not accept it
-                error = RuntimeError(f"StopIteration: {stop}")
-            except Exception as raised:
-                error = raised
-            except BaseException as ending:  # SystemExit would end the server
-                error = RuntimeError(told(ending))
+            except BaseException as raised:
+                # A future does not accept StopIteration, and SystemExit would end the server.
+                is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                error = raised if is_plain else RuntimeError(told(raised))
             with suppress(RuntimeError):  # the loop has ended
                 call.future.get_loop().call_soon_threadsafe(self._finish, call, result, error)
 
-    def _finish(self, call: _Call, result: Any, error: Exception | None) -> None:
+    def _finish(self, call: _Call, result: Any, error: BaseException | None) -> None:
         """Gives the result to the caller, in the event loop."""
         self._idle_threads += 1
         call.is_over = True

@@ -27,8 +27,9 @@ def load_template(config: ModelSection, variables: Mapping[str, Any]) -> tuple[T
         if config.chat_template not in ("", OWN):
             tokenizer.chat_template = config.chat_template
     except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}",
+            f"the tokenizer cannot be loaded: {reason}",
             field="model.name",
             value=config.name,
             remedy="name a model with a tokenizer, or set HF_TOKEN",

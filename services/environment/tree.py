@@ -11,12 +11,12 @@ is ever rendered or tokenised again, so every trained token is exactly the sampl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from common.wire.schemas import Completion, EpisodeSequence, Int32, Turn
-from services.environment.messages import Message, tools_key
+from services.environment.messages import Message, Tools, tools_key
 
 
 @dataclass(eq=False)
@@ -64,10 +64,6 @@ class _Match(NamedTuple):
     """
     node: TurnNode | None
 
-    @property
-    def rank(self) -> tuple[int, int]:
-        return self.messages, self.same_marks
-
 
 class SessionTree:
     """The turns of one session, in the order of their answers."""
@@ -77,7 +73,7 @@ class SessionTree:
         self._roots: dict[bytes, list[TurnNode]] = {}
 
     def find(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self, messages: Sequence[Message], tools: Tools
     ) -> tuple[TurnNode | None, list[Message]]:
         """Returns the deepest node whose messages begin `messages`, and the messages after it.
 
@@ -93,7 +89,7 @@ class SessionTree:
             match = _match(above, node, messages)
             if match is None:
                 continue
-            if match.rank > best.rank:
+            if match[:2] > best[:2]:
                 best = match
             stack += [(match, child) for child in reversed(node.children)]
 
@@ -106,7 +102,7 @@ class SessionTree:
         self,
         parent: TurnNode | None,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         *,
         added: Sequence[int],
         sampled: Completion,
@@ -143,16 +139,12 @@ def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match
     for recorded, sent in zip(node.messages, part, strict=True):
         if recorded is not sent and not recorded.is_sent(sent):
             return None
-    return _Match(
-        messages=end, same_marks=above.same_marks + _same_marks(node.answer, part[-1]), node=node
-    )
 
-
-def _same_marks(recorded: Message, sent: Message) -> int:
-    """Returns how many tool-call ids agree, and one more for the same thoughts."""
-    pairs = zip(recorded.tool_calls, sent.tool_calls, strict=True)
-    ids = sum(int(call["id"] == sent_call["id"]) for call, sent_call in pairs)
-    return ids + int(recorded.has_thoughts_of(sent))
+    answer = part[-1]
+    same_marks = above.same_marks + node.answer.has_thoughts_of(answer)
+    for call, sent_call in zip(node.answer.tool_calls, answer.tool_calls, strict=True):
+        same_marks += call["id"] == sent_call["id"]
+    return _Match(end, same_marks, node)
 
 
 def _sequence(
@@ -181,9 +173,8 @@ def _sequence(
             tokens += node.added.tolist()
             logprobs += [0.0] * len(node.added)
             mask += [0] * len(node.added)
-            if len(node.added):  # they count to the version before them
-                version, begin, _ = versions[-1]
-                versions[-1] = (version, begin, len(tokens))
+            version, begin, _ = versions[-1]  # they count to the version before them
+            versions[-1] = (version, begin, len(tokens))
 
         start = len(tokens)
         tokens += node.sampled.token_ids.tolist()

@@ -11,6 +11,7 @@ nothing from this project.
 
 import asyncio
 import importlib.metadata
+import itertools
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -161,10 +162,8 @@ class PlayedEpisodes:
         """Reads the tasks up to `last`; a taskset may be endless."""
         if self._more_tasks is None:
             self._more_tasks = iter(self._environment.taskset)
-        for task in self._more_tasks:
-            self._tasks.append(task)
-            if len(self._tasks) > last:
-                return
+        missing = last + 1 - len(self._tasks)
+        self._tasks += itertools.islice(self._more_tasks, missing)
 
 
 def _check(episode: Any, traces: Sequence[Any]) -> None:
@@ -222,8 +221,8 @@ def configuration(target: str) -> Any:
         budgets = [owner.retries.max_retries, *(rule.max_retries for rule in owner.retries.rules)]
         if any(budgets):
             raise Wrong(
-                f"[{name}.retries] would train the abandoned tries with the reward of the last; "
-                "remove it: lost episodes are played again"
+                f"[{name}.retries] would train on abandoned tries with the reward of the last one; "
+                "remove it: the environment-server plays lost episodes again"
             )
     return config
 

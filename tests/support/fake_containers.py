@@ -117,7 +117,7 @@ def kubectl(words: list[str]) -> int:
         for name in labelled(words[-1]):
             remove(name)
     elif words[:2] == ["delete", "pod"]:
-        remove(words[2])
+        remove(words[-1])
     elif command == "create":
         manifest = json.load(sys.stdin)
         container = manifest["spec"]["containers"][0]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError, ServiceError
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group, Int32, Prompt
+from services.environment.outcome import EpisodeRunner
 from services.environment.outcome import Outcome as EpisodeOutcome
-from services.environment.runners import EpisodeRunner, load_runner, needs_gateway
+from services.environment.runners import load_runner, needs_gateway
 from services.environment.service import session_seed
 from services.environment.session import Session, SessionSettings
 from services.environment.template import Template

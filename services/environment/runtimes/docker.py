@@ -9,10 +9,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.settings.sections import RuntimeSection
-from services.environment.outcome import EnvironmentLost, EpisodeFailed
+from services.environment.outcome import EpisodeFailed
 from services.environment.runtimes.gate import Gate
-from services.environment.runtimes.held import HOLD, LABEL, Held, call, new_name
-from services.environment.runtimes.runtime import Container, Spec, tools_of
+from services.environment.runtimes.held import HOLD, LABEL, Held, call
+from services.environment.runtimes.runtime import Container, Runtime, Spec, tools_of
 
 _NETWORK = "rlhf-episodes"
 _NETWORKS = {"gateway": _NETWORK, "none": "none", "open": "bridge"}
@@ -20,7 +20,7 @@ _DAEMON = "start Docker, and let this server's user reach it (DOCKER_HOST, the g
 _ADDRESS = "{{(index .IPAM.Config 0).Gateway}}"
 
 
-class DockerRuntime:
+class DockerRuntime(Runtime):
     """Runs programs in containers whose network has no way out but this server's gateway.
 
     What an earlier server of this address left is removed.
@@ -34,49 +34,44 @@ class DockerRuntime:
     """
 
     def __init__(self, section: RuntimeSection, gateway: str) -> None:
+        super().__init__(section.gateway or gateway)
         self._section = section
-        self._url = urlsplit(section.gateway or gateway)
         self._gate = Gate(gateway)
         self._builds: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
         self._label = f"{LABEL}={socket.gethostname()}-{self._gate.port}"
         left = _docker("ps", "-aq", "--filter", f"label={self._label}")
         if left:
-            call(["docker", "rm", "-f", *left.split()], "docker", remedy=_DAEMON)
-        networks = call(
-            ["docker", "network", "ls", "--format", "{{.Name}}"], "docker", remedy=_DAEMON
-        )
-        if _NETWORK not in networks.split():
+            _docker("rm", "-f", *left.split())
+        if _NETWORK not in _docker("network", "ls", "--format", "{{.Name}}").split():
             options = ["--internal", "--label", LABEL]
             options += ["-o", f"com.docker.network.bridge.name={_NETWORK}"]
             options += ["-o", "com.docker.network.bridge.enable_icc=false"]
             _docker("network", "create", *options, _NETWORK)
         self._address = _docker("network", "inspect", f"--format={_ADDRESS}", _NETWORK)
-
-    def gateway(self) -> str:
-        """Returns the URL of this server, at the address of the containers' network."""
-        if self._section.gateway or not _is_address(self._gate.host):
-            return self._url.geturl()
-        return self._url._replace(netloc=f"{self._address}:{self._gate.port}").geturl()
+        host = self._gate.host
+        self._has_name = not (host.replace(".", "").isdecimal() or ":" in host)
+        if not section.gateway and not self._has_name:
+            # Containers reach this server only at its address in their own network.
+            netloc = f"{self._address}:{self._gate.port}"
+            self.gateway = urlsplit(gateway)._replace(netloc=netloc).geturl()
 
     async def start(self, spec: Spec, home: Path) -> Container:
         """Starts a container, after its image was built if it has none."""
         if spec.network == "gateway" and not self._section.gateway:
             await self._gate.open_address(self._address)
-        name = new_name()
-        container = DockerContainer(
-            home, spec.mark, name=name, program="docker", remove=["rm", "-f", name]
-        )
+        container = DockerContainer(home)
         image = spec.image or await self._built(spec.build, container)
         memory = f"{spec.memory_mb or self._section.memory_mb}m"
-        options = ["--name", name, "--label", self._label, "--network", _NETWORKS[spec.network]]
+        options = ["--name", container.name, "--label", self._label]
+        options += ["--network", _NETWORKS[spec.network]]
         options += ["--cpus", f"{spec.cpus or self._section.cpus:g}"]
         options += ["--memory", memory, "--memory-swap", memory]
         options += ["--pids-limit", str(self._section.processes)]
         options += ["--security-opt", "no-new-privileges"]
         if spec.workdir:
             options += ["--workdir", spec.workdir]
-        if spec.network == "gateway" and not _is_address(self._gate.host):
+        if spec.network == "gateway" and self._has_name:
             options += ["--add-host", f"{self._gate.host}:{self._address}"]
         for folder in tools_of(self._section):
             options += ["--volume", f"{folder}:{folder}:ro"]
@@ -106,22 +101,18 @@ class DockerRuntime:
         tag = f"{LABEL}:{content}"
         async with self._builds[tag]:
             inspecting = await container.client(["image", "inspect", tag])
-            status = await inspecting.wait()
-            await inspecting.kill()
-            if status == 0:
+            missing, _ = await inspecting.finish()
+            if not missing:
                 return tag
-            building = await container.client(["build", "--quiet", "--tag", tag, str(build)])
-            try:
-                status = await building.wait()
-            finally:
-                shown = await building.kill()
-        if status:
-            raise EnvironmentLost(f"the image of {build} could not be built: {shown}")
+            await container.must(["build", "--quiet", "--tag", tag, str(build)])
         return tag
 
 
 class DockerContainer(Held):
     """A container of Docker."""
+
+    client_name = "docker"
+    remove = ("rm", "-f")
 
     def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         variables = [f"--env={variable}={value}" for variable, value in env.items()]
@@ -131,10 +122,6 @@ class DockerContainer(Held):
 def _docker(*words: str) -> str:
     """Runs Docker's client at the server's start; returns its output. Raises ConfigError."""
     return call(["docker", *words], "docker", remedy=_DAEMON)
-
-
-def _is_address(host: str) -> bool:
-    return host.replace(".", "").isdecimal() or ":" in host
 
 
 def _content(folder: Path) -> str:

@@ -1,5 +1,5 @@
-"""Containers that live as long as a program of this server holds their standard input open: they
-end with it, however it ends.
+"""Containers that end when this server closes their standard input, which also happens when it is
+killed.
 """
 
 import asyncio
@@ -14,19 +14,21 @@ from pathlib import Path
 from common.errors import ConfigError
 from services.environment.outcome import EnvironmentLost
 from services.environment.programs import RunningProgram
-from services.environment.runtimes.runtime import EPISODE, WORKDIR, Container, Spec, pack
+from services.environment.runtimes.runtime import (
+    EPISODE,
+    FIELD,
+    WORKDIR,
+    Command,
+    Container,
+    Spec,
+    pack,
+)
 
-FIELD = "runtime.kind"
 LABEL = "rlhf-episodes"
 READY = b"the container is ready"
 HOLD = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && exec cat"
-"""The first program of a container: it begins with a line of its input, whose writer then sees what
-it says, and ends with its input."""
-
-
-def new_name() -> str:
-    """Returns a name for a container."""
-    return f"{LABEL}-{secrets.token_hex(8)}"
+"""The first program of a container. It waits for a line of its input, so that the client which
+writes the line also sees what it prints, and ends when its input is closed."""
 
 
 def call(words: Sequence[str], value: str, *, remedy: str) -> str:
@@ -45,23 +47,20 @@ def call(words: Sequence[str], value: str, *, remedy: str) -> str:
 
 
 class Held(Container):
-    """A container that its `holder` keeps.
+    """A container that ends with the client that holds its standard input open.
 
     Args:
         home: a folder of this machine for its files.
-        mark: a text that only its environment variables contain.
-        name: its name.
-        program: the client of its runtime, `docker` or `kubectl`.
-        remove: arguments of the client that remove it at once.
     """
 
-    def __init__(
-        self, home: Path, mark: str, *, name: str, program: str, remove: Sequence[str]
-    ) -> None:
-        super().__init__(home, mark)
-        self.name = name
-        self._program = program
-        self._remove = remove
+    client_name: str
+    """The client of its runtime, `docker` or `kubectl`."""
+    remove: tuple[str, ...]
+    """Arguments of the client that remove a container at once, before its name."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.name = f"{LABEL}-{secrets.token_hex(8)}"
         self._holder: RunningProgram | None = None
         self._held_open = -1
 
@@ -91,47 +90,31 @@ class Held(Container):
         await asyncio.to_thread(pack, spec.build, archive)
         await self.put(archive, WORKDIR)
 
-    async def client(
-        self,
-        words: Sequence[str],
-        *,
-        stdin: bytes | Path | int = b"",
-        output: Path | None = None,
-    ) -> RunningProgram:
+    async def client(self, words: Sequence[str], stdin: bytes | int = b"") -> RunningProgram:
         """Starts the client with the server's own environment, in which it finds its daemon."""
-        own = secrets.token_hex(16)  # its end must not end the container's holder
-        return await RunningProgram.start(
-            [self._program, *words],
-            {**os.environ, "EPISODE_CLIENT": own},
-            mark=own,
-            home=self.home,
-            stdin=stdin,
-            output=output,
-        )
+        command = [self.client_name, *words]
+        return await RunningProgram.start(command, os.environ, home=self.home, stdin=stdin)
 
-    async def exec(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        stdin: bytes | Path = b"",
-        output: Path | None = None,
-    ) -> RunningProgram:
-        """Starts a program in the container."""
-        return await self.client(self._exec_words(words, env or {}), stdin=stdin, output=output)
+    async def must(self, words: Sequence[str], stdin: str = "") -> None:
+        """Runs the client. Raises EnvironmentLost when it fails."""
+        running = await self.client(words, stdin=stdin.encode())
+        status, shown = await running.finish()
+        if status:
+            command = f"{self.client_name} {' '.join(words)}"
+            raise EnvironmentLost(f"{command} failed: {shown}")
+
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+        return [self.client_name, *self._exec_words(words, env)], os.environ
 
     @abstractmethod
     def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """Returns the client's arguments that run `words` in the container."""
 
     async def kill(self) -> None:
-        """Removes the container. A client that fails is no matter: it ends with its holder."""
+        """Removes the container. If that fails, it ends with its holder."""
         with contextlib.suppress(EnvironmentLost):
-            removing = await self.client(self._remove)
-            try:
-                await removing.wait()
-            finally:
-                await removing.kill()
+            removing = await self.client([*self.remove, self.name])
+            await removing.finish()
         if self._held_open >= 0:
             os.close(self._held_open)
             self._held_open = -1

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
-from services.environment.outcome import EnvironmentLost, EpisodeFailed
-from services.environment.runtimes.held import HOLD, LABEL, Held, call, new_name
-from services.environment.runtimes.runtime import Container, Spec, pack, tools_of
+from services.environment.outcome import EpisodeFailed
+from services.environment.runtimes.held import HOLD, LABEL, Held, call
+from services.environment.runtimes.runtime import Container, Runtime, Spec, pack, tools_of
 
 _START_S = 600
 """Seconds in which a pod must have started, images pulled included."""
@@ -24,7 +24,7 @@ _ACCESS = (
 )
 
 
-class KubernetesRuntime:
+class KubernetesRuntime(Runtime):
     """Runs programs in pods of the cluster that kubectl reaches.
 
     What an earlier server of this address left is removed.
@@ -38,9 +38,9 @@ class KubernetesRuntime:
     """
 
     def __init__(self, section: RuntimeSection, gateway: str) -> None:
+        super().__init__(section.gateway or gateway)
         self._section = section
-        self._gateway = section.gateway or gateway
-        url = urlsplit(self._gateway)
+        url = urlsplit(self.gateway)
         self._owner = f"{socket.gethostname()}-{url.port}"[-63:].lstrip("-.")
         self._aliases: list[dict[str, Any]] = []
         if not section.gateway:
@@ -51,7 +51,7 @@ class KubernetesRuntime:
                 self._aliases.append({"ip": address, "hostnames": [host]})
             if address.startswith("127."):
                 raise ConfigError(
-                    f"pods cannot reach this server at {self._gateway}",
+                    f"pods cannot reach this server at {self.gateway}",
                     field="runtime.gateway",
                     value="",
                     remedy="set the URL at which pods reach it, or run it in a pod of a job group",
@@ -60,10 +60,6 @@ class KubernetesRuntime:
         words = ["kubectl", "delete", "pods", "--wait=false", "--selector", label]
         call(words, "kubernetes", remedy=_ACCESS)
 
-    def gateway(self) -> str:
-        """Returns the URL of this server."""
-        return self._gateway
-
     async def start(self, spec: Spec, home: Path) -> Container:
         """Starts a pod."""
         if not spec.image:
@@ -71,28 +67,24 @@ class KubernetesRuntime:
                 "the pod has no image: set runtime.image (a cluster builds none), or docker_image "
                 "in the task's task.toml"
             )
-        name = new_name()
-        remove = ["delete", "pod", name, "--now", "--wait=false", "--ignore-not-found"]
-        pod = Pod(
-            home, spec.mark, name=name, program="kubectl", remove=remove, workdir=spec.workdir
-        )
+        pod = Pod(home)
+        manifest = json.dumps(self._manifest(spec, pod.name))
+        ready = ["wait", f"pod/{pod.name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
         try:
-            await pod.must(["create", "-f", "-"], stdin=json.dumps(self._manifest(spec, name)))
-            ready = ["wait", f"pod/{name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
+            await pod.must(["create", "-f", "-"], stdin=manifest)
             await pod.must(ready)
-            await pod.hold(["attach", "--stdin", name])
+            await pod.hold(["attach", "--stdin", pod.name])
             await pod.fill(spec)
             for folder in tools_of(self._section):
+                tool = Path(folder)
                 archive = home / "tools.tar"
-                await asyncio.to_thread(pack, Path(folder), archive)
-                await pod.put(archive, await asyncio.to_thread(_target, Path(folder)))
+                await asyncio.to_thread(pack, tool, archive)
+                is_folder = await asyncio.to_thread(tool.is_dir)
+                await pod.put(archive, str(tool if is_folder else tool.parent))
         except BaseException:
             await pod.kill()
             raise
         return pod
-
-    async def close(self) -> None:
-        """Nothing is shared."""
 
     def _manifest(self, spec: Spec, name: str) -> dict[str, Any]:
         memory = f"{spec.memory_mb or self._section.memory_mb}Mi"
@@ -127,37 +119,12 @@ class KubernetesRuntime:
 
 
 class Pod(Held):
-    """A pod with one container. Its `workdir` is empty for the image's."""
+    """A pod with one container."""
 
-    def __init__(
-        self,
-        home: Path,
-        mark: str,
-        *,
-        name: str,
-        program: str,
-        remove: Sequence[str],
-        workdir: str,
-    ) -> None:
-        super().__init__(home, mark, name=name, program=program, remove=remove)
-        self._workdir = workdir
-
-    async def must(self, words: Sequence[str], stdin: str = "") -> None:
-        """Runs kubectl. Raises EnvironmentLost when it fails."""
-        running = await self.client(words, stdin=stdin.encode())
-        try:
-            status = await running.wait()
-        finally:
-            shown = await running.kill()
-        if status:
-            raise EnvironmentLost(f"kubectl {words[0]} failed: {shown}")
+    client_name = "kubectl"
+    remove = ("delete", "pod", "--now", "--wait=false", "--ignore-not-found")
 
     def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
         # kubectl passes no variables on.
         assignments = [f"{variable}={value}" for variable, value in env.items()]
         return ["exec", "--stdin", self.name, "--", "env", *assignments, *words]
-
-
-def _target(folder: Path) -> str:
-    """Returns the folder that a folder's content, or a file, is unpacked in."""
-    return str(folder if folder.is_dir() else folder.parent)

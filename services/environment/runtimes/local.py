@@ -6,35 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.environment.outcome import EpisodeFailed
-from services.environment.programs import RunningProgram
-from services.environment.runtimes.runtime import MOST_READ, Container, Spec
+from services.environment.runtimes.runtime import MOST_READ, Command, Container, Runtime, Spec
 
 
 class Processes(Container):
-    """The processes of an episode, with its folder as their only own place."""
+    """The processes of an episode, with its folder as their only own place. They run in the
+    server's working directory.
+    """
 
-    def __init__(self, home: Path, mark: str, env: Mapping[str, str]) -> None:
-        super().__init__(home, mark)
+    def __init__(self, home: Path, env: Mapping[str, str]) -> None:
+        super().__init__(home)
         self.directory = str(home)
         self._env = env
 
-    async def exec(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        stdin: bytes | Path = b"",
-        output: Path | None = None,
-    ) -> RunningProgram:
-        """Starts a program in the server's working directory."""
-        return await RunningProgram.start(
-            words,
-            {**self._env, **(env or {})},
-            mark=self.mark,
-            home=self.home,
-            stdin=stdin,
-            output=output,
-        )
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+        return words, {**self._env, **env}
 
     async def read(self, path: str, after: float = 0.0) -> bytes | None:
         """Returns the first megabyte of a file; None when there is none, or none that was written
@@ -42,30 +28,13 @@ class Processes(Container):
         """
         return await asyncio.to_thread(_read, Path(path), after)
 
-    async def kill(self) -> None:
-        """Every program was killed when it ended."""
 
-
-class LocalRuntime:
-    """Runs programs as this server's user, with the files and the network that this user has.
-
-    Args:
-        gateway: URL of this server.
-    """
-
-    def __init__(self, gateway: str) -> None:
-        self._gateway = gateway
-
-    def gateway(self) -> str:
-        """Returns the URL of this server."""
-        return self._gateway
+class LocalRuntime(Runtime):
+    """Runs programs as this server's user, with the files and the network that this user has."""
 
     async def start(self, spec: Spec, home: Path) -> Container:
         """Returns the place of an episode's processes."""
-        return Processes(home, spec.mark, spec.env)
-
-    async def close(self) -> None:
-        """Nothing is shared."""
+        return Processes(home, spec.env)
 
 
 def _read(path: Path, after: float) -> bytes | None:

@@ -8,14 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal, Protocol
+from typing import Literal
 
 from common.process.security import tls
 from common.settings.sections import RuntimeSection
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.programs import RunningProgram
 
+FIELD = "runtime.kind"
 MOST_READ = 1 << 20
+"""Bytes of a file that are read from a container."""
+Command = tuple[Sequence[str], Mapping[str, str]]
+"""A command line, and the environment variables of its program."""
 Network = Literal["gateway", "none", "open"]
 """What a container reaches: this server's gateway, nothing, or whatever its host does."""
 EPISODE = "/episode"
@@ -40,8 +44,6 @@ class Spec:
 
     lifetime_s: float
     """Seconds after which it may be removed, whatever happens."""
-    mark: str = ""
-    """A text that only the environment variables of this episode contain."""
     network: Network = "gateway"
     image: str = ""
     """The image; empty: that of the settings, or the one that `build` makes."""
@@ -60,17 +62,18 @@ class Container(ABC):
 
     Args:
         home: a folder of this machine for its files, removed by the caller.
-        mark: a text that only its environment variables contain.
     """
 
     directory = EPISODE
     """The folder of the episode, as its programs see it."""
 
-    def __init__(self, home: Path, mark: str) -> None:
+    def __init__(self, home: Path) -> None:
         self.home = home
-        self.mark = mark
 
     @abstractmethod
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+        """Returns the command that runs `words` in it, with the variables `env`."""
+
     async def exec(
         self,
         words: Sequence[str],
@@ -80,10 +83,17 @@ class Container(ABC):
         output: Path | None = None,
     ) -> RunningProgram:
         """Starts a program in it; `output` gets its standard output."""
+        command, variables = self._command(words, env or {})
+        return await RunningProgram.start(
+            command, variables, home=self.home, stdin=stdin, output=output
+        )
 
-    @abstractmethod
-    async def kill(self) -> None:
-        """Ends everything that runs in it, and removes it."""
+    async def kill(self) -> None:  # noqa: B027
+        """Ends everything that runs in it, and removes it.
+
+        Nothing is left to do where every program is killed when it ends, and the caller removes
+        the files.
+        """
 
     async def run(
         self,
@@ -95,11 +105,7 @@ class Container(ABC):
     ) -> tuple[int, str]:
         """Runs a program to its end; returns its exit status and the end of its output."""
         program = await self.exec(words, env, stdin=stdin, output=output)
-        try:
-            status = await program.wait()
-        finally:
-            shown = await program.kill()
-        return status, shown
+        return await program.finish()
 
     async def put(self, archive: Path, folder: str, *, instead: bool = False) -> None:
         """Unpacks a tar archive into a folder of the container, `instead` of what is in it.
@@ -134,17 +140,22 @@ class Container(ABC):
         return None if status else await asyncio.to_thread(output.read_bytes)
 
 
-class Runtime(Protocol):
-    """Starts containers. All of them end with this server."""
+class Runtime(ABC):
+    """Starts containers. All of them end with this server.
 
-    def gateway(self) -> str:
-        """Returns the URL at which containers reach this server."""
+    Args:
+        gateway: the URL at which containers reach this server.
+    """
 
+    def __init__(self, gateway: str) -> None:
+        self.gateway = gateway
+
+    @abstractmethod
     async def start(self, spec: Spec, home: Path) -> Container:
         """Starts a container. Raises EnvironmentLost or EpisodeFailed."""
 
-    async def close(self) -> None:
-        """Removes what containers shared."""
+    async def close(self) -> None:  # noqa: B027
+        """Removes what containers shared; most share nothing."""
 
 
 def tools_of(section: RuntimeSection) -> list[str]:

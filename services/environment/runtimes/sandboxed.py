@@ -13,9 +13,17 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
-from services.environment.programs import RunningProgram
 from services.environment.runtimes.gate import Gate
-from services.environment.runtimes.runtime import EPISODE, Container, Spec, pack, tools_of
+from services.environment.runtimes.runtime import (
+    EPISODE,
+    FIELD,
+    Command,
+    Container,
+    Runtime,
+    Spec,
+    pack,
+    tools_of,
+)
 from services.sandbox.command import (
     SYSTEM,
     VARIANTS,
@@ -25,7 +33,6 @@ from services.sandbox.command import (
     interpreters,
 )
 
-FIELD = "runtime.kind"
 DOCKER_FILES = ("Dockerfile", "docker-compose.yaml")
 _USER = "60599"
 """The user of programs when the server runs as root, whom no limit of processes stops."""
@@ -48,7 +55,7 @@ _WITH_FILTER = 'exec 9<"$0"; exec "$@"'
 """The file descriptor survives `exec`; a process started by Python inherits none."""
 
 
-class SandboxRuntime:
+class SandboxRuntime(Runtime):
     """Runs programs in bubblewrap, in a copy of a task's folder.
 
     Args:
@@ -60,8 +67,8 @@ class SandboxRuntime:
     """
 
     def __init__(self, section: RuntimeSection, gateway: str) -> None:
+        super().__init__(gateway)
         self._section = section
-        self._gateway = gateway
         self.gate = Gate(gateway)
         try:
             self.filter = base_filter(internet=True)
@@ -76,10 +83,6 @@ class SandboxRuntime:
         self._python = candidates[0]
         self._variant = VARIANTS[0]
         self._select_working(candidates)
-
-    def gateway(self) -> str:
-        """Returns the URL of this server."""
-        return self._gateway
 
     async def start(self, spec: Spec, home: Path) -> Container:
         """Makes the file system of an episode, with the task's files in the working directory."""
@@ -197,35 +200,17 @@ class Sandboxed(Container):
     def __init__(
         self, runtime: SandboxRuntime, spec: Spec, home: Path, *, root: Path, workdir: str
     ) -> None:
-        super().__init__(home, spec.mark)
+        super().__init__(home)
         self._runtime = runtime
         self._spec = spec
         self._root = root
         self._workdir = workdir
 
-    async def exec(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        stdin: bytes | Path = b"",
-        output: Path | None = None,
-    ) -> RunningProgram:
-        """Starts a program in the sandbox."""
+    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
         command = self._runtime.command(
             words, self._spec, self.home, root=self._root, workdir=self._workdir
         )
-        return await RunningProgram.start(
-            command,
-            {**_VARIABLES, **self._spec.env, **(env or {})},
-            mark=self.mark,
-            home=self.home,
-            stdin=stdin,
-            output=output,
-        )
-
-    async def kill(self) -> None:
-        """Every program was killed when it ended; the files are the caller's."""
+        return command, {**_VARIABLES, **self._spec.env, **env}
 
 
 def _workdir_of(build: Path | None) -> str:

@@ -159,7 +159,7 @@ async def test_an_episode_without_a_folder_is_lost(
     async with served(NAME, lambda _: "3") as server:
         episode = await play(server, "number")
         assert (episode.status, episode.reward) == ("died", None)
-        assert "an episode has no folder: No such file or directory" in episode.detail
+        assert "no folder for an episode can be made: No such file or directory" in episode.detail
 
 
 async def test_a_refused_call_is_told_and_counted() -> None:
@@ -337,6 +337,7 @@ WRONG = {
     "agent:no-such-program --flag": "there is no program no-such-program",
     "agent:sh -c 'open": "this is not a command: No closing quotation",
     "agent:http://": "this is not a URL",
+    "agent:http://[": "this is not a URL",
 }
 
 

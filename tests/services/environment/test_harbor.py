@@ -91,7 +91,7 @@ REFUSED: dict[str, Any] = {
     '[agent]\nuser = "agent"': "it uses agent.user",
     "[verifier]\nuser = 1000\n[verifier.environment]\ncpus = 1": "verifier.user, verifier.env",
     '[verifier.env]\nKEY = "${OPENAI_API_KEY}"': "its variable KEY is",
-    '[environment.env]\nA = "${A:-b}"': "the server's are secret",
+    '[environment.env]\nA = "${A:-b}"': "its variable A is",
     "[environment": "is not a task of Harbor",
     "environment = 3": "is not a task of Harbor",
     '[environment]\nmemory = "much"': "is not a task of Harbor",

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from common.settings.sections import HARBOR_COLUMN
 from common.wire.schemas import Prompt
 from services.data.loaders_base import Loader, part_of
 from services.data.rows import stop
 
-COLUMN = "harbor_task"
-"""The column with the path of a task's folder."""
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 
 
@@ -55,4 +54,6 @@ def _prompt(folder: Path) -> Prompt:
     text = "\n".join(lines).strip()
     if not text:
         stop(f"{file} is empty", folder, "write what the agent has to do")
-    return Prompt(id=folder.name, prompt=text, ground_truth="", columns={COLUMN: str(folder)})
+    return Prompt(
+        id=folder.name, prompt=text, ground_truth="", columns={HARBOR_COLUMN: str(folder)}
+    )
