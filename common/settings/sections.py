@@ -98,7 +98,7 @@ class ModelSection(Section):
 
 class LoraSection(Section):
     """LoRA: train a low-rank adapter of the frozen model instead of all its weights
-    (docs/how-to/lora.md).
+    (docs/how-to/training.md#train-a-lora-adapter).
     """
 
     rank: InHelp[NonNegativeInt] = 0
@@ -146,7 +146,7 @@ class DataSection(Section):
     answer (`#### N` or a box)."""
     prompt_template: InHelp[Annotated[str, AfterValidator(read_template)]] = ""
     """Text of a prompt, with `{question}` and other columns (`{level}`): the text, a file, or
-    `plain`, `boxed`, `r1_zero` (of DeepSeek-R1-Zero) or `few_shot` (docs/how-to/prompts.md). It
+    `plain`, `boxed`, `r1_zero` (of DeepSeek-R1-Zero) or `few_shot` (docs/how-to/data.md). It
     replaces the chat template unless `model.chat_template` is set. Empty: the problem alone."""
     columns: list[str] | None = None
     """Further columns passed to reward functions and the prompt template. Unset: all."""
@@ -342,7 +342,7 @@ class RolloutSection(Section):
     colocate: InHelp[bool] = False
     """Let trainer and engines take turns on the same GPUs: the engines release their memory during
     the update, and the trainer keeps its models and optimisers in host memory during generation
-    (docs/how-to/one-gpu.md)."""
+    (docs/how-to/training.md#train-on-one-gpu)."""
     max_running_requests: PositiveInt = 256
     """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer if its
     KV cache, with `max_context_tokens` tokens for each, needs more than 30 % of the free memory."""
@@ -733,7 +733,7 @@ class RuntimeSection(Section):
 
 class TrackersSection(Section):
     """Experiment trackers: they get what `metrics.jsonl` gets and never delay a step
-    (docs/how-to/trackers.md).
+    (docs/how-to/metrics.md).
     """
 
     names: InHelp[list[TrackerName]] = []

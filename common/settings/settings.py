@@ -64,7 +64,7 @@ class Settings(BaseModel):
     reproducible: InHelp[bool] = False
     """Compute so that two runs with the same settings have the same weights after every step, to
     the last bit, on one machine and at any load. Steps take longer
-    (docs/how-to/reproducible.md)."""
+    (docs/how-to/audit.md#reproducible-runs)."""
     state_dir: Path = IN_RUN_DIR
     """Directory for what services keep across restarts: data position, replay store, weights and
     logs."""

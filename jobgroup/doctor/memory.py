@@ -30,7 +30,7 @@ sets it."""
 _PROMPT = 512
 """Tokens of a long prompt."""
 _PROCESS = 600 << 20
-"""Bytes of a torch process on a CPU before it loads a model (docs/how-to/scale.md)."""
+"""Bytes of a torch process on a CPU before it loads a model (docs/how-to/clusters.md)."""
 _FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "

@@ -298,7 +298,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """Seed of data order and sampling. Runs with the same seed are equal."""
     report_to: str = ""
     """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio
-    (docs/how-to/trackers.md), or `all` for every installed one; none when empty."""
+    (docs/how-to/metrics.md), or `all` for every installed one; none when empty."""
     run_name: str = ""
     """Name of the run in trackers; the name of output_dir when empty."""
     push_to_hub: bool = False

@@ -407,7 +407,7 @@ ARGUMENTS: dict[str, Argument] = {
         "fp16 bf16_full_eval fp16_full_eval tf32",
     ),
     **_said("`seed` decides the order of the data too", "data_seed"),
-    **_said("trackers write to their own places (docs/how-to/trackers.md)", "logging_dir"),
+    **_said("trackers write to their own places (docs/how-to/metrics.md)", "logging_dir"),
     **_said("set evaluation.n", "num_generations_eval"),
     **_said(
         "an evaluation answers every held-out problem, before and after training too",

@@ -170,7 +170,7 @@ class Finding(BaseModel):
     """One thing that is wrong."""
 
     name: str
-    """A heading of docs/how-to/operations.md or troubleshooting.md."""
+    """A heading of docs/how-to/operations.md."""
     what: str
     since: float | None = None
     evidence: list[str] = []

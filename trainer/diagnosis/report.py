@@ -24,7 +24,7 @@ _MAX_CHARS = 240
 """Longest text of one line."""
 _WIDTH = 9
 _OPERATIONS = "docs/how-to/operations.md"
-_TROUBLESHOOTING = "docs/how-to/troubleshooting.md"
+_TROUBLESHOOTING = "docs/how-to/operations.md#a-run-that-does-not-learn-or-is-slow"
 
 
 def first_line(facts: Facts, findings: Sequence[Finding]) -> str:

@@ -1,7 +1,7 @@
 """The alarms and hints, one row each: what they say, above or below what, and what to change.
 
 `alarms.py` and `hints.py` measure; this table has the words and every threshold.
-`docs/how-to/troubleshooting.md` explains each row, and a test holds the two together.
+`docs/how-to/operations.md` explains each row, and a test holds the two together.
 """
 
 from collections.abc import Mapping

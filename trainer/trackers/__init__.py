@@ -1,3 +1,3 @@
-"""Experiment trackers (docs/how-to/trackers.md): each gets the content of `metrics.jsonl` in a
+"""Experiment trackers (docs/how-to/metrics.md): each gets the content of `metrics.jsonl` in a
 thread with a bounded queue.
 """

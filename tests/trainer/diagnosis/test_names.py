@@ -68,8 +68,8 @@ def test_every_code_that_is_read_is_one_that_is_written() -> None:
 @pytest.mark.parametrize("name", [*HINTS, *ALARMS])
 def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name: str) -> None:
     row = (HINTS | ALARMS)[name]
-    page = (PAGES / "troubleshooting.md").read_text(encoding="utf-8")
-    sections = page.split("\n### ")[1:]
+    page = (PAGES / "operations.md").read_text(encoding="utf-8")
+    sections = re.split(r"\n#{3,4} ", page)[1:]
     heading = f"`{name.partition(',')[0]}`"
     about = [text for text in sections if heading in text.partition("\n")[0]]
     assert about

@@ -355,7 +355,7 @@ def test_a_problem_is_reported_with_its_numbers_and_settings(
         assert key in type(getattr(Config(), section)).model_fields, (
             f"{setting} is named and does not exist"
         )
-    assert name in (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+    assert name in (ROOT / "docs" / "how-to" / "operations.md").read_text()
 
 
 def test_there_is_no_hint_when_all_is_well_or_unknown() -> None:
