@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
+from common.process import logs
+from common.process.current_run import CurrentRun
 from common.process.storage import (
     Damaged,
     OpenedFile,
@@ -115,6 +117,8 @@ class PromptStream:
         self.mark: StoreMark
         """After the last transaction of this process."""
         self._lock = threading.Lock()
+        # In memory: a late call waits in a connection, which a restart of this process closes.
+        self._runs = CurrentRun()
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
         self._curriculum: Curriculum | None = None
@@ -131,6 +135,7 @@ class PromptStream:
         """
         stream = _SHUFFLED if shuffle else _ORDERED
         with self._transaction() as db:
+            self._runs.check(logs.run_id())
             position = None
             if request_id is not None:
                 position = self._repeated(db, request_id, stream, count)
@@ -201,6 +206,7 @@ class PromptStream:
             )
         by_place = [(self._places[name], rate) for name, rate in pass_rates]
         with self._transaction() as db:
+            self._runs.check(logs.run_id())
             position, _ = self._cursor(db, _SHUFFLED)
             self._curriculum.report(db, request_id, by_place, position)
 
@@ -228,9 +234,11 @@ class PromptStream:
         repeated `request_id` moves nothing.
 
         Forgets remembered batches that reach beyond it, since their prompts are drawn again. A
-        curriculum returns to its state at that position.
+        curriculum returns to its state at that position. The caller's run begins: calls of the
+        runs before it raise Conflict.
         """
         with self._transaction() as db:
+            self._runs.check(logs.run_id())
             if request_id is not None:
                 if self._repeated(db, request_id, _SEEK, count=0) is not None:
                     return
@@ -243,6 +251,7 @@ class PromptStream:
             )
             if self._curriculum:
                 self._curriculum.rewind(db, position)
+        self._runs.begin(logs.run_id())
 
     def reset(self) -> None:
         """Restarts both streams and forgets remembered requests and pass rates."""

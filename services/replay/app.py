@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from pydantic import Field
 
 from common.errors import ServiceError
@@ -122,7 +122,6 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post(
         "/groups",
-        dependencies=[_of_current_run(buffer)],
         **described(_GROUPS, reads=_KINDS, fails=(415,)),
     )
     async def add(request: Request) -> dict[str, int]:
@@ -135,23 +134,21 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post(
         "/groups/take",
-        dependencies=[_of_current_run(buffer)],
         **described(answer=struct_schema(TakenGroups), writes=_KINDS),
     )
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
-        buffer.check_run(body.run_id)
         taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
         if taken.blobs:
             _note(request, f"{len(taken.blobs)} groups were taken")
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
-    @app.post("/groups/ack", dependencies=[_of_current_run(buffer)], responses=errors(404))
+    @app.post("/groups/ack", responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:
         """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id,
         which gives a 404.
         """
-        return {"acknowledged": await worker.call(buffer.ack, body.ids)}
+        return {"acknowledged": await worker.call_of_run(buffer.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
     async def reset_fresh(
@@ -177,18 +174,17 @@ def _reuse_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post(
         "/groups/sample",
-        dependencies=[_of_current_run(buffer)],
         **described(answer=struct_schema(SampledGroups), writes=_KINDS),
     )
     async def sample(body: SampleRequest, request: Request) -> Response:
         """Acknowledged groups by priority, with importance weights."""
-        sampled = await worker.call(buffer.sample, body)
+        sampled = await worker.call_of_run(buffer.sample, body)
         return await _answer(request, sampled.blobs, weights=sampled.weights)
 
-    @app.post("/groups/priorities", dependencies=[_of_current_run(buffer)])
+    @app.post("/groups/priorities")
     async def priorities(body: PriorityUpdate) -> dict[str, int]:
         """Sets priorities for sampling; unknown ids are skipped."""
-        return {"updated": await worker.call(buffer.set_priorities, body)}
+        return {"updated": await worker.call_of_run(buffer.set_priorities, body)}
 
 
 def _inspection_routes(app: FastAPI, worker: Worker) -> None:
@@ -243,15 +239,6 @@ def _experience_routes(app: FastAPI, worker: Worker) -> None:
             buffer.sample_experiences, body.batch_size, body.prioritized, body.seed
         )
         return Experiences(experiences=found)
-
-
-def _of_current_run(buffer: ReplayBuffer) -> Any:
-    """Returns a dependency that refuses calls of runs that have ended."""
-
-    async def check() -> None:
-        buffer.check_run(logs.run_id())
-
-    return Depends(check)
 
 
 def _note(request: Request, what: str) -> None:

@@ -22,7 +22,8 @@ import numpy as np
 from msgspec import Raw
 from pydantic import Field
 
-from common.errors import Conflict, InvalidInput, TooLarge
+from common.errors import InvalidInput, TooLarge
+from common.process.current_run import CurrentRun
 from common.process.storage import StorageFailed, sum_of
 from common.settings.sections import ReplaySection
 from common.wire import codec
@@ -95,8 +96,7 @@ class ReplayBuffer:
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
-        *ended, self._run = ["", *self.store.runs()]
-        self._ended = set(ended)
+        self.runs = CurrentRun(self.store.runs())
 
     def close(self) -> None:
         """Moves everything into one file and closes it; on a full disk the rest stays in the log
@@ -139,8 +139,9 @@ class ReplayBuffer:
 
         Returns None when there are fewer. A retry with the same request id gets the same groups as
         long as they are leased to it, and none after that.
-        Fresh groups older than `min_version` are evicted.
+        Fresh groups older than `min_version` are evicted. Raises Conflict when the run has ended.
         """
+        self.runs.check(request.run_id)
         if request.count > self.capacity:
             raise InvalidInput(
                 f"the buffer holds at most {self.capacity} completions, so it can never have this "
@@ -170,19 +171,6 @@ class ReplayBuffer:
         """
         return self.store.ack(ids)
 
-    def check_run(self, run_id: str) -> None:
-        """Raises Conflict for a run after which another one has begun: its calls arrive late, or
-        two runs train. Any thread may call it.
-        """
-        if run_id and run_id in self._ended:
-            raise Conflict(
-                f"run {run_id} has ended here: run {self._run} has begun after it",
-                code="superseded",
-                field="run_id",
-                value=run_id,
-                remedy="end one of the two runs, or give it its own replay-buffer",
-            )
-
     def reset_fresh(
         self, from_position: int | None = None, step: int | None = None, run_id: str = ""
     ) -> int:
@@ -192,11 +180,9 @@ class ReplayBuffer:
         Reuse draws from `step` on no longer count. With `run_id` that run begins, which it does
         only once, and the ones before it have ended.
         """
-        self.check_run(run_id)
+        self.runs.check(run_id)
         dropped = self.store.reset_fresh(from_position, step, run_id)
-        if run_id and run_id != self._run:
-            self._ended.add(self._run)
-            self._run = run_id
+        self.runs.begin(run_id)
         return dropped
 
     # ------------------------------------------------------------ reuse

@@ -2,11 +2,17 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from typing import TypeVar
 
+from common.process import logs
 from common.wire.schemas import Group, TakeRequest
 from services.http.one_thread import OneThread
 from services.replay.buffer import ReplayBuffer
 from services.replay.store import AddResult, Lease
+
+_T = TypeVar("_T")
+_A = TypeVar("_A")
 
 
 class Worker(OneThread):
@@ -20,9 +26,21 @@ class Worker(OneThread):
         self._arrivals = 0
         self._arrived = asyncio.Condition()
 
+    async def call_of_run(self, function: Callable[[_A], _T], argument: _A) -> _T:
+        """Runs `function(argument)` in the thread unless the run of the caller has ended by then.
+
+        Checked there, since another run may begin while a request sends its body or waits.
+        """
+
+        def checked() -> _T:
+            self.buffer.runs.check(logs.run_id())
+            return function(argument)
+
+        return await self.call(checked)
+
     async def add(self, groups: list[Group]) -> AddResult:
         """Calls `ReplayBuffer.add`, then wakes the waiting `take` calls."""
-        added = await self.call(self.buffer.add, groups)
+        added = await self.call_of_run(self.buffer.add, groups)
         async with self._arrived:
             self._arrivals += 1
             self._arrived.notify_all()
@@ -38,7 +56,7 @@ class Worker(OneThread):
         deadline = loop.time() + request.wait_s
         while True:
             seen = self._arrivals
-            taken = await self.call(self.buffer.take, request)
+            taken = await self.call_of_run(self.buffer.take, request)
             if taken is not None:
                 return taken
             left = deadline - loop.time()

@@ -4,6 +4,7 @@ seeks and repeats."""
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError, InvalidInput, NotReady
+from common.errors import ConfigError, Conflict, InvalidInput, NotReady
+from common.process import logs
 from common.wire.schemas import Prompt
 from services.data.curriculum import (
     CurriculumStats,
@@ -200,6 +202,29 @@ def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"no such prompt in the training split .* value: p99"):
         source.report([("p3", 0.25), ("p99", 1.0)], "new")
     assert known(source).known == 1
+
+
+def test_late_calls_of_a_run_that_has_ended_change_nothing(tmp_path: Path) -> None:
+    source = stream(tmp_path)
+    for run in ("run-1", "run-2"):
+        with logs.request("start", run):
+            source.seek(0, f"{run}-start")
+            steps(source, 0, 2)
+    before = source.stats()
+    late: list[Callable[[], object]] = [
+        lambda: source.take(4, request_id="draw-9"),
+        lambda: source.take(4, request_id="draw-1"),
+        lambda: source.report([("p0", 1.0)], "report-9"),
+        lambda: source.seek(0, "run-1-start"),
+        lambda: source.seek(0, "run-1-back"),
+    ]
+    for call in late:
+        with (
+            logs.request("late", "run-1"),
+            pytest.raises(Conflict, match="run run-1 has ended here: run run-2"),
+        ):
+            call()
+    assert source.stats() == before
 
 
 def test_draws_and_pass_rates_survive_a_restart(tmp_path: Path) -> None:

@@ -459,6 +459,22 @@ async def test_late_calls_of_a_run_that_has_ended_change_nothing(
     assert await client.stats() | {"load": None} == before | {"load": None}
 
 
+@pytest.mark.parametrize("names_run", [True, False], ids=["in the body", "in a header"])
+async def test_a_take_that_waits_while_another_run_begins_leases_none_of_its_groups(
+    client: ReplayClient, make_group: MakeGroup, names_run: bool
+) -> None:
+    await client.reset_fresh(run_id="run-1")
+    with logs.request("wait", "" if names_run else "run-1"):
+        body = take(1, "run-1-take-1", run_id="run-1" if names_run else "", wait_s=60)
+        waiting = asyncio.create_task(client.take(body))
+    await held(client, "requests_in_progress", 1)
+    await client.reset_fresh(run_id="run-2")
+    await client.add([make_group("a")])
+    with pytest.raises(ServiceError, match="run run-1 has ended here: run run-2"):
+        await waiting
+    assert (await client.stats())["leased"] == 0
+
+
 async def test_copies_of_other_calls_that_arrive_late_change_nothing(
     client: ReplayClient, make_group: MakeGroup
 ) -> None:

@@ -1,0 +1,34 @@
+"""The run that a service works for, so that late calls of the runs before it are refused."""
+
+from collections.abc import Sequence
+
+from common.errors import Conflict
+
+
+class CurrentRun:
+    """Knows which run has begun last; `begun` are the runs so far, in their order."""
+
+    def __init__(self, begun: Sequence[str] = ()) -> None:
+        self._run = ""
+        self._ended = set[str]()
+        for run_id in begun:
+            self.begin(run_id)
+
+    def begin(self, run_id: str) -> None:
+        """Ends the current run, unless this is it or has no id."""
+        if run_id and run_id != self._run:
+            self._ended.add(self._run)
+            self._run = run_id
+
+    def check(self, run_id: str) -> None:
+        """Raises Conflict for a run after which another one has begun: its calls arrive late, or
+        two runs train.
+        """
+        if run_id and run_id in self._ended:
+            raise Conflict(
+                f"run {run_id} has ended here: run {self._run} has begun after it",
+                code="superseded",
+                field="run_id",
+                value=run_id,
+                remedy="end one of the two runs, or give it its own services",
+            )
