@@ -107,7 +107,7 @@ def _parse(source: str, text: str) -> LogLine:
         try:
             entry = json.loads(text.partition("\n")[0])
             at = datetime.fromisoformat(entry["time"]).timestamp()
-            line = _line(source, at, entry["message"], entry["level"], entry["logger"])
+            line = _line(source, at, entry["message"], level=entry["level"], logger=entry["logger"])
             line.code = str(entry.get("code", ""))
             fields = entry.get("fields", {})
             line.fields |= {name: str(value) for name, value in fields.items()}
@@ -118,10 +118,12 @@ def _parse(source: str, text: str) -> LogLine:
     time = None if match is None else _seconds(match["time"])
     if match is None or time is None:
         return _line(source, None, text)
-    return _line(source, time, match["text"], match["level"], match["logger"])
+    return _line(source, time, match["text"], level=match["level"], logger=match["logger"])
 
 
-def _line(source: str, time: float | None, text: str, level: str = "", logger: str = "") -> LogLine:
+def _line(
+    source: str, time: float | None, text: str, *, level: str = "", logger: str = ""
+) -> LogLine:
     """Returns a line with the code and fields that its text ends with: `… · field: url · value:
     http://… · code: unreachable · service: router`.
     """

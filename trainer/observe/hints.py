@@ -170,11 +170,8 @@ def _same_answers(steps: _Steps) -> _Measured:
 
 def _dead_reward(steps: _Steps) -> _Measured:
     names = [name for name in steps.last[-1] if name.startswith("rewards.")]
-    dead = [
-        f"{name.removeprefix('rewards.')} ({value:g})"
-        for name in names
-        if (value := steps.constant(name)) is not None
-    ]
+    constants = {name.removeprefix("rewards."): steps.constant(name) for name in names}
+    dead = [f"{name} ({value:g})" for name, value in constants.items() if value is not None]
     return {"dead": ", ".join(dead)} if dead and len(names) > 1 else None
 
 

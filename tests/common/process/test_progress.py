@@ -183,7 +183,6 @@ def test_looking_is_no_work() -> None:
     meter = WorkMeter(os.getpid())
     meter.read()
     before = meter._total
-    for _ in range(50):
+    while meter._own < 1 << 20:  # a quiet machine has few processes to read
         meter.read()
-    assert meter._own > 1 << 20
     assert meter._total - before < meter._own / 4
