@@ -56,7 +56,7 @@ _OWN_HEAD = (
 _SHOWN = 3
 """Names in a warning."""
 _SAMPLE_BYTES = 4096
-"""Of each tensor, to notice that ranks see different files."""
+"""Bytes of each tensor by which ranks notice that they see different files."""
 
 
 def only_logits(config: Any) -> None:

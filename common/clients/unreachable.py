@@ -31,7 +31,7 @@ _FOREIGN_WORDS: tuple[tuple[Problem, str], ...] = (
     ("refused", r"Connect call failed|refused|Cannot connect|unreachable|No route to host"),
     ("silent", r"[Tt]imeout|timed out|disconnected|reset by peer"),
 )
-"""Of the network errors of aiohttp, httpx, Python and the kernel, which have no codes."""
+"""Words of network errors of aiohttp, httpx, Python and the kernel, which have no codes."""
 
 
 def problem_of(error: BaseException) -> Problem:

@@ -83,8 +83,8 @@ class WorkMeter:
 
 
 def kind_of(line: str) -> str:
-    """Returns a line without figures, words with figures and punctuation; lines of one kind say the
-    same.
+    """Returns a line without its numbers and punctuation, so that two lines which differ only in
+    numbers are equal.
     """
     return " ".join(_FIGURES.sub(" ", line).split())
 

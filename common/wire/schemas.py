@@ -425,7 +425,7 @@ class EngineOrder(Wire):
     """What the first node of an engine wants of the others (`GET /engine` of its agent)."""
 
     revision: _Name
-    """Another one with every change."""
+    """Changes with every other field."""
     start: EngineStart | None = None
     """The start that should run; None: no process."""
     weights: EngineWeights | None = None

@@ -602,7 +602,7 @@ def _converted(
         except Unsupported as unsupported:
             reason = str(unsupported)
         except (TypeError, ValueError, AttributeError):
-            reason = "this is no value for it"
+            reason = "the value is not valid"
         if reason:
             error = ConfigError(
                 f"this trainer does not support TRL's argument {name}: {reason}",

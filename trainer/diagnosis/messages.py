@@ -13,7 +13,7 @@ from trainer.diagnosis.processes import stalled_for
 _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_dir\b")
 """The field of an error that is about a setting."""
 _FRAME = re.compile(r"line \d+, in (\w+)")
-"""Of Python's stacks."""
+"""A line of one of Python's stacks."""
 _BEFORE_THE_END_S = 90.0
 _FULL = names.DISK_OF_RUN
 _PROBLEMS = {

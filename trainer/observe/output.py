@@ -11,8 +11,8 @@ log = logging.getLogger("run")
 
 
 class Output:
-    """Standard output that costs a run only its lines: when the reader is gone (`| head`, a closed
-    terminal), when the disk behind it is full, or when its encoding lacks a character.
+    """Standard output that drops lines instead of raising: when the reader is gone (`| head`, a
+    closed terminal), when the disk behind it is full, or when its encoding lacks a character.
 
     The first line that is lost is said in the log. It always writes to the present `sys.stdout`,
     which a notebook or a test may replace.

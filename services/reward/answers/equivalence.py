@@ -240,7 +240,7 @@ def _vector(items: Sequence[Reading]) -> Value | None:
 
 
 def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
-    """Returns whether a matrix is the multiple of the identity that 2I says."""
+    """Returns whether a matrix is the multiple of the identity that a term such as 2I names."""
     names = [name for name in symbols(node) if name[0] == "I" and line(node, name)]
     if len(names) != 1:
         return False

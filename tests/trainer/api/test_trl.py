@@ -444,7 +444,7 @@ def test_all_trackers_are_those_that_are_installed() -> None:
             r"gradient_checkpointing has another value",
         ),
         ({"eval_strategy": "steps", "eval_steps": 2.5}, r"whole number of steps.*eval_steps"),
-        ({"generation_kwargs": "stop"}, r"no value for it.*field: generation_kwargs"),
+        ({"generation_kwargs": "stop"}, r"the value is not valid.*field: generation_kwargs"),
         ({"reward_weight": [1]}, r"no field reward_weight.*did you mean reward_weights"),
         ({"top_p": 0}, r"field: top_p"),
     ],
