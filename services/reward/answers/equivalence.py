@@ -254,8 +254,8 @@ def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
 
 
 def _is_label(relation: Relation, is_gold: bool) -> bool:
-    """Returns whether an equation says what a number is the value of, as a + b = 7 does. It is an
-    equation to solve if it is linear in one unknown, and as a gold answer if it is one of a curve.
+    """Returns whether the left side only labels the answer, as in a + b = 7. An equation that is
+    linear in one unknown is to be solved, and a gold answer may be the equation of a curve.
     """
     names = symbols(relation.left)
     is_statement = relation.operator == "=" and relation.right != ("num", Fraction(0))
