@@ -12,7 +12,7 @@ from common.settings.config import Config
 
 
 @dataclass(frozen=True)
-class Note:
+class Notice:
     """One row. `seen` and `remedy` are templates of the measured numbers and of `config`."""
 
     seen: str
@@ -79,35 +79,35 @@ _MIXED = {
 _GROUPS = "{share:.0%} of the groups have equal rewards"
 
 
-def _equal(cause: str, remedy: str) -> Note:
-    return Note(f"{_GROUPS}{cause}{_EQUAL}", remedy, 0.75, "of the groups", unless=_MIXED)
+def _equal(cause: str, remedy: str) -> Notice:
+    return Notice(f"{_GROUPS}{cause}{_EQUAL}", remedy, 0.75, "of the groups", unless=_MIXED)
 
 
-def _same(remedy: str) -> Note:
+def _same(remedy: str) -> Notice:
     seen = (
         "{share:.0%} of the answers are the same as another one of their group, token for token: "
         "a group has nothing to compare"
     )
     bounds = {"accuracy below": 0.8, "temperature that is nearly greedy": 0.5}
-    return Note(seen, remedy, 0.75, "of the answers", also=bounds)
+    return Notice(seen, remedy, 0.75, "of the answers", also=bounds)
 
 
-def _dropped(reason: str, remedy: str) -> Note:
+def _dropped(reason: str, remedy: str) -> Notice:
     seen = f"{{count}} groups ({{share:.0%}}) were dropped ({reason}): {remedy}"
-    return Note(seen, "", MAX_DROPPED, "of the groups")
+    return Notice(seen, "", MAX_DROPPED, "of the groups")
 
 
-def _lost(status: str, remedy: str) -> Note:
+def _lost(status: str, remedy: str) -> Notice:
     seen = f"{{count}} episodes ({{share:.0%}}) were lost, mostly {status}: {remedy}"
-    return Note(seen, "", 0.1, "of the episodes")
+    return Notice(seen, "", 0.1, "of the episodes")
 
 
-def _slow(seen: str, remedy: str, limit: float, **more: Any) -> Note:
-    return Note(seen, remedy, limit, "of the time", slow=True, **more)
+def _slow(seen: str, remedy: str, limit: float, **more: Any) -> Notice:
+    return Notice(seen, remedy, limit, "of the time", slow=True, **more)
 
 
 HINTS = {
-    "policy_breaks": Note(
+    "policy_breaks": Notice(
         "the answers fell apart: {began:.0%} were cut or without a final answer in the first "
         "step, {now:.0%} are now, and {measured} went from {first:.3f} to {result:.3f}: updates "
         "have moved the policy too far",
@@ -116,7 +116,7 @@ HINTS = {
         "of the answers",
         also={"steps in a row": 2, "lost share of the first result": 0.9},
     ),
-    "policy_breaks, rate": Note(
+    "policy_breaks, rate": Notice(
         f"{_RATE} is so large that one update changes every weight by more than half of its usual "
         "size: the policy moves too far and breaks",
         f"Lower it: {_USUAL_RATES}",
@@ -159,14 +159,14 @@ HINTS = {
         "less so (model.name), or raise sampling.temperature ({config.sampling.temperature:g}) or "
         "algorithm.entropy_coef"
     ),
-    "dead_reward": Note(
+    "dead_reward": Notice(
         "reward functions whose mean score has been the same since the first step: {dead}",
         "If every answer gets it, they teach nothing: correct what they look for, or leave them "
         "out of reward.functions (a penalty that no answer incurs may stay)",
         0,
         "change of the mean",
     ),
-    "reward_hacking": Note(
+    "reward_hacking": Notice(
         "the reward rose from {reward_first:.3f} to {reward:.3f}, and accuracy fell from "
         "{accuracy_first:.3f} to {accuracy:.3f}: the policy learns what another reward function "
         "pays for{grown}",
@@ -175,7 +175,7 @@ HINTS = {
         "lost accuracy",
         also={"standard errors": 3, "rise of the reward": 0.02},
     ),
-    "format": Note(
+    "format": Notice(
         "in {share:.0%} of the completions the grader finds no answer, and the reward does not "
         "rise (mean {reward:.3f}): the model does not keep to the format",
         "Say it in sampling.system_prompt, reward it (format in reward.functions), "
@@ -184,7 +184,7 @@ HINTS = {
         0.3,
         "of the completions",
     ),
-    "truncated": Note(
+    "truncated": Notice(
         "{share:.0%} of the completions are cut at sampling.max_new_tokens "
         "({config.sampling.max_new_tokens}), and {why}",
         "Raise sampling.max_new_tokens{end_token}",
@@ -197,7 +197,7 @@ HINTS = {
             )
         },
     ),
-    "short_answers": Note(
+    "short_answers": Notice(
         "answers became shorter, from {began:.0f} to {now:.0f} tokens: what is paid for collapses "
         "to short answers",
         "Look at what the reward pays for (reward.functions), whether long "
@@ -207,7 +207,7 @@ HINTS = {
         "of the first tokens",
         also={"rise of the accuracy": 0.02},
     ),
-    "policy_moves": Note(
+    "policy_moves": Notice(
         "the policy moves too far: {seen}",
         f"Remedies: lower {_RATE}; fewer updates on a batch (algorithm.update_epochs "
         "{config.algorithm.update_epochs}, algorithm.mini_batches "
@@ -223,20 +223,20 @@ HINTS = {
             "share that is clipped": 0.4,
         },
     ),
-    "policy_stands_still": Note(
+    "policy_stands_still": Notice(
         f"{_RATE} is so small that the policy hardly changes: an update moves a weight by at most "
         "about this much",
         f"Raise it: {_USUAL_RATES}",
         2e-8,
         "trainer.learning_rate",
     ),
-    "not_finite": Note(
+    "not_finite": Notice(
         "{skipped} updates were skipped because their gradient was not finite",
         "Lower trainer.learning_rate or trainer.max_grad_norm, or compute in float32 (model.dtype)",
         2,
         "updates",
     ),
-    "entropy": Note(
+    "entropy": Notice(
         "entropy fell from {began:.3g} to {now:.3g} nats per token, and {why}: the policy became "
         "certain too early and tries nothing new",
         "Raise algorithm.clip_high (0.28 in the recipe dapo) or sampling.temperature, set "
@@ -343,7 +343,7 @@ HINTS = {
 """By name, and by case where one hint has several."""
 
 ALARMS = {
-    "delta_logprob": Note(
+    "delta_logprob": Notice(
         "mean |Δ logprob| between rollout engine and trainer is {measured:.3g} on the same weights "
         "(alarm above {note.limit:g}): the two do not compute the same policy",
         "Likely: {mismatch}",
@@ -356,7 +356,7 @@ ALARMS = {
         metric="delta_logprob_current",
     ),
     # NeMo-RL calls 1e-3 between engine and trainer a problem; stale experience exceeds it.
-    "kl_rollout": Note(
+    "kl_rollout": Notice(
         "KL(rollout ‖ trainer) is {measured:.3g} nats per token (alarm above {bound:g})",
         "Likely: {cause}",
         1e-3,
@@ -364,7 +364,7 @@ ALARMS = {
         also={_OLD: 1e-2},
         metric="kl_rollout",
     ),
-    "effective_sample_size": Note(
+    "effective_sample_size": Notice(
         "the effective sample size is {measured:.2f} of the tokens (alarm below {note.limit:g}): "
         "few tokens carry the update",
         "Likely: {cause}",
@@ -373,7 +373,7 @@ ALARMS = {
         metric="effective_sample_size",
         is_least=True,
     ),
-    "likelihood": Note(
+    "likelihood": Notice(
         "the sampled tokens are likelier than sampling from the policy makes them, by {gap:.2g} "
         "nats per token (entropy is {entropy:.2g}): the engine truncates " + OWN_DEFAULTS,
         "",
@@ -383,7 +383,7 @@ ALARMS = {
         "of the entropy",
         also={"standard errors": 8},
     ),
-    "copied_answers": Note(
+    "copied_answers": Notice(
         "{share:.0%} of the answers are the same as another one of their group, token "
         "for token, and that is no coincidence: the model gives such an answer a probability "
         "of {example:.1g}",
@@ -393,7 +393,7 @@ ALARMS = {
         20,
         "nats of surprise",
     ),
-    "reference": Note(
+    "reference": Notice(
         "KL to the reference is {kl:.2g} nats per token in the first step already: model.reference "
         "is not the model that training starts from ({config.model.reference}), and "
         "algorithm.kl_coef pulls the policy to another model; leave model.reference empty unless "
@@ -402,7 +402,7 @@ ALARMS = {
         0.05,
         "nats per token in the first step",
     ),
-    "same_prompts": Note(
+    "same_prompts": Notice(
         "the prompts of {problems} different problems are the same, token for token: the model "
         "does not see the problem",
         "Likely: the chat template leaves out the user's message; correct model.chat_template or "
@@ -410,7 +410,7 @@ ALARMS = {
         2,
         "different problems",
     ),
-    "refused_calls": Note(
+    "refused_calls": Notice(
         "{outcome}{calls} calls of the model were refused: {refusal}", "", 1, "call"
     ),
 }

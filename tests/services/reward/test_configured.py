@@ -82,7 +82,7 @@ async def test_a_task_has_its_own_functions() -> None:
             ["keyword", "math"],
         ]
         assert [result.reward for result in results] == [1.0, 1.0, 2.0]
-        assert [result.correct for result in results] == [True, True, True]
+        assert [result.correct for result in results] == [True, False, True]  # no verdict on words
         with pytest.raises(InvalidInput, match="no reward functions for this task") as caught:
             await scorer.score([item("5"), item("5", task="wrods")])
         assert caught.value.field == "items[1].task"
@@ -264,10 +264,10 @@ async def test_callers_own_objects_score_every_item_in_a_thread(maths: MathRewar
         assert (await http.get("/stats")).json()["functions"] == ["closure", "both"]
 
 
-async def test_without_a_verifying_function_correct_is_a_reward_above_a_half() -> None:
+async def test_without_a_verifying_function_nothing_is_called_correct() -> None:
     async with RewardScorer(RewardSection(), functions=[Closure(0.0)]) as scorer:
         results = await scorer.score([item("x"), item("")])
-    assert [result.correct for result in results] == [True, False]
+    assert [(result.correct, result.verified) for result in results] == [(False, False)] * 2
 
 
 async def test_an_answer_cut_off_earns_nothing_from_any_function_when_stopping_is_required() -> (
