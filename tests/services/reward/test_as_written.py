@@ -36,7 +36,9 @@ def graded(text: str, gold: str) -> str:
     return "right" if same else "wrong"
 
 
-@pytest.mark.parametrize(("kind", "rows"), lines("as_written").items(), ids=lines("as_written"))
+@pytest.mark.parametrize(
+    ("kind", "rows"), [*lines("as_written").items(), *lines("reported").items()]
+)
 def test_answers_as_they_are_written(kind: str, rows: list[dict[str, Any]]) -> None:
     wrong = []
     for row in rows:
