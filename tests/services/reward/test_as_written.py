@@ -43,7 +43,9 @@ def test_answers_as_they_are_written(kind: str, rows: list[dict[str, Any]]) -> N
     wrong = []
     for row in rows:
         found = graded(row["text"], row["gold"])
-        if (found in ("right", "identical")) is not row["right"]:
+        # A reported answer may repeat a gold that is no value, such as 1, 2, ..., n.
+        accepted = ("right", "identical") if "source" in row else ("right",)
+        if (found in accepted) is not row["right"]:
             wrong.append((row["text"], row["gold"], found))
     assert not wrong, "\n".join(map(str, wrong))
 
