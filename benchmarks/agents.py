@@ -40,9 +40,9 @@ from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.http.app import serve
-from tests.support.environments import request_for, served
+from tests.support.environments.environments import request_for, served
+from tests.support.models.trap_models import letters, trap_tokenizer
 from tests.support.paths import ROOT
-from tests.support.trap_models import letters, trap_tokenizer
 
 SESSIONS = 256
 TURNS = 8
@@ -339,7 +339,7 @@ async def tools() -> None:
 async def verifiers() -> None:
     """Prints the CPU time of an episode of verifiers in its own processes."""
     python = ROOT / ".venv-verifiers" / "bin" / "python"
-    packages = ROOT / "tests" / "support" / "verifiers_environments"
+    packages = ROOT / "tests" / "support" / "environments" / "verifiers_environments"
     with tempfile.TemporaryDirectory() as folder:
         interpreter = Path(folder) / "python"
         interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {python} "$@"\n')

@@ -21,8 +21,8 @@ import psutil
 
 from benchmarks.command import command_parser, median_seconds, seconds_of
 from common.wire.schemas import Completion, Group
-from tests.support.browser import Page, chromium
-from tests.support.viewer_page import served
+from tests.support.browser.browser import Page, chromium
+from tests.support.browser.viewer_page import served
 from trainer.dashboard.group_index import GroupIndex, Query
 from trainer.observe.group_files import (
     LINES,

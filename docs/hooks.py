@@ -253,7 +253,7 @@ def commands() -> str:
 
 def http_api() -> str:
     """Every call of every service, from its OpenAPI description."""
-    from tests.support import apps
+    from tests.support.services import apps
 
     base = ROOT / ".cache" / "tiny-base"
     if not base.exists():

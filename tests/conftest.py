@@ -18,7 +18,7 @@ from hypothesis import settings
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
-    from tests.support.browser import Page
+    from tests.support.browser.browser import Page
 
 # With the default of 700, importing torch and the tests takes a tenth longer.
 gc.set_threshold(50_000)
@@ -159,7 +159,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory with a tiny random Qwen2."""
     import torch  # not at the top: the tests of most services do not need torch
 
-    from tests.support.groups import VOCABULARY
+    from tests.support.batches.groups import VOCABULARY
     from trainer.cli.tiny_base import make_model, make_tokenizer
 
     directory = tmp_path_factory.mktemp("policy")
@@ -176,7 +176,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
     """A tab of a headless Chromium, the same one for all tests."""
-    from tests.support.browser import chromium
+    from tests.support.browser.browser import chromium
 
     with chromium(tmp_path_factory.mktemp("chromium")) as page:
         yield page

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.faults.fault import fault
 from benchmarks.faults.lab import Chat, Lab
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 _STEPS = 12
 _DEADLINE_S = 3.0

@@ -15,7 +15,7 @@ from benchmarks.faults.fault import fault
 from benchmarks.faults.lab import Lab
 from tests.chaos.group import ROOT, Group
 from tests.chaos.targets import find, send
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 _STEPS = 400
 """More than a fault needs; the group is ended when the fault was watched long enough."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.faults.fault import fault
 from benchmarks.faults.lab import GROUP_SIZE, GROUPS, Chat, Lab, texts
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 _ANSWERS = GROUPS * GROUP_SIZE
 _LIMIT_S = 2.0

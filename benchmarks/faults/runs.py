@@ -299,7 +299,7 @@ def disk_slow_replay(lab: Lab) -> None:
     r"damaged|malformed|cannot be read|corrupt",
 )
 def replay_store_cut(lab: Lab) -> None:
-    from tests.support.in_process import stored
+    from tests.support.runs.in_process import stored
 
     config = lab.settings(trainer__max_steps=4)
     lab.train(config)

@@ -27,7 +27,7 @@ from common.clients.rollout import RolloutClient
 from common.settings.config import Config
 from common.settings.sections import ModelSection, RolloutSection
 from services.rollout.engine_client import EngineClient
-from tests.support.engines import engine_process, write_model
+from tests.support.engines.engines import engine_process, write_model
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

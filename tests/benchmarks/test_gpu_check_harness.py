@@ -15,7 +15,7 @@ from benchmarks.gpu_check import report
 from benchmarks.gpu_check.__main__ import check, parse
 from benchmarks.gpu_check.harness import Claim, Findings, Outcome, leave, run
 from benchmarks.gpu_check.sections import BASE, PARTS, SECTIONS
-from tests.support.processes import alive
+from tests.support.processes.processes import alive
 
 GOOD = {"error": "", "claims": [], "figures": {"x": 1.5}, "tables": {}}
 LEAVE = "import sys; from benchmarks.gpu_check.harness import Findings, leave; from pathlib import Path\n"

@@ -54,7 +54,7 @@ class Evidence:
     group_size: int = 0
     episodes: dict[str, Group] = field(default_factory=dict)
     """The stored groups by id, if the run trained on episodes of
-    `tests.support.own_environments:Ponders`."""
+    `tests.support.environments.own_environments:Ponders`."""
     status: int = 0
     processes: list[str] = field(default_factory=list)
     """Processes that are still alive."""

@@ -26,7 +26,7 @@ from tests.chaos.faults import EPISODES, EVERYTHING, Fault, schedule
 from tests.chaos.group import ROOT, Group, wait_gone
 from tests.chaos.inject import inject
 from tests.chaos.invariants import read_evidence, violations
-from tests.support.own_environments import PONDERS
+from tests.support.environments.own_environments import PONDERS
 
 BATCH = 16
 TARGET_ACCURACY = 0.6

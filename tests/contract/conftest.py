@@ -3,7 +3,7 @@ through the real router.
 
 On a GPU, the embedded engine is an additional target in float32. Real SGLang is a target if `make
 sglang-cpu` has installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that
-serves the model of `tests.support.engines.write_model` with --weight-version 7.
+serves the model of `tests.support.engines.engines.write_model` with --weight-version 7.
 """
 
 import os
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.process.topology import Topology
-from tests.support.engines import (
+from tests.support.engines.engines import (
     engine_process,
     router_process,
     sglang_is_installed,

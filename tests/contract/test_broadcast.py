@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.wire.schemas import WorkerReport
 from learning.weight_group import digest
-from tests.support.engine_calls import paused_request, version
+from tests.support.engines.engine_calls import paused_request, version
 from trainer.weights.comparison import Checksums
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import EngineGroup, Rendezvous

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.engine_calls import PROMPT, long_request, paused_request, version
+from tests.support.engines.engine_calls import PROMPT, long_request, paused_request, version
 
 pytestmark = pytest.mark.integration
 

@@ -32,7 +32,7 @@ from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.tokenizer import load_template
 from services.http.app import listen, serving
-from tests.support.engines import (
+from tests.support.engines.engines import (
     engine_process,
     router_process,
     sglang_is_installed,

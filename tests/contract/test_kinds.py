@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from common.clients.rollout import RolloutClient
 from common.wire.schemas import Group
 from services.rollout.engine_client import EngineClient
-from tests.support.engines import sglang_is_installed, sglang_process
-from tests.support.groups import learner_logprobs
-from tests.support.tiny_models import GEMMA, KINDS, write
+from tests.support.batches.groups import learner_logprobs
+from tests.support.engines.engines import sglang_is_installed, sglang_process
+from tests.support.models.tiny_models import GEMMA, KINDS, write
 from trainer.weights.comparison import Checksums
 
 pytestmark = [

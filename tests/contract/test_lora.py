@@ -17,7 +17,7 @@ from common.errors import ServiceError
 from common.settings.sections import LoraSection
 from common.wire.schemas import WeightFile, WeightManifest, adapter_name
 from services.rollout.engine_client import EngineClient
-from tests.support.engines import (
+from tests.support.engines.engines import (
     engine_process,
     expected_logprobs,
     router_process,
@@ -25,7 +25,7 @@ from tests.support.engines import (
     sglang_process,
     write_adapter,
 )
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.processes.lossy_proxy import LossyProxy
 
 pytestmark = [
     pytest.mark.integration,

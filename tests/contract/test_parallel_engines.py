@@ -20,8 +20,8 @@ from common.wire.schemas import WorkerReport
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.receive import BroadcastReceiver
 from services.rollout.weights.store import TrainerClient
-from tests.support.engines import sglang_is_installed, sglang_process
-from tests.support.tiny_models import write
+from tests.support.engines.engines import sglang_is_installed, sglang_process
+from tests.support.models.tiny_models import write
 from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster

@@ -16,13 +16,13 @@ from common.clients.rollout import RolloutClient
 from common.settings.config import Config, load
 from common.wire.schemas import Group
 from learning.ranks import Ranks
-from tests.support.engines import (
+from tests.support.batches.groups import batch_of
+from tests.support.engines.engines import (
     engine_process,
     router_process,
     sglang_is_installed,
     sglang_process,
 )
-from tests.support.groups import batch_of
 from trainer.policy.scorer import load_scorer
 from trainer.policy.scoring import score_batch
 from trainer.rollouts.routing import split_routing

@@ -14,7 +14,7 @@ from common.settings.config import Config
 from common.wire.schemas import Completion, Group
 from learning.layout import Packed, Packing, Padded
 from learning.ranks import Ranks
-from tests.support.groups import known, learner_logprobs, prepared
+from tests.support.batches.groups import known, learner_logprobs, prepared
 from trainer.algorithms.batch import Batch
 from trainer.policy.policy import Policy
 

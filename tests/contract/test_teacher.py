@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from common.settings.config import load
 from common.settings.sections import TeacherSection
-from tests.support.engines import expected_logprobs, sglang_is_installed, sglang_process
+from tests.support.engines.engines import expected_logprobs, sglang_is_installed, sglang_process
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines

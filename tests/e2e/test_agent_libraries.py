@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agent_environments import python_of
-from tests.support.agent_training import train_on
-from tests.support.environments import request_for, served
+from tests.support.environments.agent_environments import python_of
+from tests.support.environments.agent_training import train_on
+from tests.support.environments.environments import request_for, served
+from tests.support.models.trap_models import letters
 from tests.support.paths import ROOT
-from tests.support.trap_models import letters
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -25,7 +25,7 @@ CALLS = {
 
 
 def agent(kind: str) -> str:
-    program = ROOT / "tests" / "support" / "library_agents.py"
+    program = ROOT / "tests" / "support" / "environments" / "library_agents.py"
     return f"agent:env OPENAI_AGENTS_DISABLE_TRACING=1 {python_of('agents')} {program} {kind}"
 
 

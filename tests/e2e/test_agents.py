@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.killed_task import run_with_kill
 from tests.support.paths import ROOT
-from tests.support.processes import marked
+from tests.support.processes.killed_task import run_with_kill
+from tests.support.processes.processes import marked
 from trainer.observe.run_dir import read_lines
 
 STEPS = 8
@@ -23,7 +23,7 @@ def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path)
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(run_dir),
         "STATE_DIR": str(tmp_path / "state"),
-        "RLHF_ENVIRONMENT__NAME": "python:tests.support.own_environments:Insists",
+        "RLHF_ENVIRONMENT__NAME": "python:tests.support.environments.own_environments:Insists",
         "RLHF_SAMPLING__GROUP_SIZE": "4",
         "RLHF_TRAINER__EVAL_SAMPLES": "4",
         "OMP_NUM_THREADS": "1",

@@ -14,10 +14,10 @@ from examples.coding_agent.agent import SUBMITTED
 from examples.coding_agent.base import build
 from examples.coding_agent.tasks import Repair, write
 from services.data.loaders import load_split
-from tests.support.agent_environments import python_of
-from tests.support.environments import request_for, served
+from tests.support.environments.agent_environments import python_of
+from tests.support.environments.environments import request_for, served
+from tests.support.models.trap_models import letters
 from tests.support.paths import ROOT
-from tests.support.trap_models import letters
 from trainer.backends.in_process import Problems
 from trainer.observe.run_dir import read_lines
 from trainer.start.in_process import train_in_process

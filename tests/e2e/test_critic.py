@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.killed_task import run_with_kill
-from tests.support.processes import marked
+from tests.support.processes.killed_task import run_with_kill
+from tests.support.processes.processes import marked
 from trainer.observe.run_dir import read_lines
 
 STEPS, EVERY = 12, 4

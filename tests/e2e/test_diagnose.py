@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.local_run import LocalRun
 from tests.support.paths import ROOT
+from tests.support.processes.local_run import LocalRun
 from trainer.diagnosis import names
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.certificates import make_certificates
 from tests.support.paths import ROOT
-from tests.support.processes import marked
+from tests.support.processes.certificates import make_certificates
+from tests.support.processes.processes import marked
 from trainer.observe.run_dir import read_lines
 
 STEPS = 16

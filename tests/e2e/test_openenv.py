@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from common.wire.schemas import Episode
-from tests.support.agent_environments import python_of
-from tests.support.agent_training import train_on
-from tests.support.environments import Served, request_for, served
+from tests.support.environments.agent_environments import python_of
+from tests.support.environments.agent_training import train_on
+from tests.support.environments.environments import Served, request_for, served
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def server_of(app: str) -> str:
-    return f"openenv:{python_of('openenv')} -m uvicorn tests.support.openenv_servers:{app} --port {{port}} --log-level error"
+    return f"openenv:{python_of('openenv')} -m uvicorn tests.support.environments.openenv_servers:{app} --port {{port}} --log-level error"
 
 
 def call(name: str, **arguments: Any) -> str:

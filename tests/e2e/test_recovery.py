@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.processes import marked
+from tests.support.processes.processes import marked
 from trainer.observe.run_dir import read_lines
 
 STEPS = 10

@@ -15,9 +15,9 @@ import pytest
 
 from common.errors import ServiceLost
 from common.wire.schemas import Episode
-from tests.support.agent_environments import python_of
-from tests.support.agent_training import train_on
-from tests.support.environments import Served, request_for, served
+from tests.support.environments.agent_environments import python_of
+from tests.support.environments.agent_training import train_on
+from tests.support.environments.environments import Served, request_for, served
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 def environment(identifier: str, directory: Path) -> str:
     """Returns the name of an environment whose interpreter finds the packages of the tests."""
     python = directory / "python"
-    packages = ROOT / "tests" / "support" / "verifiers_environments"
+    packages = ROOT / "tests" / "support" / "environments" / "verifiers_environments"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {python_of("verifiers")} "$@"\n')
     python.chmod(0o755)
     return f"verifiers:{python} {identifier}"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.apps import SERVICES
-from tests.support.fuzzed_service import SECONDS, Service, served
 from tests.support.paths import ROOT
+from tests.support.processes.fuzzed_service import SECONDS, Service, served
+from tests.support.services.apps import SERVICES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600 + 2 * SECONDS)]
 EXAMPLES = 12
@@ -69,7 +69,7 @@ def fuzz(service: Service, name: str, seed: int, phases: str, *limits: str) -> N
     for path in WAITS.get(name, ()):
         command += ["--exclude-path", path]
     environment = os.environ | {
-        "SCHEMATHESIS_HOOKS": "tests.support.schemathesis_hooks",
+        "SCHEMATHESIS_HOOKS": "tests.support.processes.schemathesis_hooks",
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(

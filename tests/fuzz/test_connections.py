@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

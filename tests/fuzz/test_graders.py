@@ -20,7 +20,7 @@ from services.reward.functions.text import (
     LengthPenaltyFunction,
     RepetitionPenaltyFunction,
 )
-from tests.support.fuzzed_service import SECONDS
+from tests.support.processes.fuzzed_service import SECONDS
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from services.http.openapi import EVERYWHERE
-from tests.support.apps import SERVICES
-from tests.support.served_app import fuzzed
+from tests.support.processes.served_app import fuzzed
+from tests.support.services.apps import SERVICES
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.settings.config import Config, load
 from jobgroup import spec
-from tests.support.fuzzed_service import SECONDS
+from tests.support.processes.fuzzed_service import SECONDS
 
 pytestmark = pytest.mark.integration
 

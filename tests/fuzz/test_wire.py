@@ -28,7 +28,7 @@ from common.wire.schemas import (
 )
 from services.engine.adapters import AdapterRegistry, BadAdapter
 from services.engine.weights import BadWeights, load_into
-from tests.support.fuzzed_service import SECONDS
+from tests.support.processes.fuzzed_service import SECONDS
 
 pytestmark = pytest.mark.integration
 

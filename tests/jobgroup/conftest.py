@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.local_run import LocalRun
+from tests.support.processes.local_run import LocalRun
 
 
 @pytest.fixture

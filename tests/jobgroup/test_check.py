@@ -16,7 +16,7 @@ from common.settings.config import load
 from jobgroup import spec
 from jobgroup.local.placement import share_gpus
 from tests.support.jobgroups.check import shell_fault
-from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
+from tests.support.models.model_shapes import GPU, QWEN_05B, QWEN_7B
 from tests.support.paths import ROOT
 
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"

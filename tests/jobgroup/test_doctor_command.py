@@ -14,8 +14,15 @@ from jobgroup.doctor import availability, memory, software
 from jobgroup.doctor.__main__ import main
 from jobgroup.doctor.plan import ROOT, Gpu, make
 from jobgroup.doctor.report import Result
-from tests.support.doctor_groups import LARGE, QWEN_7B, plan_of, serving, write_group, write_model
-from tests.support.ports import free_port
+from tests.support.package.doctor_groups import (
+    LARGE,
+    QWEN_7B,
+    plan_of,
+    serving,
+    write_group,
+    write_model,
+)
+from tests.support.processes.ports import free_port
 
 DATA = {"data-server": ""}
 SECRET = "hf_ThisIsNeverShown123"  # noqa: S105

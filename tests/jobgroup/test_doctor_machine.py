@@ -16,8 +16,8 @@ from common.errors import ConfigError
 from common.process.security import SecretRedactor
 from jobgroup.doctor import gpus, machine, network, storage
 from jobgroup.doctor.report import Check, Result, perform
-from tests.support.doctor_groups import plan_of
-from tests.support.ports import free_port
+from tests.support.package.doctor_groups import plan_of
+from tests.support.processes.ports import free_port
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="asks /proc, and for loopback addresses of its own"

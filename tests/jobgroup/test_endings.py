@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.integration
 
 if TYPE_CHECKING:
-    from tests.support.local_run import LocalRun
+    from tests.support.processes.local_run import LocalRun
 
 HEADER = "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
 # A daemon that leaves its session and then its parent, a child in the background, and the command

@@ -12,11 +12,11 @@ from common.settings.config import Config
 from jobgroup import spec
 from jobgroup.doctor.plan import make
 from jobgroup.doctor.storage import needs
-from tests.support.doctor_groups import QWEN_05B, QWEN_7B, write_group
+from tests.support.package.doctor_groups import QWEN_05B, QWEN_7B, write_group
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
-    from tests.support.local_run import LocalRun
+    from tests.support.processes.local_run import LocalRun
 
 VOLUMES = "volumes: {/data: one, /other: {name: two}}\n"
 IMAGE = "resources: {infra: kubernetes, image_id: 'docker:some/image:1', accelerators: {H100: 2, H200: 2}}\n"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from common.process.topology import CRITIC, ROLLOUT, TRAINER
-from tests.support.lock import locked
+from tests.support.package.lock import locked
 from tests.support.paths import ROOT
 
 GROUPS = sorted((ROOT / "jobgroup").glob("*-jobgroup.yaml"))

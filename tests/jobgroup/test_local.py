@@ -12,7 +12,7 @@ from common.process.topology import parse_hosts
 pytestmark = pytest.mark.integration
 
 if TYPE_CHECKING:
-    from tests.support.local_run import LocalRun
+    from tests.support.processes.local_run import LocalRun
 
 HEADER = "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
 

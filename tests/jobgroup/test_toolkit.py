@@ -11,7 +11,7 @@ from common.settings.config import from_mapping
 from jobgroup.doctor import gpus, software
 from jobgroup.doctor.plan import Plan
 from services.rollout.engine_client import engine_env, toolkit_env
-from tests.support.doctor_groups import plan_of
+from tests.support.package.doctor_groups import plan_of
 from tests.support.paths import ROOT
 
 WHEELS = "lib/python3.11/site-packages/nvidia/cu13"

@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.local_run import LocalRun
+    from tests.support.processes.local_run import LocalRun
 
 pytestmark = pytest.mark.integration
 

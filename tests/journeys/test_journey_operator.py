@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page
-from tests.support.journey import LIMIT_S, Journey
+from tests.support.browser.browser import Page
 from tests.support.paths import ROOT
-from tests.support.processes import marked
+from tests.support.processes.processes import marked
+from tests.support.runs.journey import LIMIT_S, Journey
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 STEPS = 60

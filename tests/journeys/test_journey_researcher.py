@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page
-from tests.support.journey import Journey, blocks
+from tests.support.browser.browser import Page
+from tests.support.browser.viewer_page import Tab
 from tests.support.paths import ROOT
-from tests.support.viewer_page import Tab
+from tests.support.runs.journey import Journey, blocks
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

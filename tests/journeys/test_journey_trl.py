@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page
-from tests.support.journey import Journey
+from tests.support.browser.browser import Page
+from tests.support.runs.journey import Journey
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

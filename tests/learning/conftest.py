@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.settings.config import Config
-from tests.support.small_run import small_run
+from tests.support.runs.small_run import small_run
 
 
 @pytest.fixture

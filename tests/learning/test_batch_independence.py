@@ -22,8 +22,8 @@ from services.critic.model import load_value_model
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
-from tests.support.families import FAMILIES
-from tests.support.tiny_models import KINDS, make
+from tests.support.models.families import FAMILIES
+from tests.support.models.tiny_models import KINDS, make
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import Scorer
 

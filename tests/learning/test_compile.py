@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from common.settings.sections import TrainerSection
 from learning.layout import Padded
 from learning.sharding import prepare
-from tests.support.tiny_models import make
+from tests.support.models.tiny_models import make
 from trainer.policy.scorer import Scorer
 
 _SETTINGS = TrainerSection(compile=True)

@@ -17,8 +17,8 @@ from learning.hub_names import from_hub, hub_shapes, to_hub
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
 from services.engine.weights import BadWeights, check_tensors, copy_tensors, load_into, own_tensors
-from tests.support.small_run import small_run
-from tests.support.tiny_models import GEMMA, KINDS, hub_names, make, write
+from tests.support.models.tiny_models import GEMMA, KINDS, hub_names, make, write
+from tests.support.runs.small_run import small_run
 from trainer.policy.policy import Policy
 
 EVERY = [*KINDS, GEMMA]

@@ -20,8 +20,8 @@ from learning.layout import Layout, Packed, Padded, layout_for
 from learning.ranks import Ranks
 from learning.sharding import prepare
 from services.critic.model import load_value_model
-from tests.support.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
-from tests.support.tiny_models import make
+from tests.support.batches.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
+from tests.support.models.tiny_models import make
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import Scorer
 

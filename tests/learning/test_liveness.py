@@ -18,9 +18,9 @@ from common.process.topology import LOST, Topology
 from common.process.watchdog import RankWhere
 from learning.liveness import Liveness
 from learning.ranks import Ranks
-from tests.support.forks import Forked
 from tests.support.paths import ROOT
-from tests.support.processes import marked
+from tests.support.processes.forks import Forked
+from tests.support.processes.processes import marked
 from trainer.diagnosis.live import collective
 
 pytestmark = pytest.mark.integration

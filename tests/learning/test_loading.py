@@ -16,7 +16,7 @@ from learning.hub_names import learn
 from learning.loading import AddedModules, Pretrained, SafetensorsReader, load, model_reader
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
-from tests.support.tiny_models import make, write
+from tests.support.models.tiny_models import make, write
 
 IDS = torch.arange(10, 40)[None]
 

@@ -14,7 +14,7 @@ from common.settings.sections import TrainerSection
 from learning.layout import Layout, Packed, Padded
 from learning.routing import RoutedRow, Routers, Routes
 from learning.sharding import prepare
-from tests.support.tiny_models import make
+from tests.support.models.tiny_models import make
 from trainer.policy.scorer import Scorer
 
 _EXPERTS = 8

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from common.settings.config import load
 from learning.ranks import Ranks
-from tests.support.groups import VOCABULARY, save
-from tests.support.sharding import arguments, run_cases
-from tests.support.tiny_models import make
+from tests.support.batches.groups import VOCABULARY, save
+from tests.support.batches.sharding import arguments, run_cases
+from tests.support.models.tiny_models import make
 from trainer.backends.job_group import check_head
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import Forked
-from tests.support.ports import free_port
+from tests.support.processes.forks import Forked
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -15,8 +15,8 @@ from common.wire.schemas import Int32
 from learning import attention
 from learning.layout import Packed
 from learning.sharding import layers
-from tests.support.tiny_models import GEMMA, KINDS, make
-from tests.support.varlen_kernels import install
+from tests.support.models.tiny_models import GEMMA, KINDS, make
+from tests.support.models.varlen_kernels import install
 from trainer.policy.scorer import Scorer
 
 MORE: dict[str, tuple[str, dict[str, Any]]] = {

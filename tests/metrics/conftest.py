@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.metrics_pages import Family, pages
+from tests.support.package.metrics_pages import Family, pages
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from common.clients.rollout import RolloutClient
-from tests.support.engines import SGLANG, router_process, sglang_is_installed
-from tests.support.metrics_pages import Family, parse
+from tests.support.engines.engines import SGLANG, router_process, sglang_is_installed
+from tests.support.engines.recording_engines import recorders
+from tests.support.package.metrics_pages import Family, parse
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
-from tests.support.recording_engines import recorders
+from tests.support.processes.ports import free_port
 from trainer.observe.metrics import METRICS
 
 _METRIC = re.compile(r"\b(?:rlhf|process|smg)_[a-z0-9_]+|\bsglang:[a-z0-9_]+|\bup\b")

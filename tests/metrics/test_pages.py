@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from common.process.metrics import Metrics
-from tests.support.metrics_pages import (
+from tests.support.package.metrics_pages import (
     DOCUMENT,
     Family,
     documented,
@@ -36,13 +36,13 @@ def test_the_document_lists_every_metric_of_every_service(
 ) -> None:
     made = framed(table(found))
     assert documented() == made, (
-        f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
+        f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.package.metrics_pages writes it"
     )
 
 
 def test_the_document_lists_every_number_of_a_step() -> None:
     assert step_table_documented() == step_table(), (
-        f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
+        f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.package.metrics_pages writes it"
     )
 
 

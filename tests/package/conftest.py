@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.installed_wheel import Installed
+from tests.support.package.installed_wheel import Installed
 from tests.support.paths import ROOT
 
 

@@ -8,7 +8,7 @@ import grimp
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.support.lock import locked
+from tests.support.package.lock import locked
 
 OURS = ("common", "learning", "services", "trainer")
 PROGRAMS: dict[str, tuple[list[str], set[str]]] = {

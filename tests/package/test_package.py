@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_math.commands import COMMANDS
-from tests.support.installed_wheel import Installed
+from tests.support.package.installed_wheel import Installed
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.certificates import Certificates, make_certificates
+from tests.support.processes.certificates import Certificates, make_certificates
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ from common.wire import codec, schemas
 from common.wire.schemas import AtMost, Wire
 from services.engine import control, distributed, openai, protocol
 from services.http.app import create_app
-from tests.support.apps import SERVICES, make, tiny
-from tests.support.own_environments import OPEN_SESSION
+from tests.support.environments.own_environments import OPEN_SESSION
+from tests.support.services.apps import SERVICES, make, tiny
 
 _BODIES = (control, distributed, openai, protocol)
 

@@ -23,10 +23,10 @@ from common.settings.sections import ModelSection, RolloutSection, SamplingSecti
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Child
 from services.rollout.router import RouterClient, router_command, router_env
-from tests.support.certificates import Certificates
-from tests.support.engines import SGLANG, sglang_is_installed, write_model
+from tests.support.engines.engines import SGLANG, sglang_is_installed, write_model
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.certificates import Certificates
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

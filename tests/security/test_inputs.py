@@ -27,8 +27,8 @@ from learning.ranks import Ranks
 from services.engine.model import Model
 from services.http.app import create_app
 from services.reward.answers.equivalence import verdict
-from tests.support.certificates import Certificates
-from tests.support.engines import write_model
+from tests.support.engines.engines import write_model
+from tests.support.processes.certificates import Certificates
 
 pytestmark = pytest.mark.integration
 

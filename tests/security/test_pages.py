@@ -10,7 +10,7 @@ import pytest
 
 from services.http.app import create_app
 from services.http.callers import CallerCheck
-from tests.support.apps import SERVICES, make, tiny
+from tests.support.services.apps import SERVICES, make, tiny
 from trainer.backends.server import BackgroundServer
 
 JSON = {"content-type": "application/json"}

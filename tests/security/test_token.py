@@ -20,8 +20,8 @@ from common.errors import ConfigError, ServiceError
 from common.process.logs import setup_logging
 from common.process.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
-from tests.support.apps import SERVICES, make, tiny
-from tests.support.no_curves import no_curves
+from tests.support.runs.no_curves import no_curves
+from tests.support.services.apps import SERVICES, make, tiny
 from trainer import train_in_process
 from trainer.backends.server import BackgroundServer
 from trainer.dashboard.app import PAGES

@@ -9,9 +9,9 @@ import pytest
 
 from common.settings.config import Config, load
 from services.reward.pool import ForkServer, WorkerSpec
-from tests.support.no_curves import PLOTS, no_curves
 from tests.support.paths import ROOT
-from tests.support.small_run import small_run
+from tests.support.runs.no_curves import PLOTS, no_curves
+from tests.support.runs.small_run import small_run
 
 
 @pytest.fixture

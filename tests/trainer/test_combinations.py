@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.settings.config import Config, names
-from tests.support.in_process import metrics, quiet
+from tests.support.runs.in_process import metrics, quiet
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed
 

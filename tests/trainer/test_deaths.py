@@ -26,7 +26,7 @@ from common.errors import ConfigError, ServiceLost
 from common.settings.config import Config
 from services.engine.model import Model
 from services.engine.scheduler import Scheduler
-from tests.support.in_process import Faulty, metrics, quiet
+from tests.support.runs.in_process import Faulty, metrics, quiet
 from trainer import GRPOConfig, GRPOTrainer, train_in_process
 from trainer.backends.engines import DirectPublisher
 from trainer.rollouts.collector import CollectFailed

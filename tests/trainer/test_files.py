@@ -22,7 +22,7 @@ from common.weights.checksums import Hasher, checksum
 from common.wire.schemas import WeightManifest, WorkerReport
 from learning.loading import _fingerprint
 from learning.ranks import Ranks
-from tests.support.groups import make_group, save, whole
+from tests.support.batches.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
 from trainer.api.hub import write_card
 from trainer.backends.server import BackgroundServer, create_trainer_app

@@ -7,7 +7,7 @@ import pytest
 
 from common.clients.base import Client
 from services.http.app import create_app
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 from trainer.rollouts.services import flush_all
 
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Group
-from tests.support.in_process import metrics, quiet, stored
+from tests.support.runs.in_process import metrics, quiet, stored
 from trainer import train_in_process
 
 pytestmark = pytest.mark.integration

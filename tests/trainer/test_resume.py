@@ -19,7 +19,7 @@ from common.process.run_lock import RunLock
 from common.settings.config import Config, load
 from common.wire.schemas import Completion
 from learning.ranks import Ranks
-from tests.support.groups import save
+from tests.support.batches.groups import save
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.observe.run_dir import Recorder, append_line, run_ids

@@ -18,7 +18,7 @@ from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.http.app import serve
 from tests.chaos.episodes.swallows import NUMBERS, UNIT, note, ordered
-from tests.support.trap_models import letters, trap_tokenizer
+from tests.support.models.trap_models import letters, trap_tokenizer
 
 LOG = "CHAOS_LOG"
 ORDERS = "CHAOS_ORDERS"

@@ -48,7 +48,7 @@ from tests.chaos.episodes.parts import LOG, ORDERS, serve_engine, serve_environm
 from tests.chaos.invariants import read_groups
 from tests.chaos.targets import cut_connections
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.context import RolloutContext

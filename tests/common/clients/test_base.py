@@ -22,7 +22,7 @@ from common.errors import InvalidInput, ServiceError
 from common.process import logs, progress
 from common.wire.schemas import RewardItem
 from services.http.app import create_app, listen
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 
 def in_process(app: FastAPI, deadline_s: float = 20, service: str = "thing") -> Client:

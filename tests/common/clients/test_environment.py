@@ -18,8 +18,8 @@ from common.wire.schemas import EpisodeRequest
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.template import Template
-from tests.support.environments import BASE, AnsweringEngine, request_for
-from tests.support.own_environments import INSISTS
+from tests.support.environments.environments import BASE, AnsweringEngine, request_for
+from tests.support.environments.own_environments import INSISTS
 
 
 class Road(httpx.AsyncBaseTransport):

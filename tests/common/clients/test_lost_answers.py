@@ -31,7 +31,7 @@ from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.rollout.weights.store import TrainerClient
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.processes.lossy_proxy import LossyProxy
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 

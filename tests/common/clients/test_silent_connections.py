@@ -20,8 +20,8 @@ from common.wire.schemas import Prompt, TakeRequest
 from services.data.app import create_data_app
 from services.http.app import create_app, listen, serving
 from services.replay.app import create_replay_app
-from tests.support.ports import free_port
-from tests.support.replay_groups import make_group
+from tests.support.batches.replay_groups import make_group
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ from common.models.memory import (
     trainer_memory,
 )
 from common.settings.config import load
-from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B, QWEN_30B_A3B
+from tests.support.models.model_shapes import GPU, QWEN_05B, QWEN_7B, QWEN_30B_A3B
 
 
 def test_parameters_are_those_of_the_published_models() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.process import child
-from tests.support.processes import alive
+from tests.support.processes.processes import alive
 
 pytestmark = [
     pytest.mark.integration,

@@ -24,7 +24,7 @@ from common.process import logs
 from common.process.logs import setup_logging
 from services.http.app import create_app
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 from trainer.diagnosis.logs import read_log
 
 

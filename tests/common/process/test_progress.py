@@ -12,7 +12,7 @@ import pytest
 from common.process import progress
 from common.process.progress import Progress, Stuck, bounded
 from common.process.work_meter import STEP_BYTES, News, WorkMeter
-from tests.support.clocks import Clock
+from tests.support.processes.clocks import Clock
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from common.clients.critic import CriticClient
 from common.settings.config import Config, load
 from services.critic.app import create_critic_app
-from tests.support.critic import Start
-from tests.support.forks import Forked
-from tests.support.ports import free_port
+from tests.support.batches.critic import Start
+from tests.support.processes.forks import Forked
+from tests.support.processes.ports import free_port
 
 
 @pytest.fixture

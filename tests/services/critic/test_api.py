@@ -28,7 +28,7 @@ from common.wire.schemas import (
 from learning.ranks import Ranks
 from services.critic.app import MAX_REQUESTS
 from services.critic.critic import Critic
-from tests.support.critic import VOCABULARY, make_rows, make_sequences
+from tests.support.batches.critic import VOCABULARY, make_rows, make_sequences
 
 SEQUENCES = make_sequences(5)
 

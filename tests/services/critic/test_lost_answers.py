@@ -5,8 +5,8 @@ import numpy as np
 from common.clients.critic import CriticClient
 from common.settings.config import Config
 from services.critic.app import create_critic_app
-from tests.support.critic import make_rows, make_sequences
-from tests.support.lossy_proxy import LossyProxy
+from tests.support.batches.critic import make_rows, make_sequences
+from tests.support.processes.lossy_proxy import LossyProxy
 from trainer.backends.server import BackgroundServer
 
 

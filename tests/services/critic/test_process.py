@@ -13,7 +13,7 @@ import pytest
 from common.clients.base import wait_healthy
 from common.clients.critic import CriticClient
 from common.errors import ServiceError
-from tests.support.critic import Start, make_rows, make_sequences
+from tests.support.batches.critic import Start, make_rows, make_sequences
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration

@@ -17,9 +17,9 @@ from common.process.loop_thread import LoopThread
 from common.settings.config import Config
 from common.wire.schemas import CriticMetrics
 from learning.ranks import Ranks
-from tests.support.critic import Start, make_batch
-from tests.support.groups import known
-from tests.support.ranks import run_ranks
+from tests.support.batches.critic import Start, make_batch
+from tests.support.batches.groups import known
+from tests.support.processes.ranks import run_ranks
 from trainer.algorithms.batch import Batch
 from trainer.policy.critic import CriticLost, LocalCritic, ValueFunction, value_function
 

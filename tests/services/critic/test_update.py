@@ -19,9 +19,9 @@ from learning.batching import Indices, Sizes
 from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
 from services.critic.critic import Critic
-from tests.support.critic import VOCABULARY, make_rows, make_sequences
-from tests.support.ranks import run_ranks
-from tests.support.tiny_models import write
+from tests.support.batches.critic import VOCABULARY, make_rows, make_sequences
+from tests.support.models.tiny_models import write
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,8 @@ import pytest
 
 from common.models.hub import REACH_S
 from services.data.hub import is_hub_name
-from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT
+from tests.support.processes.hub import data_set, hub
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ import pytest
 from common.clients.base import wait_healthy
 from common.clients.data import DataClient
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -29,7 +29,7 @@ from services.engine.cache import additive
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
-from tests.support.engines import write_model
+from tests.support.engines.engines import write_model
 
 WINDOW, CONTEXT = 8, 96
 SHAPE: dict[str, Any] = {

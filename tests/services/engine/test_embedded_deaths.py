@@ -28,7 +28,7 @@ from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
 from services.rollout.engine_client import EngineClient
-from tests.support.engines import write_model
+from tests.support.engines.engines import write_model
 
 LIMIT_S = 400
 EXPERTS = {

@@ -21,7 +21,7 @@ from services.engine.blocks import ROWS, attended_columns, blocks_of
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
-from tests.support.engines import write_model
+from tests.support.engines.engines import write_model
 
 LIMIT_S = 400
 PROMPT = [40, 50, 60, 70, 80, 90, 100]

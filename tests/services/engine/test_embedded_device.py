@@ -25,7 +25,7 @@ from services.engine.graphs import StepGraphs, recorder, round_up
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
 from services.engine.sampling import FIELDS, Inputs, sample
-from tests.support.engines import write_model
+from tests.support.engines.engines import write_model
 
 
 @pytest.fixture(scope="module")

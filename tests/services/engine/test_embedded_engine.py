@@ -20,8 +20,8 @@ from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from services.engine.scheduler import LogitsNotFinite
 from services.engine.weights import BadWeights
-from tests.support.engines import write_model
-from tests.support.held_engine import held
+from tests.support.engines.engines import write_model
+from tests.support.engines.held_engine import held
 
 LIMIT_S = 400
 

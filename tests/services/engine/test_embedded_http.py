@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from common.process.topology import WRONG_SETTING
-from tests.support.engines import answers, end, engine_process, write_model
-from tests.support.forks import Forked
-from tests.support.ports import free_port
+from tests.support.engines.engines import answers, end, engine_process, write_model
+from tests.support.processes.forks import Forked
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

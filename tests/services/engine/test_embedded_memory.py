@@ -15,8 +15,8 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from services.rollout.engine_client import EngineClient, LoadFailed
-from tests.support.engines import write_adapter, write_model
-from tests.support.held_engine import held
+from tests.support.engines.engines import write_adapter, write_model
+from tests.support.engines.held_engine import held
 
 BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "temperature": 0.0}}
 LIMIT_S = 400

@@ -16,8 +16,8 @@ from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
 from services.engine.protocol import BadRequest, GenerateBody, answer
-from tests.support.engines import write_model
-from tests.support.tiny_models import with_tokenizer_of
+from tests.support.engines.engines import write_model
+from tests.support.models.tiny_models import with_tokenizer_of
 
 LIMIT_S = 400
 _LAYERS = 2

@@ -15,7 +15,7 @@ from services.engine import requests
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
-from tests.support.engines import expected_logprobs, write_model
+from tests.support.engines.engines import expected_logprobs, write_model
 
 ROWS = [[20, 21, 22, 23, 24], [30, 31], [40, 41, 42, 43, 44, 45, 46, 47], [50, 51, 52]]
 ALONE = {"max_new_tokens": 0}

@@ -23,11 +23,13 @@ from services.environment import program_runner
 from services.environment.programs import Folders
 from services.environment.runners import load_runner
 from services.http.app import create_app, listen, serving
-from tests.support.environments import Served, request_for, served
+from tests.support.environments.environments import Served, request_for, served
 from tests.support.paths import ROOT
-from tests.support.processes import alive
+from tests.support.processes.processes import alive
 
-PROGRAM = f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'agent_program.py'}"
+PROGRAM = (
+    f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'environments' / 'agent_program.py'}"
+)
 NAME = f"agent:{PROGRAM}"
 pytestmark = pytest.mark.integration
 

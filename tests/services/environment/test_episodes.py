@@ -17,8 +17,8 @@ from services.environment import service
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import Environment
 from services.environment.runners import load_runner
-from tests.support.environments import Calculator, Faulty, Guess, request_for, served
-from tests.support.trap_models import letters
+from tests.support.environments.environments import Calculator, Faulty, Guess, request_for, served
+from tests.support.models.trap_models import letters
 
 NAMES = {kind: f"python:{kind.__module__}:{kind.__name__}" for kind in (Calculator, Guess, Faulty)}
 
@@ -485,7 +485,7 @@ WRONG = {
     f"python:{__name__}:Close": "a tool named close",
     f"python:{__name__}:TurnRewards": "a tool named get_turn_rewards",
     "gym:CartPole": "there is no environment",
-    "python:tests.support.environments:Nothing": "the module has no such name",
+    "python:tests.support.environments.environments:Nothing": "the module has no such name",
     "python:no_such_package.Class": "cannot be imported",
     f"python:{__name__}:NoReset": "is not a class of environments",
     f"python:{__name__}:Undescribed": "the tool act",
@@ -501,7 +501,10 @@ def test_a_wrong_environment_is_refused_with_the_reason(name: str, reason: str) 
 
 
 def test_a_dot_may_stand_before_the_class() -> None:
-    assert Environment.load("python:tests.support.environments.Calculator").make is Calculator
+    assert (
+        Environment.load("python:tests.support.environments.environments.Calculator").make
+        is Calculator
+    )
 
 
 PROGRAMS = {

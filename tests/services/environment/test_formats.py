@@ -24,8 +24,8 @@ from services.environment.messages import parse_messages
 from services.environment.parsing import parse_answer
 from services.environment.service import EpisodeService
 from services.environment.template import Template
+from tests.support.models.trap_models import CHATML, trap_session
 from tests.support.paths import ROOT
-from tests.support.trap_models import CHATML, trap_session
 
 PAGE = ROOT / "docs/reference/models.md"
 STOPS = (

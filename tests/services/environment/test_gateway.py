@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from services.environment.session import Session
-from tests.support.environments import Calculator, Served, request_for, served
+from tests.support.environments.environments import Calculator, Served, request_for, served
+from tests.support.models.trap_models import letters
 from tests.support.paths import ROOT
-from tests.support.trap_models import letters
 
 NAME = f"python:{Calculator.__module__}:Calculator"
 CALL = (

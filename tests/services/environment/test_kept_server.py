@@ -13,11 +13,11 @@ from services.environment import kept_server
 from services.environment.kept_server import KeptServer
 from services.environment.outcome import EnvironmentLost
 from services.environment.runners import load_runner
-from tests.support.environments import request_for, served
+from tests.support.environments.environments import request_for, served
 from tests.support.paths import ROOT
-from tests.support.processes import alive
+from tests.support.processes.processes import alive
 
-SERVER = f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'agent_server.py'}"
+SERVER = f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'environments' / 'agent_server.py'}"
 NAME = f"agent:{SERVER} {{port}}"
 pytestmark = pytest.mark.integration
 

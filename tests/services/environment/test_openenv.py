@@ -16,7 +16,7 @@ from common.wire.schemas import Episode
 from services.environment.openenv import _action
 from services.environment.runners import load_runner
 from services.http.app import listen
-from tests.support.environments import request_for, served
+from tests.support.environments.environments import request_for, served
 
 TEXT = {
     "properties": {"message": {"type": "string"}, "metadata": {"type": "object"}},

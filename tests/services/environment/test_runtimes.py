@@ -26,8 +26,8 @@ from examples.coding_agent.tasks import DOCKERFILE, Repair, write
 from services.environment.runners import load_runner
 from services.environment.runtimes import load_runtime
 from services.http.app import listen
-from tests.support import fake_containers
-from tests.support.environments import Served, request_for, served
+from tests.support.environments import fake_containers
+from tests.support.environments.environments import Served, request_for, served
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -255,7 +255,7 @@ async def test_the_sandbox_reaches_the_gateway_and_nothing_else(
 async def test_the_gateway_sees_how_a_client_in_the_sandbox_leaves(
     mode: str, section: Make
 ) -> None:
-    program = ROOT / "tests" / "support" / "agent_program.py"
+    program = ROOT / "tests" / "support" / "environments" / "agent_program.py"
     name = f"agent:/usr/bin/python3 -I -S {program}"
     settings = section("sandbox")
     settings.tools.append(str(program))

@@ -20,7 +20,7 @@ from services.environment.session import (
 )
 from services.environment.template import Template
 from services.environment.tree import SessionTree
-from tests.support.trap_models import (
+from tests.support.models.trap_models import (
     CHATML,
     STRIPS,
     ScriptedEngine,

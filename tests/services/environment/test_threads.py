@@ -15,7 +15,7 @@ from common.wire.schemas import Episode
 from services.environment import threads as threads_module
 from services.environment.outcome import EnvironmentLost
 from services.environment.threads import Threads
-from tests.support.environments import request_for, served
+from tests.support.environments.environments import request_for, served
 
 CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 

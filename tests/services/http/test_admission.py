@@ -12,9 +12,9 @@ from fastapi import FastAPI, Request
 
 from common.clients.base import Client
 from services.http.app import create_app
-from tests.support.load import held, metric
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.load import held, metric
+from tests.support.processes.ports import free_port
 
 SERVICE = """
 import asyncio, sys

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request, Response
 
 from services.http.app import create_app, listen, serving
 from services.http.delivery import Delivery, connection_of
-from tests.support.certificates import Certificates, make_certificates
+from tests.support.processes.certificates import Certificates, make_certificates
 
 pytestmark = pytest.mark.integration
 BODY = 3000

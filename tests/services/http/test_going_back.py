@@ -17,7 +17,7 @@ from common.settings.sections import ReplaySection
 from common.wire.schemas import Prompt, SampleRequest, TakeRequest
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
-from tests.support.replay_groups import make_group
+from tests.support.batches.replay_groups import make_group
 
 PROMPTS = [Prompt(id=f"p{i}", prompt=f"{i} + 1?", ground_truth=str(i + 1)) for i in range(9)]
 

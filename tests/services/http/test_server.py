@@ -21,7 +21,7 @@ from common.errors import ConfigError, NotFound, NotReady, ServiceLost, shorten
 from common.wire.schemas import Wire
 from services.http.app import Server, create_app, listen, read_json, serving
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 JSON = {"content-type": "application/json"}
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from common.clients.replay import ReplayClient
 from common.settings.sections import ReplaySection
 from services.replay.app import create_replay_app
-from tests.support.replay_groups import MakeGroup, make_group
+from tests.support.batches.replay_groups import MakeGroup, make_group
 
 
 @pytest.fixture(name="make_group")

@@ -13,7 +13,7 @@ from common.clients.replay import ReplayClient
 from common.wire import codec
 from common.wire.schemas import SampleRequest, TakeRequest
 from services.replay.buffer import join
-from tests.support.replay_groups import MakeGroup
+from tests.support.batches.replay_groups import MakeGroup
 
 JSON = {"content-type": "application/json"}
 MSGPACK = {"content-type": codec.MSGPACK}

@@ -18,7 +18,7 @@ from common.settings.sections import ReplaySection
 from common.wire.schemas import PriorityUpdate, SampleRequest, TakeRequest
 from services.replay.app import create_replay_app
 from services.replay.buffer import Experience, ReplayBuffer
-from tests.support.replay_groups import MakeGroup
+from tests.support.batches.replay_groups import MakeGroup
 
 GROUPS = 12
 SAMPLED = SampleRequest(count=4, request_id="sampled", step=1, seed=7)

@@ -19,10 +19,10 @@ from common.errors import ConfigError
 from common.settings.sections import ReplaySection
 from common.wire.schemas import TakeRequest
 from services.replay.buffer import ReplayBuffer
-from tests.support.load import held
+from tests.support.batches.replay_groups import MakeGroup
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
-from tests.support.replay_groups import MakeGroup
+from tests.support.processes.load import held
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -17,8 +17,8 @@ from common.process import logs
 from common.settings.sections import ReplaySection
 from common.wire.schemas import Group, SampleRequest, TakeRequest
 from services.replay.buffer import ReplayBuffer, unpack_groups
-from tests.support.load import held
-from tests.support.replay_groups import MakeGroup
+from tests.support.batches.replay_groups import MakeGroup
+from tests.support.processes.load import held
 
 
 def take(count: int, request_id: str, **more: float | str) -> TakeRequest:

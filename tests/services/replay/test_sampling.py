@@ -17,7 +17,7 @@ from services.replay.sampling import (
     inclusion,
     probabilities,
 )
-from tests.support.replay_groups import MakeGroup
+from tests.support.batches.replay_groups import MakeGroup
 
 
 def array(*numbers: float) -> Float64:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.reward.functions import CodeRewardFunction
-from tests.support.sandbox import code_function, sandboxes
+from tests.support.services.sandbox import code_function, sandboxes
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from services.reward.functions.base import Message, RewardFunction
 from services.reward.hosts import ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
 from services.reward.scorer import RewardScorer
-from tests.support.sandbox import code_function
+from tests.support.services.sandbox import code_function
 
 BOMB = "\\sum_{i=1}^{1000000000} \\frac{1}{i}"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.reward.functions import CodeRewardFunction
-from tests.support.sandbox import code_function
+from tests.support.services.sandbox import code_function
 
 pytestmark = pytest.mark.integration
 

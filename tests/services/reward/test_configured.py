@@ -27,8 +27,8 @@ from services.reward.scorer import RewardScorer
 
 pytestmark = pytest.mark.integration
 
-MOODY = "tests.support.own_rewards:Moody"
-KEYWORD = "tests.support.own_rewards:KeywordReward"
+MOODY = "tests.support.services.own_rewards:Moody"
+KEYWORD = "tests.support.services.own_rewards:KeywordReward"
 
 
 def item(response: str, ground_truth: str = "5", task: str = "", **columns: Any) -> RewardItem:
@@ -140,9 +140,12 @@ async def test_custom_functions_may_read_standard_input_and_print(moody: RewardS
     ("path", "message"),
     [
         ("no.such.module:Thing", "cannot be imported"),
-        ("tests.support.own_rewards:Nothing", "cannot be imported"),
-        ("tests.support.own_rewards:NeedsArguments", "cannot be created"),
-        ("tests.support.own_rewards:NotAFunction", "neither a RewardFunction nor a function"),
+        ("tests.support.services.own_rewards:Nothing", "cannot be imported"),
+        ("tests.support.services.own_rewards:NeedsArguments", "cannot be created"),
+        (
+            "tests.support.services.own_rewards:NotAFunction",
+            "neither a RewardFunction nor a function",
+        ),
     ],
 )
 def test_a_function_that_does_not_work_is_refused(path: str, message: str) -> None:
@@ -153,7 +156,7 @@ def test_a_function_that_does_not_work_is_refused(path: str, message: str) -> No
 
 def test_a_function_that_does_not_work_is_refused_at_the_start() -> None:
     """A separate process tries it; `prepare` runs there."""
-    path = "tests.support.own_rewards:NeedsArguments"
+    path = "tests.support.services.own_rewards:NeedsArguments"
     with pytest.raises(ConfigError, match="cannot be created") as caught:
         create_reward_app(RewardSection(functions=[path]))
     assert caught.value.field == "reward.functions"

@@ -8,7 +8,7 @@ import pytest
 
 from services.reward.functions import CodeRewardFunction
 from services.sandbox.cases import CaseResult
-from tests.support.sandbox import code_function
+from tests.support.services.sandbox import code_function
 
 pytestmark = pytest.mark.integration
 

@@ -21,7 +21,7 @@ from services.reward.functions import (
     RewardFunction,
 )
 from services.reward.functions.base import WrongScores
-from tests.support.own_rewards import KeywordReward, Moody, TooFew
+from tests.support.services.own_rewards import KeywordReward, Moody, TooFew
 
 
 def chats(*texts: str) -> list[list[dict[str, str]]]:

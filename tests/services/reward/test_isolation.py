@@ -8,7 +8,7 @@ import pytest
 
 from services.reward.functions import CodeRewardFunction
 from services.sandbox.sandbox import SandboxKind
-from tests.support.sandbox import code_function, contained, run
+from tests.support.services.sandbox import code_function, contained, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_is_left")]
 

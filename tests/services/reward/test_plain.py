@@ -141,7 +141,7 @@ def test_names() -> None:
 @pytest.mark.integration
 async def test_a_plain_function_by_its_import_path_grades_on_a_cluster() -> None:
     async with RewardScorer(
-        RewardSection(functions=["tests.support.own_rewards:plain_length"], workers=1)
+        RewardSection(functions=["tests.support.services.own_rewards:plain_length"], workers=1)
     ) as scorer:
         found = await scorer.score(
             [RewardItem(response=text, ground_truth="") for text in ("four", "")]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.processes import alive
+from tests.support.processes.processes import alive
 
 pytestmark = pytest.mark.integration
 
@@ -134,7 +134,7 @@ def test_a_client_that_hangs_up_frees_its_graders_and_kill_9_leaves_no_process_e
 
 
 def test_custom_functions_run_in_the_real_server_and_leave_no_process(start: Start) -> None:
-    own = "tests.support.own_rewards:Moody"
+    own = "tests.support.services.own_rewards:Moody"
     server = start(
         1.0,
         "--reward.functions",

@@ -24,7 +24,7 @@ from services.reward.functions.programs import extract_program
 from services.reward.scorer import RewardScorer
 from services.sandbox import command, sandbox
 from services.sandbox.case_formats import parse_cases
-from tests.support.sandbox import code_function
+from tests.support.services.sandbox import code_function
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.reward.functions import CodeRewardFunction
 from tests.support.paths import ROOT
-from tests.support.sandbox import code_function, contained, run, sandboxes
+from tests.support.services.sandbox import code_function, contained, run, sandboxes
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_is_left")]
 

@@ -9,7 +9,7 @@ import pytest
 from common.errors import InvalidInput
 from services.reward.functions import CodeRewardFunction
 from services.sandbox.case_formats import parse_cases
-from tests.support.sandbox import code_function
+from tests.support.services.sandbox import code_function
 
 pytestmark = pytest.mark.integration
 

@@ -16,8 +16,8 @@ from common.process.metrics import Metrics
 from common.process.topology import TRAINER
 from common.wire.schemas import WorkerReport, adapter_name
 from services.rollout.engine_client import EngineClient
-from tests.support.engines import expected_logprobs, write_adapter, write_model
-from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names, until
+from tests.support.engines.engines import expected_logprobs, write_adapter, write_model
+from tests.support.engines.rollout_nodes import GROUP, TRAINER_PORT, Node, names, until
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.board import WeightBoard

@@ -20,7 +20,7 @@ from common.wire.schemas import WeightManifest, adapter_name
 from services.rollout.engine_client import EngineClient, engine_command, released_memory
 from services.rollout.state import NodeState
 from services.rollout.weights.store import WeightId
-from tests.support.strict_sglang import StrictSGLang
+from tests.support.engines.strict_sglang import StrictSGLang
 
 LIMIT_S = 10.0
 PAUSE = {"call": "/pause_generation", "mode": "retract"}

@@ -14,9 +14,9 @@ import pytest
 from transformers import BloomConfig, BloomForCausalLM
 
 from common.process.topology import WRONG_SETTING
-from tests.support.engines import write_model
+from tests.support.engines.engines import write_model
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.integration
 

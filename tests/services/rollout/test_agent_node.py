@@ -15,7 +15,7 @@ from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.weights.checksums import checksum
-from tests.support.rollout_nodes import (
+from tests.support.engines.rollout_nodes import (
     TRAINER_PORT,
     Node,
     flip_last_byte,
@@ -23,7 +23,7 @@ from tests.support.rollout_nodes import (
     requests_served,
     until,
 )
-from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums
+from tests.support.engines.synced_nodes import ADDRESS, SyncedNodes, sums
 from trainer.backends.server import BackgroundServer, create_trainer_app
 
 pytestmark = [

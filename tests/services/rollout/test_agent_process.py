@@ -17,7 +17,7 @@ import pytest
 from common.errors import ConfigError, ServiceError
 from common.process.topology import WRONG_SETTING
 from services.rollout.process import Child, ChildFailed, Supervised, Timing
-from tests.support.processes import alive
+from tests.support.processes.processes import alive
 
 pytestmark = pytest.mark.integration
 

@@ -16,14 +16,14 @@ from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
 from common.process.topology import TRAINER, Topology
 from common.wire.schemas import Completion
-from tests.support.engines import (
+from tests.support.engines.engines import (
     PLUGIN,
     SGLANG,
     expected_logprobs,
     sglang_is_installed,
     write_model,
 )
-from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names
+from tests.support.engines.rollout_nodes import GROUP, TRAINER_PORT, Node, names
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster

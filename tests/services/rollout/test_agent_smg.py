@@ -10,7 +10,7 @@ import pytest
 from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
 from common.process.topology import TRAINER
-from tests.support.rollout_nodes import (
+from tests.support.engines.rollout_nodes import (
     GROUP,
     TRAINER_PORT,
     Cluster,

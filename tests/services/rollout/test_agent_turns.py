@@ -16,8 +16,16 @@ from common.process.metrics import Metrics
 from common.process.topology import TRAINER
 from common.wire.schemas import WeightManifest, WorkerReport
 from services.rollout.engine_client import EngineClient
-from tests.support.processes import alive
-from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, generate, names, until
+from tests.support.engines.rollout_nodes import (
+    GROUP,
+    TRAINER_PORT,
+    Cluster,
+    Node,
+    generate,
+    names,
+    until,
+)
+from tests.support.processes.processes import alive
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import PublishFailed, WeightBoard
 

@@ -19,9 +19,9 @@ import pytest
 
 from common.clients.rollout import BASE_VERSION
 from common.process.metrics import Metrics
+from tests.support.engines.rollout_nodes import TRAINER_PORT, Node
+from tests.support.engines.synced_nodes import ADDRESS, SyncedNodes
 from tests.support.paths import ROOT
-from tests.support.rollout_nodes import TRAINER_PORT, Node
-from tests.support.synced_nodes import ADDRESS, SyncedNodes
 from trainer.backends.server import BackgroundServer, create_trainer_app
 
 pytestmark = pytest.mark.integration
@@ -34,7 +34,7 @@ _SETTINGS = {
     "RLHF_ROLLOUT__ENGINE_PYTHON": sys.executable,
     "RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE": "2",
     "RLHF_ROLLOUT__NODES_PER_ENGINE": "2",
-    "PYTHONPATH": str(ROOT / "tests" / "support" / "parallel_sglang"),
+    "PYTHONPATH": str(ROOT / "tests" / "support" / "engines" / "parallel_sglang"),
 }
 START = "starting engine: "
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from common.clients.rollout import RolloutClient
 from common.process.metrics import Metrics
 from common.process.topology import Topology
-from tests.support.engines import PLUGIN, SGLANG, sglang_is_installed, write_model
-from tests.support.rollout_nodes import TRAINER_PORT, generate
-from tests.support.synced_nodes import ADDRESS, SyncedNodes
+from tests.support.engines.engines import PLUGIN, SGLANG, sglang_is_installed, write_model
+from tests.support.engines.rollout_nodes import TRAINER_PORT, generate
+from tests.support.engines.synced_nodes import ADDRESS, SyncedNodes
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.comparison import Checksums
 

@@ -21,10 +21,16 @@ from common.process.logs import REQUEST_HEADER, request, usable_id
 from common.settings.config import from_mapping
 from common.wire.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
-from tests.support.engines import ROUTERS, engine_process, routed, router_process, write_model
-from tests.support.forks import Forked
-from tests.support.lossy_proxy import LossyProxy
-from tests.support.recording_engines import recorders
+from tests.support.engines.engines import (
+    ROUTERS,
+    engine_process,
+    routed,
+    router_process,
+    write_model,
+)
+from tests.support.engines.recording_engines import recorders
+from tests.support.processes.forks import Forked
+from tests.support.processes.lossy_proxy import LossyProxy
 from trainer.evaluation.generators import ChatGenerator
 
 CONTROL = [

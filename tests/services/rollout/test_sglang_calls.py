@@ -18,8 +18,8 @@ from learning.weight_group import digest
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.receive import BroadcastReceiver
 from services.rollout.weights.store import TrainerClient
+from tests.support.engines.strict_sglang import StrictSGLang
 from tests.support.paths import ROOT
-from tests.support.strict_sglang import StrictSGLang
 from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster

@@ -9,8 +9,8 @@ import pytest
 
 from common.process.metrics import Metrics
 from common.process.topology import TRAINER
-from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, names, until
-from tests.support.slow_proxy import SlowProxy
+from tests.support.engines.rollout_nodes import GROUP, TRAINER_PORT, Cluster, names, until
+from tests.support.processes.slow_proxy import SlowProxy
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import PublishFailed
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.wire.schemas import WorkerReport
-from tests.support.rollout_nodes import TRAINER_PORT
-from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums
+from tests.support.engines.rollout_nodes import TRAINER_PORT
+from tests.support.engines.synced_nodes import ADDRESS, SyncedNodes, sums
 from trainer.backends.server import BackgroundServer, create_trainer_app
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

@@ -13,8 +13,8 @@ import httpx
 
 from common.process.run_lock import RunLock
 from learning.ranks import Ranks
-from tests.support.audits import audited
-from tests.support.in_process import quiet
+from tests.support.runs.audits import audited
+from tests.support.runs.in_process import quiet
 from trainer.backends.in_process import InProcessBackend
 from trainer.build import build_run
 from trainer.loop import train

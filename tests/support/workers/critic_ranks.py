@@ -12,7 +12,7 @@ from common.settings.config import load
 from learning.ranks import Ranks, end
 from learning.sharding import full, named_tensors
 from services.critic.critic import Critic
-from tests.support.critic import make_rows, make_sequences
+from tests.support.batches.critic import make_rows, make_sequences
 
 
 def main(directory: Path, settings: list[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import learning.saving
 from common.settings.config import Config
 from learning.ranks import Ranks
-from tests.support.groups import save
+from tests.support.batches.groups import save
 from trainer.policy.policy import Policy
 
 

@@ -10,7 +10,7 @@ import torch
 from common.settings.config import load
 from learning.ranks import Ranks, end
 from learning.sharding import local
-from tests.support.groups import off_policy_groups, prepared
+from tests.support.batches.groups import off_policy_groups, prepared
 from trainer.policy.policy import Policy
 
 

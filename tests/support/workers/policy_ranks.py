@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from common.settings.config import load
 from common.wire.codec import decode_groups
 from learning.ranks import Ranks, end
-from tests.support.groups import prepared
+from tests.support.batches.groups import prepared
 from trainer.policy.policy import Policy
 
 

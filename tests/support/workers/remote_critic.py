@@ -14,8 +14,8 @@ from common.clients.critic import CriticClient
 from common.process.loop_thread import LoopThread
 from common.settings.config import load
 from learning.ranks import Ranks, end
-from tests.support.critic import make_batch
-from tests.support.groups import known
+from tests.support.batches.critic import make_batch
+from tests.support.batches.groups import known
 from trainer.policy.critic import value_function
 
 

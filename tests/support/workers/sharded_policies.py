@@ -32,7 +32,7 @@ import trainer.policy.scorer
 from common.settings.config import Config, load
 from learning.ranks import Ranks, end
 from learning.sharding import local
-from tests.support.groups import known, off_policy_groups, prepared, save, with_experts
+from tests.support.batches.groups import known, off_policy_groups, prepared, save, with_experts
 from trainer.policy import scorer
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference

@@ -12,7 +12,14 @@ from common.settings.algorithm import RECIPES, AlgorithmSection
 from common.settings.config import Config, load
 from common.wire.schemas import Group
 from learning.ranks import Ranks
-from tests.support.groups import batch_of, known, off_policy_groups, prepared, whole, with_algorithm
+from tests.support.batches.groups import (
+    batch_of,
+    known,
+    off_policy_groups,
+    prepared,
+    whole,
+    with_algorithm,
+)
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.policy import Policy
 

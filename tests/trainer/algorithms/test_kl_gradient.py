@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group
-from tests.support.groups import batch_of, with_algorithm
+from tests.support.batches.groups import batch_of, with_algorithm
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.algorithms.losses import kl_divergence
 

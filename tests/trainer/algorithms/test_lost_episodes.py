@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group, Turn
-from tests.support.groups import known, with_algorithm
+from tests.support.batches.groups import known, with_algorithm
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 

@@ -12,7 +12,7 @@ from common.settings.config import Config, from_mapping
 from common.settings.rewards import LengthReward, MathReward
 from common.wire.schemas import Group
 from learning.ranks import Ranks
-from tests.support.groups import (
+from tests.support.batches.groups import (
     batch_of,
     known,
     make_group,

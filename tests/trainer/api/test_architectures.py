@@ -17,10 +17,10 @@ from learning.attention import unpackable
 from learning.final_logits import final_logits
 from learning.layout import Packed
 from learning.ranks import Ranks
-from tests.support.families import FAMILIES
+from tests.support.models.families import FAMILIES
+from tests.support.models.tiny_models import SIZES
+from tests.support.models.two_updates import two_updates
 from tests.support.paths import ROOT
-from tests.support.tiny_models import SIZES
-from tests.support.two_updates import two_updates
 from trainer.policy.scorer import load_scorer
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]

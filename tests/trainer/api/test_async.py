@@ -21,9 +21,9 @@ from common.settings.config import Config, load
 from common.wire.codec import decode_groups
 from common.wire.schemas import Group, WeightManifest
 from services.engine.scheduler import Scheduler
-from tests.support.groups import batch_of
-from tests.support.in_process import metrics
+from tests.support.batches.groups import batch_of
 from tests.support.paths import ROOT
+from tests.support.runs.in_process import metrics
 from trainer import train_in_process
 from trainer.algorithms.batch import Batch
 from trainer.backends.engines import DirectPublisher

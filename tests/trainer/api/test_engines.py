@@ -24,9 +24,9 @@ from services.data.tiny import problems
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
-from tests.support.engines import PLUGIN, SGLANG, sglang_is_installed
-from tests.support.ports import free_port
-from tests.support.processes import alive
+from tests.support.engines.engines import PLUGIN, SGLANG, sglang_is_installed
+from tests.support.processes.ports import free_port
+from tests.support.processes.processes import alive
 from trainer import GRPOConfig, GRPOTrainer
 
 pytestmark = pytest.mark.integration

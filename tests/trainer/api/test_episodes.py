@@ -14,8 +14,8 @@ from common.settings.sections import RewardSection
 from common.wire.schemas import EpisodeRequest
 from examples.tool_calculator.base import build
 from services.environment.environments import Environment
-from tests.support.environments import Calculator, request_for, served
-from tests.support.own_environments import Insists
+from tests.support.environments.environments import Calculator, request_for, served
+from tests.support.environments.own_environments import Insists
 from trainer import GRPOConfig, GRPOTrainer
 from trainer.api.datasets import as_rewards
 from trainer.api.episodes import EpisodeGrader

@@ -22,8 +22,8 @@ from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.wire.schemas import Prompt
 from services.data.tiny import problems
-from tests.support.engines import engine_process
-from tests.support.ports import free_port
+from tests.support.engines.engines import engine_process
+from tests.support.processes.ports import free_port
 from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_evaluations
 from trainer.evaluation.results import normalised_answer
 from trainer.evaluation.uncertainty import maj_at_k

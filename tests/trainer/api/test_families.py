@@ -9,9 +9,9 @@ from rich.console import Console
 
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import from_mapping, load
-from tests.support.families import FAMILIES
+from tests.support.models.families import FAMILIES
+from tests.support.models.two_updates import PROMPTS, two_updates
 from tests.support.paths import ROOT
-from tests.support.two_updates import PROMPTS, two_updates
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.scorer import load_tokenizer

@@ -16,7 +16,7 @@ from common.clients.replay import ReplayClient
 from common.process.storage import sum_of
 from common.settings.config import Config
 from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
-from tests.support.in_process import Faulty, metrics, quiet, stored
+from tests.support.runs.in_process import Faulty, metrics, quiet, stored
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed
 

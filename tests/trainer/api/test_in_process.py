@@ -17,7 +17,7 @@ from common.settings.config import Config
 from common.wire.schemas import Group
 from services.engine.graphs import StepGraphs
 from services.engine.model import Model
-from tests.support.in_process import metrics, quiet, stored
+from tests.support.runs.in_process import metrics, quiet, stored
 from trainer import train_in_process
 from trainer.algorithms.advantages import group_normalised
 from trainer.algorithms.batch import Batch, TrainingGroup

@@ -8,7 +8,7 @@ import pytest
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from tests.support.in_process import metrics, quiet, stored
+from tests.support.runs.in_process import metrics, quiet, stored
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.scorer import load_tokenizer

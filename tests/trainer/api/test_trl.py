@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.settings.algorithm import RECIPES
 from common.settings.sections import DataSection
 from tests.support.paths import ROOT
-from tests.support.trl_tables import table
+from tests.support.trl.trl_tables import table
 from trainer.api.grpo import GRPOConfig, GRPOTrainer, RLOOConfig
 from trainer.api.objects import lora_settings, optimizer_settings
 from trainer.api.settings import TrainerConfig

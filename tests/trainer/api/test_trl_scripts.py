@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
-from tests.support.trl_scripts import RECIPES, ROWS, SCRIPTS
+from tests.support.processes.ports import free_port
+from tests.support.trl.trl_scripts import RECIPES, ROWS, SCRIPTS
 
 pytestmark = pytest.mark.integration
 LONG = {

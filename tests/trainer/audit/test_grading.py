@@ -31,7 +31,7 @@ def graded(recorded: Completion) -> GradedAnswer:
 
 
 def test_a_function_that_is_not_deterministic_is_named() -> None:
-    name = "tests.support.own_rewards:dice"
+    name = "tests.support.services.own_rewards:dice"
     functions = [{"name": name, "weight": 1.0}, {"name": "math", "weight": 1.0}]
     config = from_mapping({"reward.functions": functions, "reward.workers": 1})
     found = graded_again(config, [graded(completion(1.5, dice=0.5, math=1.0))])

@@ -16,8 +16,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.process import watchdog
-from tests.support.audits import audited, replayed
-from tests.support.in_process import quiet
+from tests.support.runs.audits import audited, replayed
+from tests.support.runs.in_process import quiet
 from trainer.audit import __main__ as replay
 from trainer.audit.comparison import STAGES, Stage, StageOutcome
 from trainer.audit.replay import StepReplay

@@ -12,10 +12,10 @@ import pytest
 
 from common.settings.config import load
 from examples.tool_calculator.base import build
-from tests.support.audits import audited, replayed
-from tests.support.in_process import quiet
 from tests.support.paths import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.processes.ranks import run_ranks
+from tests.support.runs.audits import audited, replayed
+from tests.support.runs.in_process import quiet
 from trainer import OnlineRLTrainer, TrainerConfig
 from trainer.start.in_process import train_in_process
 

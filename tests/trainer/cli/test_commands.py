@@ -20,9 +20,9 @@ import pytest
 
 from common.errors import ConfigError, ServiceError
 from services.data.tiny import Split, problems
-from tests.support.forks import Forked
-from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT
+from tests.support.processes.forks import Forked
+from tests.support.processes.hub import data_set, hub
 from trainer.api.settings import TrainerConfig
 from trainer.cli import evaluate_model, train_math
 from trainer.cli.commands import setting

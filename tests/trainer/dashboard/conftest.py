@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.apps import tiny
-from tests.support.no_curves import no_curves
+from tests.support.runs.no_curves import no_curves
+from tests.support.services.apps import tiny
 from trainer import train_in_process
 
 

@@ -14,11 +14,11 @@ from common.process.topology import Topology
 from common.settings.config import Config
 from services.environment.service import EpisodeService
 from services.http.app import create_app
-from tests.support.apps import make, tiny
-from tests.support.own_environments import INSISTS
-from tests.support.ports import free_port
-from tests.support.reward_process import reward_server
-from tests.support.run_files import make_run
+from tests.support.environments.own_environments import INSISTS
+from tests.support.processes.ports import free_port
+from tests.support.processes.reward_process import reward_server
+from tests.support.runs.run_files import make_run
+from tests.support.services.apps import make, tiny
 from trainer.backends.server import BackgroundServer
 from trainer.cli.diagnose import main as diagnose
 from trainer.dashboard.app import PAGES, STATIC, create_dashboard_app

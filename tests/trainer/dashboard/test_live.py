@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from common.process.metrics import Metrics
 from common.process.topology import DATA, REPLAY, REWARD, ROLLOUT, TRAINER, LocalHost, Topology
-from tests.support.apps import make, tiny
-from tests.support.browser import Page
-from tests.support.engines import write_model
-from tests.support.ports import free_port
-from tests.support.reward_process import reward_server
-from tests.support.rollout_nodes import GROUP, Node, environment, names
-from tests.support.run_files import make_run
+from tests.support.browser.browser import Page
+from tests.support.engines.engines import write_model
+from tests.support.engines.rollout_nodes import GROUP, Node, environment, names
+from tests.support.processes.ports import free_port
+from tests.support.processes.reward_process import reward_server
+from tests.support.runs.run_files import make_run
+from tests.support.services.apps import make, tiny
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.dashboard.live import LiveDashboard
 from trainer.diagnosis.health import Health

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Page
-from tests.support.run_files import STAGES, evaluation, line, make_run, write
-from tests.support.viewer_page import served
+from tests.support.browser.browser import Page
+from tests.support.browser.viewer_page import served
+from tests.support.runs.run_files import STAGES, evaluation, line, make_run, write
 from trainer.backends.server import BackgroundServer
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
@@ -460,7 +460,7 @@ def test_every_view_is_accessible(page: Page, tiny_run: Path, width: int, dark: 
 
 def serious(page: Page) -> list[str]:
     """Returns the serious and critical findings of axe-core, each with its first place."""
-    page.run((Path(__file__).parents[2] / "support/axe/axe.min.js").read_text())
+    page.run((Path(__file__).parents[2] / "support/browser/axe/axe.min.js").read_text())
     found = page.driver.execute_async_script(
         "const done = arguments[0]; axe.run(document, {resultTypes: ['violations']}).then((r) => done(r.violations))"
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from tests.support.browser import Page
+from tests.support.browser.browser import Page
 from tests.support.paths import ROOT
-from tests.support.run_files import evaluation, line, make_run, write
+from tests.support.runs.run_files import evaluation, line, make_run, write
 from trainer.cli.report import main
 from trainer.dashboard.runs import RunReader
 from trainer.observe.metrics import METRICS

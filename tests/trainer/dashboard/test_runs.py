@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError, NotFound
-from tests.support.run_files import evaluation, line, make_run, write
+from tests.support.runs.run_files import evaluation, line, make_run, write
 from trainer.dashboard.columns import step_numbers
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict

@@ -17,7 +17,7 @@ from common.settings.sections import ReplaySection
 from common.wire.schemas import GroupIds, TakeRequest
 from services.http.app import create_app
 from services.replay.app import create_replay_app
-from tests.support.recorded_groups import group, record, trained, write_lines
+from tests.support.runs.recorded_groups import group, record, trained, write_lines
 from trainer.cli.tiny_base import make_tokenizer
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.replay import Replay

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import ServiceError
-from tests.support.recorded_groups import entry, write_lines
+from tests.support.runs.recorded_groups import entry, write_lines
 from trainer.dashboard.group_index import GroupIndex, Query
 from trainer.dashboard.replay import Replay
 from trainer.observe.group_files import LINES

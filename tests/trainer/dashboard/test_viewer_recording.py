@@ -24,8 +24,8 @@ from common.process.storage import StorageFailed
 from common.settings.config import Config
 from common.wire.codec import decode_groups, group_json
 from common.wire.schemas import Prompt
-from tests.support.apps import tiny
-from tests.support.recorded_groups import group, record, trained
+from tests.support.runs.recorded_groups import group, record, trained
+from tests.support.services.apps import tiny
 from trainer import train_in_process
 from trainer.backends.in_process import Problems
 from trainer.dashboard.runs import RunReader

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from common.wire.schemas import Group, Turn
-from tests.support.browser import Page
-from tests.support.recorded_groups import entry, group, record, trained, write_lines
-from tests.support.run_files import make_run
-from tests.support.viewer_page import Tab, shown
+from tests.support.browser.browser import Page
+from tests.support.browser.viewer_page import Tab, shown
+from tests.support.runs.recorded_groups import entry, group, record, trained, write_lines
+from tests.support.runs.run_files import make_run
 from trainer.cli.tiny_base import TURN_END, make_tokenizer
 from trainer.observe.group_files import LINES, RecordedGroup
 

@@ -18,11 +18,11 @@ from common.process.run_lock import RunLock
 from common.process.topology import Topology
 from common.settings.config import Config
 from services.http.app import create_app
-from tests.support.apps import make, tiny
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
-from tests.support.reward_process import reward_server
-from tests.support.run_files import make_run, write
+from tests.support.processes.ports import free_port
+from tests.support.processes.reward_process import reward_server
+from tests.support.runs.run_files import make_run, write
+from tests.support.services.apps import make, tiny
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts

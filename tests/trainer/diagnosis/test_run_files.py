@@ -20,7 +20,7 @@ from common.process.storage import StorageFailed
 from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
-from tests.support.run_files import make_run, write
+from tests.support.runs.run_files import make_run, write
 from trainer.diagnosis import names, run_files
 from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find

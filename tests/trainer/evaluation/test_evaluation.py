@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from common.settings.config import Config
 from services.reward.functions.base import Message, RewardFunction
-from tests.support.in_process import Faulty, quiet
+from tests.support.runs.in_process import Faulty, quiet
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 

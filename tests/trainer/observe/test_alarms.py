@@ -8,7 +8,7 @@ import pytest
 
 from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config
-from tests.support.groups import make_group
+from tests.support.batches.groups import make_group
 from trainer.observe.alarms import Agreement, alarms, other_reference, same_prompts
 from trainer.policy.update_metrics import Sums
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from common.process.logs import setup_logging
 from common.settings.config import Config, from_mapping
-from tests.support.groups import make_group
+from tests.support.batches.groups import make_group
 from trainer.api.callbacks import Callbacks
 from trainer.api.settings import TrainerConfig, in_own_words
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line, tell

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from common.errors import ConfigError
 from common.settings.config import load
 from learning.ranks import Ranks
-from tests.support.groups import VOCABULARY
-from tests.support.ranks import run_ranks
-from tests.support.sharding import One, arguments, run_cases
-from tests.support.tiny_models import write
+from tests.support.batches.groups import VOCABULARY
+from tests.support.batches.sharding import One, arguments, run_cases
+from tests.support.models.tiny_models import write
+from tests.support.processes.ranks import run_ranks
 from tests.support.workers import long_row
 from tests.support.workers.sharded_policies import learned
 from trainer.policy.policy import Policy

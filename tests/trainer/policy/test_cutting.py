@@ -11,7 +11,7 @@ from common.settings.config import Config
 from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared, shares
 from learning.layout import Packed, Padded
 from learning.ranks import Ranks
-from tests.support.groups import off_policy_groups, whole
+from tests.support.batches.groups import off_policy_groups, whole
 from trainer.policy.policy import Policy
 
 GROUPS = st.lists(

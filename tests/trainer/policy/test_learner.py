@@ -18,8 +18,8 @@ from learning.batching import micro_batches
 from learning.layout import Packing, Padded
 from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
-from tests.support.groups import known, make_group, prepared, whole
-from tests.support.ranks import run_ranks
+from tests.support.batches.groups import known, make_group, prepared, whole
+from tests.support.processes.ranks import run_ranks
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.policy.learning_rate import learning_rate
 from trainer.policy.policy import Policy

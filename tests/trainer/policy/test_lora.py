@@ -23,7 +23,7 @@ from common.errors import ConfigError
 from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.data.tiny import problems
-from tests.support.groups import known, off_policy_groups, prepared, with_algorithm
+from tests.support.batches.groups import known, off_policy_groups, prepared, with_algorithm
 from tests.support.paths import ROOT
 from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig, train_in_process
 from trainer.observe.run_dir import read_lines

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from common.settings.config import Config, load
 from learning.ranks import Ranks
-from tests.support.groups import save
-from tests.support.sharding import One, run_cases
+from tests.support.batches.groups import save
+from tests.support.batches.sharding import One, run_cases
 from tests.support.workers.sharded_policies import learned
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy

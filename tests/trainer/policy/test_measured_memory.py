@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import load
 from learning.ranks import Ranks
-from tests.support.groups import batch_of, make_group
+from tests.support.batches.groups import batch_of, make_group
 from trainer.algorithms.batch import Batch
 from trainer.policy.policy import Policy
 

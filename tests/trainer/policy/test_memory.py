@@ -11,8 +11,8 @@ from torch import Tensor
 from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config, load
 from learning.ranks import Ranks
-from tests.support.groups import VOCABULARY, make_group, off_policy_groups, whole
-from tests.support.ranks import run_ranks
+from tests.support.batches.groups import VOCABULARY, make_group, off_policy_groups, whole
+from tests.support.processes.ranks import run_ranks
 from tests.support.workers.policy_memory import held
 from trainer.policy.policy import Policy
 

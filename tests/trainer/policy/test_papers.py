@@ -1,5 +1,5 @@
 """Whole updates with random settings, compared with updates written from the papers
-(`tests.support.paper_update`)."""
+(`tests.support.batches.paper_update`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +15,8 @@ from common.settings.algorithm import RECIPES, AlgorithmSection
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group
 from learning.ranks import Ranks
-from tests.support.groups import known
-from tests.support.paper_update import Mini, PaperUpdate, adamw
+from tests.support.batches.groups import known
+from tests.support.batches.paper_update import Mini, PaperUpdate, adamw
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.policy import Policy

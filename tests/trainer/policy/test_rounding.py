@@ -14,7 +14,7 @@ from common.settings.config import Config, load
 from common.wire.schemas import Completion, Group
 from learning.head import make_float32_logits
 from learning.ranks import Ranks
-from tests.support.groups import VOCABULARY, prepared
+from tests.support.batches.groups import VOCABULARY, prepared
 from trainer.policy.policy import Policy
 
 PROMPTS, GROUP, TOKENS = 4, 8, 8

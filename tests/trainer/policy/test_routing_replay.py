@@ -8,8 +8,14 @@ import pytest
 from common.settings.config import Config, load
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
-from tests.support.groups import VOCABULARY, batch_of, known, off_policy_groups, with_experts
-from tests.support.tiny_models import write
+from tests.support.batches.groups import (
+    VOCABULARY,
+    batch_of,
+    known,
+    off_policy_groups,
+    with_experts,
+)
+from tests.support.models.tiny_models import write
 from trainer.algorithms.batch import Batch
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference

@@ -17,10 +17,10 @@ from common.settings.config import Config, load
 from learning.loading import Pretrained, fill, materialise
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
-from tests.support.forks import Forked
-from tests.support.groups import VOCABULARY, save
-from tests.support.sharding import One, arguments, run_cases
-from tests.support.tiny_models import make
+from tests.support.batches.groups import VOCABULARY, save
+from tests.support.batches.sharding import One, arguments, run_cases
+from tests.support.models.tiny_models import make
+from tests.support.processes.forks import Forked
 from tests.support.workers.sharded_policies import learned
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, newest
 from trainer.policy.policy import Policy

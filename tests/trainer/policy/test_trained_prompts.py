@@ -11,7 +11,7 @@ from common.prompts.prompter import PromptStyle
 from common.settings.config import load
 from common.wire.schemas import Prompt
 from services.data.sft_examples import load_examples
-from tests.support.sft import fine_tune
+from tests.support.runs.sft import fine_tune
 from trainer import ModelEvaluator, OnlineRLTrainer, TrainerConfig
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts, style_of
 from trainer.sft.settings import SFT_SETTINGS

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Group
 from learning.ranks import Ranks
-from tests.support.groups import (
+from tests.support.batches.groups import (
     batch_of,
     known,
     make_group,

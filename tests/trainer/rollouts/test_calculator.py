@@ -17,9 +17,9 @@ from examples.tool_calculator.base import Problem, build, conversations, problem
 from examples.tool_calculator.calculator import Calculator
 from services.environment.messages import parse_messages
 from services.environment.template import Template
-from tests.support.in_process import stored
-from tests.support.own_environments import RewardsAtRandom
+from tests.support.environments.own_environments import RewardsAtRandom
 from tests.support.paths import ROOT
+from tests.support.runs.in_process import stored
 from trainer.observe.run_dir import read_lines
 from trainer.start.in_process import train_in_process
 

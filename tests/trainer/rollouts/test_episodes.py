@@ -15,9 +15,9 @@ from common.wire import codec
 from common.wire.schemas import Group, Groups, Prompt
 from learning.ranks import Ranks
 from services.reward.functions.text import LengthPenaltyFunction
-from tests.support.groups import batch_of, make_group, prepared, whole, with_algorithm
-from tests.support.own_environments import Insists, Moody, TwiceUnlucky, Unlucky
-from tests.support.small_run import small_run
+from tests.support.batches.groups import batch_of, make_group, prepared, whole, with_algorithm
+from tests.support.environments.own_environments import Insists, Moody, TwiceUnlucky, Unlucky
+from tests.support.runs.small_run import small_run
 from trainer.backends.in_process import Problems
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex

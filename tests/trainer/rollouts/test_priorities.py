@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Group
-from tests.support.groups import make_group
+from tests.support.batches.groups import make_group
 from trainer.rollouts.priorities import PRIORITIES, load_priority, reuse_request
 
 

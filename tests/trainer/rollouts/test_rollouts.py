@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from learning.ranks import Ranks
-from tests.support.groups import make_group
+from tests.support.batches.groups import make_group
 from trainer.algorithms.batch import TrainingGroup
 from trainer.rollouts.rollouts import FollowerRollouts
 

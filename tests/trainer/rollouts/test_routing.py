@@ -8,7 +8,7 @@ from common.settings.config import Config
 from common.settings.sections import RolloutSection, TrainerSection
 from common.wire.codec import decode_groups, encode_groups
 from common.wire.schemas import Group
-from tests.support.groups import batch_of, make_group
+from tests.support.batches.groups import batch_of, make_group
 from trainer.rollouts.routing import split_routing
 
 _WIDTH = 6

@@ -22,8 +22,8 @@ from examples.search_agent.search import CORPUS, Library, SearchAgent, library, 
 from services.environment.messages import parse_messages
 from services.environment.template import Template
 from services.reward.functions.plain import PlainFunction
-from tests.support.agent_environments import python_of
-from tests.support.environments import request_for, served
+from tests.support.environments.agent_environments import python_of
+from tests.support.environments.environments import request_for, served
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.integration

@@ -26,7 +26,7 @@ from services.data.tiny import problems
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
-from tests.support.engines import expected_logprobs, write_model
+from tests.support.engines.engines import expected_logprobs, write_model
 from tests.support.paths import ROOT
 from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, train_in_process
 from trainer.backends.server import BackgroundServer

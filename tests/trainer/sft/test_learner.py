@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.settings.config import Config
 from learning.ranks import Ranks
-from tests.support.sft import random_rows
+from tests.support.runs.sft import random_rows
 from trainer.policy.policy import Policy
 from trainer.sft.learner import Learner
 from trainer.sft.rows import TrainingSequence

@@ -12,7 +12,7 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.codec import decode, encode
 from common.wire.schemas import Prompt
 from services.data.sft_examples import answered, example
-from tests.support.families import FAMILIES
+from tests.support.models.families import FAMILIES
 from trainer.sft.rows import Batches, Encoder, TrainingSequence
 
 END = "<|im_end|>"

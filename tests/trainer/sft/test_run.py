@@ -13,9 +13,9 @@ from common.errors import ConfigError
 from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.data.sft_examples import Examples, load_examples
-from tests.support.families import FAMILIES
-from tests.support.ranks import run_ranks
-from tests.support.sft import fine_tune
+from tests.support.models.families import FAMILIES
+from tests.support.processes.ranks import run_ranks
+from tests.support.runs.sft import fine_tune
 from trainer.dashboard.runs import RunReader
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy
@@ -67,7 +67,7 @@ def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(
         policy_dir,
         tmp_path / "run",
         "--trackers.names",
-        "tests.support.fake_trackers:Keeps",
+        "tests.support.runs.fake_trackers:Keeps",
         "--trainer.eval_every",
         "3",
     )

@@ -4,7 +4,7 @@ import pytest
 
 from common.process.topology import Topology
 from common.settings.config import Config
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 from trainer.start import job_group
 
 

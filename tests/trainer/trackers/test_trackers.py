@@ -17,14 +17,14 @@ from rich.console import Console
 from common.errors import ConfigError
 from common.settings.config import Config, load
 from common.settings.sections import TrackersSection
-from tests.support.apps import tiny
 from tests.support.paths import ROOT
+from tests.support.services.apps import tiny
 from trainer import TrainerConfig, train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.trackers.base import LIBRARIES, RunInfo, check
 from trainer.trackers.thread import TrackerThread
 
-FAKES = "tests.support.fake_trackers"
+FAKES = "tests.support.runs.fake_trackers"
 
 
 @pytest.fixture(autouse=True)

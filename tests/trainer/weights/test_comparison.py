@@ -10,7 +10,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from learning.sharding import named_tensors
 from learning.weight_group import digest
-from tests.support.tiny_models import GEMMA, make
+from tests.support.models.tiny_models import GEMMA, make
 from trainer.weights.comparison import Checksums
 from trainer.weights.layouts import Sharding
 from trainer.weights.tensor_hash import gpu_digest

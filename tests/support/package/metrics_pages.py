@@ -1,7 +1,7 @@
 """The real `/metrics` pages of every app, and the tables in docs/reference/metrics.md: the one
 generated from them, and that of the numbers of a step.
 
-`python -m tests.support.metrics_pages` writes the tables into the document.
+`python -m tests.support.package.metrics_pages` writes the tables into the document.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from tests.support.apps import SERVICES, make, tiny
 from tests.support.paths import ROOT
+from tests.support.services.apps import SERVICES, make, tiny
 from trainer.observe.metrics import METRICS
 
 DOCUMENT = ROOT / "docs" / "reference" / "metrics.md"

@@ -19,6 +19,6 @@ def python_of(name: str) -> str:
     )
     python = folder / "bin" / "python"
     if not python.exists():
-        made = f"python -m venv .venv-{name} && .venv-{name}/bin/pip install -r tests/support/{name}-requirements.txt"
+        made = f"python -m venv .venv-{name} && .venv-{name}/bin/pip install -r tests/support/environments/{name}-requirements.txt"
         pytest.skip(f"there is no {python}: make it with `{made}`")
     return str(python)

@@ -1,4 +1,4 @@
-"""`python -m tests.support.screenshots URL FILE.png [--dark] [--size 1360x900]` takes a screenshot
+"""`python -m tests.support.browser.screenshots URL FILE.png [--dark] [--size 1360x900]` takes a screenshot
 for the docs."""
 
 import argparse
@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support.browser import chromium
+from tests.support.browser.browser import chromium
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from examples.tool_calculator.calculator import Calculator
 
-INSISTS = "python:tests.support.own_environments:Insists"
-PONDERS = "python:tests.support.own_environments:Ponders"
+INSISTS = "python:tests.support.environments.own_environments:Insists"
+PONDERS = "python:tests.support.environments.own_environments:Ponders"
 OPEN_SESSION = "a-session-whose-name-is-known"
 """A session that the environment-server of sweeps keeps open from the start, like an episode's."""
 

@@ -14,7 +14,7 @@ from schemathesis import (
     SerializationContext,
 )
 
-from tests.support.own_environments import INSISTS, OPEN_SESSION
+from tests.support.environments.own_environments import INSISTS, OPEN_SESSION
 
 _SMALLEST = {"wait_s": 0.05, "n": 2, "deadline_s": 5.0}
 """Limits for waits and batches, which services grant as asked: long ones are not hangs but would

@@ -17,7 +17,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.tiny_models import make
+from tests.support.models.tiny_models import make
 
 CORPUS = [
     "Tom has 3 apples and buys 4 more apples. How many apples now?",
@@ -56,7 +56,7 @@ class Family:
     """A family: its architecture, and how its tokenizer works."""
 
     kind: str
-    """A kind of `tests.support.tiny_models`, or a model type of transformers."""
+    """A kind of `tests.support.models.tiny_models`, or a model type of transformers."""
     template: str
     special: tuple[str, ...]
     """Special tokens; the last one ends a turn."""

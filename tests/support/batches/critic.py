@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from common.wire.schemas import TokenSequence, ValueTargets
-from tests.support.forks import Forked
+from tests.support.processes.forks import Forked
 from trainer.algorithms.batch import Batch, Row
 
 VOCABULARY = 300

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.browser import Page
+from tests.support.browser.browser import Page
 from trainer.backends.server import BackgroundServer
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.runs import RunReader

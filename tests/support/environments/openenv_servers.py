@@ -1,5 +1,5 @@
 """OpenEnv servers, written as in OpenEnv's documentation: `uvicorn
-tests.support.openenv_servers:echo`."""
+tests.support.environments.openenv_servers:echo`."""
 
 # mypy: ignore-errors
 

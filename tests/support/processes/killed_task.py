@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.paths import ROOT
-from tests.support.processes import marked
+from tests.support.processes.processes import marked
 from trainer.observe.run_dir import read_lines
 
 LIMIT_S = 400

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.forks import Forked
-from tests.support.ports import free_port
+from tests.support.processes.forks import Forked
+from tests.support.processes.ports import free_port
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
 """Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of
@@ -26,7 +26,7 @@ class Service:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"{name}.log"
         words = (name, str(self.port), str(directory / name), str(model))
-        self.process = Forked("tests.support.served_app", *words, log=self.log)
+        self.process = Forked("tests.support.processes.served_app", *words, log=self.log)
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 
     def ready(self) -> bool:

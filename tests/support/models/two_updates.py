@@ -19,7 +19,7 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from services.rollout.engine_client import EngineClient
-from tests.support.groups import prepared
+from tests.support.batches.groups import prepared
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.policy.update_metrics import UpdateMetrics

@@ -11,7 +11,7 @@ from common.process.run_lock import RunLock
 from common.settings.config import Config
 from learning.ranks import Ranks
 from services.data.sft_examples import Examples
-from tests.support.groups import VOCABULARY
+from tests.support.batches.groups import VOCABULARY
 from trainer.sft.rows import TrainingSequence
 from trainer.sft.run import TASK, SftRun
 

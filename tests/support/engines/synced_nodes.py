@@ -9,7 +9,7 @@ from torch import Tensor
 from common.process.topology import TRAINER
 from common.wire.schemas import Broadcast, WorkerReport
 from learning.weight_group import digest
-from tests.support.rollout_nodes import GROUP, Cluster, Node, names
+from tests.support.engines.rollout_nodes import GROUP, Cluster, Node, names
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher
 from trainer.weights.transfer import Rendezvous

@@ -1,4 +1,4 @@
-"""`python -m tests.support.served_app SERVICE PORT DIRECTORY MODEL` runs one service in a process
+"""`python -m tests.support.processes.served_app SERVICE PORT DIRECTORY MODEL` runs one service in a process
 until SIGTERM."""
 
 import sys
@@ -9,7 +9,7 @@ import torch
 from fastapi import FastAPI
 
 from services.http.app import serve
-from tests.support.apps import make, tiny
+from tests.support.services.apps import make, tiny
 
 SMALL = (
     "--algorithm.name",

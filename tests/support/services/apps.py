@@ -25,8 +25,8 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.rollout.app import create_node_app
 from services.rollout.supervisor import NodeSupervisor
-from tests.support.environments import BASE, AnsweringEngine
-from tests.support.own_environments import INSISTS, OPEN_SESSION
+from tests.support.environments.environments import BASE, AnsweringEngine
+from tests.support.environments.own_environments import INSISTS, OPEN_SESSION
 from tests.support.paths import ROOT
 from trainer.backends.server import create_trainer_app
 from trainer.observe.prometheus import TrainerMetrics

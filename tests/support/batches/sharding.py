@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from common.settings.config import from_mapping
 from learning.ranks import Ranks
-from tests.support.groups import save
-from tests.support.ranks import run_ranks
+from tests.support.batches.groups import save
+from tests.support.processes.ranks import run_ranks
 from tests.support.workers.sharded_policies import learned
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.support.forks import Forked
-from tests.support.ports import free_port
+from tests.support.processes.forks import Forked
+from tests.support.processes.ports import free_port
 
 LIMIT_S = 600.0
 """Less than pytest's own limit, so that a slow test leaves no rank behind."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.ports import free_port
 
 LIMIT_S = 400
 

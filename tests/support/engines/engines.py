@@ -36,9 +36,9 @@ from common.settings.sections import (
 from common.wire.schemas import Float32
 from services.rollout.engine_client import engine_command, engine_env
 from services.rollout.router import router_command
-from tests.support.forks import Forked
 from tests.support.paths import ROOT
-from tests.support.ports import free_port
+from tests.support.processes.forks import Forked
+from tests.support.processes.ports import free_port
 
 _P = TypeVar("_P", "subprocess.Popen[bytes]", Forked)
 SGLANG = ROOT / ".venv-sglang"

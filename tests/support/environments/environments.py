@@ -22,7 +22,7 @@ from services.environment.runners import needs_gateway
 from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.http.app import listen, serving
-from tests.support.trap_models import letters, trap_tokenizer
+from tests.support.models.trap_models import letters, trap_tokenizer
 
 BASE = "http://in-process"
 
