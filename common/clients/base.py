@@ -297,7 +297,7 @@ class Client:
         """Asks the service, over another connection, whether it works on an attempt; None when it
         does not say.
         """
-        if not isinstance(self._transport, Network):
+        if isinstance(self._transport, httpx.ASGITransport):
             return None  # there is no connection
         try:
             answer = await self.http.get("/health", headers={ASKED_ATTEMPT: attempt}, timeout=5)
