@@ -224,7 +224,6 @@ class SleepingPolicy:
 
     def update(self, batch: Batch) -> PolicyUpdate:
         time.sleep(self.seconds)
-        self.step += 1
         return PolicyUpdate(Sums().metrics([], 0.0, 0.0, skipped=0, stopped=False))
 
 

@@ -49,7 +49,6 @@ from common.process.cli import fail
 from common.settings.config import Config, load
 from learning import attention, experts, head, loading
 from learning.final_logits import FinalLogits
-from learning.loading import Pretrained, materialise
 from learning.ranks import Ranks
 from learning.sharding import local
 from trainer.algorithms.batch import Batch, TrainingGroup
@@ -328,6 +327,7 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
                 policy.optimizer, "step", _within(recorder, "optimiser", policy.optimizer.step)
             ):
                 policy.update(batch)
+                policy.step += 1
             recorder.phase = ""
             _sort(recorder, policy, reference)
     finally:
@@ -397,8 +397,7 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         patch.object(logprobs, "_kernels", lambda _: _Kernels),
         patch.object(logprobs, "float32_product", product),
         patch.object(head, "float32_product", product),
-        patch.object(Pretrained, "whole", _whole),
-        patch.object(loading, "_align", lambda _: None),
+        patch.object(loading, "read_weights", lambda *_: None),
         patch.object(scorer, "final_logits", lambda _: FinalLogits()),
         patch.object(scorer, "check_batch_independence", lambda *_, **__: set()),
         patch.object(torch.UntypedStorage, "resize_", resized),
@@ -428,16 +427,6 @@ class _Kernels:
 
     @staticmethod
     def gradient(*_: object, **__: object) -> None: ...
-
-
-def _whole(pretrained: Pretrained) -> Any:
-    """Creates the unsharded model for one GPU, without reading files."""
-    model = pretrained.empty()
-    device = torch.device("cpu")
-    materialise(model, device, device)
-    pretrained.fill_added(model)
-    model.to = lambda _device: model  # fake parameters cannot be moved and are already in place
-    return model
 
 
 def _batch(config: Config, ranks: int) -> tuple[Batch, int]:

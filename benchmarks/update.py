@@ -328,6 +328,7 @@ def learn(
     batch.ref_logprobs = reference.logprobs(batch)
     batch.advantages, _ = compute_advantages(batch, config, policy.kl_coef)
     metrics = policy.update(batch).metrics
+    policy.step += 1
     if policy.ranks.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start, metrics

@@ -255,11 +255,6 @@ class Ranks:
             dist.all_reduce(same, dist.ReduceOp.MIN)
         return bool(same)
 
-    def broadcast_model(self, model: nn.Module) -> None:
-        if self.world_size > 1:
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor, 0)
-
     def sum(self, values: Tensor) -> Tensor:
         """Sums `values` over all ranks in place, and returns them."""
         if self.world_size > 1:

@@ -29,8 +29,10 @@ def train(run: Run) -> None:
             watchdog.at(f"the update of step {policy.step + 1}")
             with run.lease.training(run.clock):  # the engines sleep if they share the GPUs
                 with run.clock.stage("update"):
-                    # Log-probabilities, values, advantages, updates; it increments policy.step.
+                    # Log-probabilities, values, advantages, updates.
                     update, critic_metrics = learn(policy, run.reference, critic, batch)
+                    policy.step += 1  # the version of the new weights
+                    run.reference.refresh(policy)
                     run.trained.add(batch.problems)
                     if run.audit is not None:
                         run.audit.step(policy, critic, batch, update)

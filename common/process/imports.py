@@ -2,11 +2,21 @@
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+def named_or_imported(name: str, built_in: Mapping[str, _T], field: str) -> _T:
+    """Returns the built-in function of that name, or the one at the import path
+    `package.module:name`; `name` is the value of the setting `field`. Raises ConfigError.
+    """
+    found: Any = built_in.get(name) or import_callable(name, field)
+    return found  # type: ignore[no-any-return]  # nobody checks what an imported one is
 
 
 def import_callable(path: str, field: str) -> Callable[..., Any]:

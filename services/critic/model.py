@@ -106,7 +106,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
         directory,
         trust_remote_code=config.model.trust_remote_code,
         configure=configure,
-        added=None if directory else _NewHead(),
+        added=AddedModules() if directory else _NewHead(),
     )
     in_bfloat16 = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"
 

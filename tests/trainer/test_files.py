@@ -45,6 +45,7 @@ def batch(config: Config, seed: int) -> Batch:
 def test_a_resumed_policy_makes_the_same_updates(config: Config, tmp_path: Path) -> None:
     unbroken = Policy(config, Ranks())
     unbroken.update(batch(config, 0))
+    unbroken.step = 1
     save(unbroken, tmp_path / "checkpoints")
     unbroken.update(batch(config, 10))
     resumed, state, path = Policy.resume(config, Ranks(), tmp_path)
@@ -113,6 +114,7 @@ def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(
     lost meanwhile."""
     policy = Policy(config, Ranks())
     policy.update(batch(config, 0))
+    policy.step = 1
     first = save(policy, tmp_path)
     policy.step = 2
     second = save(policy, tmp_path)

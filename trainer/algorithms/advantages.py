@@ -5,6 +5,14 @@ The group-relative ones take `rewards` [G, n], of G groups of n completions, and
 their equations r is a reward, and mean, std and Σ are over the completions of one group. `gae`
 compares each token with a critic's value instead.
 
+For example, of a group with the rewards 1, 1, 1, 0, whose mean is 0.75 and whose standard deviation
+is 0.5:
+
+    group_normalised   0.5     0.5     0.5    −1.5
+    group_centred      0.25    0.25    0.25   −0.75
+    leave_one_out      0.33    0.33    0.33   −1
+    mean_normalised    0.33    0.33    0.33   −1
+
 Rewards have the unit that the reward functions give them; advantages have the same unit, or none
 where they are normalised.
 """
@@ -15,9 +23,12 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.process.imports import named_or_imported
+from common.settings.algorithm import AlgorithmSection
 
-Advantage = Callable[[Tensor, Tensor, float], Tensor]
-"""(rewards [G, n], lengths [G, n] in tokens, eps) -> advantages [G, n]"""
+Advantage = Callable[[Tensor, Tensor, AlgorithmSection], Tensor]
+"""(rewards [G, n], lengths [G, n] in trained tokens, the settings) -> advantages [G, n]"""
+_SETTING = "algorithm.advantage"
 
 
 def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
@@ -32,8 +43,7 @@ def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """
     _check(rewards)
     std = rewards.std(dim=1, keepdim=True, correction=1)
-    advantages = group_centred(rewards) / (std + eps)
-    return torch.where(_equal(rewards), torch.zeros_like(advantages), advantages)
+    return (group_centred(rewards) / (std + eps)).masked_fill(_equal(rewards), 0.0)
 
 
 def group_centred(rewards: Tensor) -> Tensor:
@@ -43,7 +53,7 @@ def group_centred(rewards: Tensor) -> Tensor:
     """
     _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return torch.where(_equal(rewards), torch.zeros_like(centred), centred)
+    return centred.masked_fill(_equal(rewards), 0.0)  # not what rounding leaves of a difference
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -67,7 +77,7 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     _check(rewards)
     lengths = lengths.to(rewards.dtype)
     baseline = (lengths * rewards).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
-    return torch.where(_equal(rewards), torch.zeros_like(rewards), rewards - baseline)
+    return (rewards - baseline).masked_fill(_equal(rewards), 0.0)
 
 
 def mean_normalised(rewards: Tensor) -> Tensor:
@@ -80,13 +90,13 @@ def mean_normalised(rewards: Tensor) -> Tensor:
     if (rewards < 0).any():
         raise ConfigError(
             "MaxRL divides by the mean reward of a group, which must not be negative",
-            field="algorithm.advantage",
+            field=_SETTING,
             value="mean_normalised",
             remedy=f"use rewards of at least 0 (there is one of {float(rewards.min()):g}), "
             "or another algorithm.advantage",
         )
-    centred = group_centred(rewards)
-    return torch.where(_equal(rewards), centred, centred / rewards.mean(dim=1, keepdim=True))
+    relative = group_centred(rewards) / rewards.mean(dim=1, keepdim=True)
+    return relative.masked_fill(_equal(rewards), 0.0)
 
 
 def reward_normalised(components: Tensor, weights: Tensor, eps: float = 1e-6) -> Tensor:
@@ -118,14 +128,14 @@ def _normalised_where_there(rewards: Tensor, eps: float) -> Tensor:
     """Returns [G, n] `group_normalised` of those rewards of each group that are not NaN, and 0 for
     the others.
     """
-    there = ~rewards.isnan()
-    if there.all():
+    if not rewards.isnan().any():
         return group_normalised(rewards, eps)
 
     advantages = torch.zeros_like(rewards)
-    for of_group, mask, own in zip(advantages, there, rewards, strict=True):
-        if mask.sum() > 1:
-            of_group[mask] = group_normalised(own[mask][None], eps)[0]
+    for result, group in zip(advantages, rewards, strict=True):
+        there = ~group.isnan()
+        if there.sum() > 1:  # one alone is compared with nothing
+            result[there] = group_normalised(group[there][None], eps)[0]
     return advantages
 
 
@@ -173,7 +183,9 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "group_normalised": lambda rewards, _, eps: group_normalised(rewards, eps),
+    "group_normalised": lambda rewards, _, settings: group_normalised(
+        rewards, settings.advantage_eps
+    ),
     "group_centred": lambda rewards, _, __: group_centred(rewards),
     "leave_one_out": lambda rewards, _, __: leave_one_out(rewards),
     "batch_normalised": lambda rewards, _, __: group_centred(rewards),
@@ -181,10 +193,35 @@ ADVANTAGES: dict[str, Advantage] = {
     "mean_normalised": lambda rewards, _, __: mean_normalised(rewards),
     "none": lambda rewards, _, __: torch.zeros_like(rewards),
 }
-"""The advantages that need only the rewards and lengths of a group, by name."""
+"""The advantages that need only the rewards and lengths of a group, by their names in
+`algorithm.advantage`, which may also be an import path."""
+OF_MORE = ("gae", "reward_normalised")
+"""The advantages that also need a critic's values, or the scores of each reward function."""
 WHITENED = ("gae", "batch_normalised")
 """The advantages that are then whitened over the tokens of the batch: PPO, and REINFORCE++ with a
 group baseline (Hu et al. 2025, arXiv:2501.03262), as in the public implementations."""
+
+
+def named_advantage(settings: AlgorithmSection) -> Advantage:
+    """Returns the advantage of the settings, none of `OF_MORE`. Raises ConfigError when it cannot
+    be imported; the returned function does when an imported one does not return [G, n].
+    """
+    estimate = named_or_imported(settings.advantage, ADVANTAGES, _SETTING)
+
+    def checked(rewards: Tensor, lengths: Tensor, settings: AlgorithmSection) -> Tensor:
+        advantages = estimate(rewards, lengths, settings)
+        # Another shape may broadcast, and would train on something else without a word.
+        if advantages.shape != rewards.shape:
+            raise ConfigError(
+                f"these advantages have the shape {tuple(advantages.shape)} for rewards of the "
+                f"shape {tuple(rewards.shape)}",
+                field=_SETTING,
+                value=settings.advantage,
+                remedy="return one number for each reward",
+            )
+        return advantages
+
+    return checked
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:

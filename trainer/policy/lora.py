@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from learning.loading import AddedModules, MemoryReader, fill, not_in_files
+from learning.loading import AddedModules, fill, from_memory, not_in_files
 from learning.ranks import Ranks
 from learning.saving import Contents
 from learning.sharding import named_tensors
@@ -166,10 +166,8 @@ def _peft_config(config: Config, model: Any) -> Any:
 def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
     """Loads the adapter's weights from a checkpoint, which rank 0 reads. A collective."""
     targets = dict(adapter_tensors(named_tensors(model).items()))
-    reader = None
-    if ranks.is_rank_zero:
-        reader = MemoryReader(load_file(directory / ADAPTER_WEIGHTS))
-    fill(targets, reader, ranks, everywhere=ranks.world_size == 1)
+    read = from_memory(load_file(directory / ADAPTER_WEIGHTS)) if ranks.is_rank_zero else None
+    fill(targets, read, ranks, everywhere=ranks.world_size == 1)
 
 
 def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

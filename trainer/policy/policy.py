@@ -3,9 +3,8 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +22,13 @@ from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from learning.sharding import named_tensors, reshard
+from trainer.algorithms.advantages import OF_MORE, named_advantage
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
     TokenTerms,
     adapted_kl_coef,
     kl_divergence,
+    named_loss,
     policy_loss,
     policy_weights,
     token_coefficients,
@@ -39,7 +40,7 @@ from trainer.policy.learning_rate import learning_rate
 from trainer.policy.lora import adapter_contents, load_policy
 from trainer.policy.published_weights import published_weights
 from trainer.policy.scorer import TokenScores, computes_in_bfloat16
-from trainer.policy.scoring import score_batch, score_tokens
+from trainer.policy.scoring import score_batch
 from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 _COMPARED_ROWS = 8
@@ -62,17 +63,18 @@ class PolicyUpdate:
 
 
 class Policy:
-    """The model that is trained, its optimiser and the step count.
+    """The model that is trained, and its optimiser.
 
-    `step`, the number of batches trained on, is also the weight version. The model is loaded from
-    the checkpoint `directory`, or from `config.model.name` when it is None. Only rank 0's argument
-    counts, and only rank 0 needs to see the directory.
+    The model is loaded from the checkpoint `directory`, or from `config.model.name` when it is
+    None. Only rank 0's argument counts, and only rank 0 needs to see the directory.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
         self.config = config
         self.ranks = ranks
         self.step = 0
+        """The number of batches that it was trained on, which is also the weight version. The loop
+        counts it."""
         self.total_steps: int | None = None
         """Total steps of the run; a decaying learning rate schedule needs them."""
         self.kl_coef = config.algorithm.kl_coef
@@ -81,6 +83,11 @@ class Policy:
             computes_in_bfloat16(config.model, ranks)
         )
         """Whether the ratio refers to the trainer's own log-probabilities, not the engine's."""
+
+        # An import path that is wrong is told now, not after the first batch was generated.
+        named_loss(config.algorithm)
+        if config.algorithm.advantage not in OF_MORE:
+            named_advantage(config.algorithm)
 
         settings = config.trainer
         if settings.offload_optimizer and not ranks.sharded:
@@ -175,8 +182,8 @@ class Policy:
 
     @property
     def seed(self) -> int:
-        """The seed for all randomness in this step: another one for every `config.seed` and, in the
-        first million, every step.
+        """The seed of all randomness in the next update. It differs between runs with another
+        `config.seed`, and between the first million steps of a run.
         """
         return self.config.seed * 1_000_003 + self.step
 
@@ -208,7 +215,7 @@ class Policy:
         """
         algorithm = self.config.algorithm
         sums = Sums(self.ranks.device)
-        loss_rows = np.array([i for i, row in enumerate(batch.rows) if row.in_loss], np.int64)
+        loss_rows = np.flatnonzero([row.in_loss for row in batch.rows])
         rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         norms: list[float] = []
         gradients: list[str] = []
@@ -242,33 +249,23 @@ class Policy:
 
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped=skipped, stopped=stopped)
-        self._advance(metrics, len(batch.rows))
-        if skipped:  # their loss may not be finite either: 0 stands for it in the step's record
-            zeros: dict[str, Any] = {
-                name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
-            }
-            metrics = replace(metrics, **zeros)
+        target = algorithm.kl_target
+        # A KL that overflowed, or of a batch without tokens, says nothing.
+        measured = metrics.trained_tokens > 0 and math.isfinite(metrics.kl_reference)
+        if target is not None and measured:
+            kl = metrics.kl_reference
+            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, target, rows=len(batch.rows))
         return PolicyUpdate(
-            metrics,
+            metrics.finite() if skipped else metrics,
             logprobs,
             norms=norms,
             gradients=gradients,
             digest_seconds=digest_seconds,
         )
 
-    def skip_update(self, batch: Batch) -> PolicyUpdate:
-        """Counts a step without an update (critic warm-up)."""
-        metrics = Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False)
-        self._advance(metrics, len(batch.rows))
-        return PolicyUpdate(metrics)
-
-    def _advance(self, metrics: UpdateMetrics, rows: int) -> None:
-        """Counts the step and adapts the KL coefficient."""
-        self.step += 1
-        target = self.config.algorithm.kl_target
-        measured = metrics.trained_tokens > 0 and math.isfinite(metrics.kl_reference)
-        if target is not None and measured:
-            self.kl_coef = adapted_kl_coef(self.kl_coef, metrics.kl_reference, target, rows=rows)
+    def skip_update(self) -> PolicyUpdate:
+        """Returns the result of a step in which only the critic learns."""
+        return PolicyUpdate(Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False))
 
     def _accumulate(
         self, batch: Batch, loss_rows: Indices, first: bool
@@ -286,7 +283,6 @@ class Policy:
         include the row, so that the gradient is the same with and without its pass.
         """
         algorithm = self.config.algorithm
-        settings = self.config.trainer
         sums = Sums(self.ranks.device)
         self.optimizer.zero_grad()
 
@@ -299,57 +295,58 @@ class Policy:
             gradient_rows = loss_rows[np.array(has_gradient, bool)]
 
         if first and len(gradient_rows) == 0:
-            self._compare(batch, loss_rows[:_COMPARED_ROWS], sums)
+            # Engine and trainer are compared on a few rows nevertheless: an engine with damaged
+            # weights gives wrong answers only, and would not be seen.
+            with torch.no_grad():
+                for _, micro, are_own in self._passes(batch, loss_rows[:_COMPARED_ROWS]):
+                    scores = self._score(micro)
+                    if are_own:
+                        sums.compare(micro, scores)
+
         total_tokens = sum(len(batch.rows[i].targets) for i in loss_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
-        for indices, are_own in micro_batch_passes(
-            self.scorer,
-            self.ranks,
-            batch.sizes(self.scorer.layout.shared),
-            rows=gradient_rows,
-            max_tokens=settings.micro_batch_tokens,
-            max_rows=settings.micro_batch_size,
-        ):
-            micro = self._micro_batch(batch, indices)
-            if are_own:
-                logprobs = self._backward(
-                    micro,
-                    total_tokens=total_tokens,
-                    total_rows=len(loss_rows),
-                    sums=sums,
-                    first=first,
-                )
-                scored.append((indices, logprobs))
-            else:  # the other ranks have one more pass: join its collective calls
+        for indices, micro, are_own in self._passes(batch, gradient_rows):
+            if not are_own:  # the other ranks have one more pass: join its collective calls
                 (self._score(micro).logprobs.sum() * 0).backward()
+                continue
+            logprobs = self._backward(
+                micro,
+                total_tokens=total_tokens,
+                total_rows=len(loss_rows),
+                sums=sums,
+                first=first,
+            )
+            scored.append((indices, logprobs))
         self.ranks.sum_gradients(self.model)
         self.ranks.sum_shares(sums.values)
 
-        logs_logprobs = first and settings.keep_groups_mb > 0 and batch.old_logprobs is None
-        if not logs_logprobs:
+        keeps_groups = self.config.trainer.keep_groups_mb > 0
+        if not (first and keeps_groups and batch.old_logprobs is None):
             return sums, None
         had_pass = set(gradient_rows.tolist())
         by_rows = by_row(scored, batch.lengths, self.ranks)  # 0 for rows without a pass
         return sums, [logprobs if i in had_pass else None for i, logprobs in enumerate(by_rows)]
 
-    def _compare(self, batch: Batch, rows: Indices, sums: Sums) -> None:
-        """Adds the comparison of engine and trainer over a few rows of a batch that has no
-        gradient: an engine with damaged weights gives wrong answers only, and would not be seen.
+    def _passes(self, batch: Batch, rows: Indices) -> Iterator[tuple[Indices, MicroBatch, bool]]:
+        """Yields the micro-batches of some rows that this rank computes, as indices and as tensors,
+        and whether they are its own (`micro_batch_passes`).
         """
-        settings = self.config.trainer
-        with torch.no_grad():
-            for indices, are_own in micro_batch_passes(
-                self.scorer,
-                self.ranks,
-                batch.sizes(self.scorer.layout.shared),
-                rows=rows,
-                max_tokens=settings.micro_batch_tokens,
-                max_rows=settings.micro_batch_size,
-            ):
-                micro = self._micro_batch(batch, indices)
-                scores = self._score(micro)
-                if are_own:
-                    sums.compare(micro, scores)
+        for indices, are_own in micro_batch_passes(
+            self.scorer,
+            self.ranks,
+            batch.sizes(self.scorer.layout.shared),
+            rows=rows,
+            max_tokens=self.config.trainer.micro_batch_tokens,
+            max_rows=self.config.trainer.micro_batch_size,
+        ):
+            micro = MicroBatch.of(
+                batch,
+                indices,
+                self.scorer.layout,
+                device=self.ranks.device,
+                routers=self.scorer.routers,
+            )
+            yield indices, micro, are_own
 
     def _backward(
         self,
@@ -415,32 +412,17 @@ class Policy:
         loss.backward()
 
         with torch.no_grad():
-            sums.add(
-                micro,
-                scores,
-                policy,
-                loss=loss,
-                old_logprobs=old_logprobs,
-                first=first,
-            )
+            sums.add(micro, scores, policy, loss=loss, old_logprobs=old_logprobs)
+            if first:
+                sums.compare(micro, scores)
         return scores.logprobs.detach()
 
-    def _micro_batch(self, batch: Batch, indices: Indices) -> MicroBatch:
-        return MicroBatch.of(
-            batch,
-            indices,
-            self.scorer.layout,
-            device=self.ranks.device,
-            routers=self.scorer.routers,
-        )
-
     def _score(self, micro: MicroBatch, entropy_gradient: bool = False) -> TokenScores:
-        return score_tokens(
-            self.scorer,
-            micro.tokens,
-            micro.targets,
-            config=self.config,
-            ranks=self.ranks,
+        scores: TokenScores = self.scorer(
+            micro.inputs.tokens,
+            micro.inputs.targets,
+            self.config.sampling.temperature,
             entropy_gradient=entropy_gradient,
-            support=micro.support,
+            support=micro.inputs.support,
         )
+        return scores

@@ -65,7 +65,7 @@ class Reference:
         return [] if self.scorer is None else [self.scorer], []
 
     def refresh(self, policy: Policy) -> None:
-        """Copies the policy into the reference every `algorithm.reference_refresh` steps."""
+        """Copies the policy into the reference after every `algorithm.reference_refresh` steps."""
         interval = self._config.algorithm.reference_refresh
         if self.scorer is None or not interval or policy.step % interval:
             return

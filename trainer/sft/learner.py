@@ -14,7 +14,6 @@ from learning.micro_batch_passes import micro_batch_passes
 from trainer.policy.learning_rate import learning_rate
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import TokenScores
-from trainer.policy.scoring import score_tokens
 from trainer.sft.rows import TrainingSequence
 
 
@@ -138,12 +137,8 @@ class Learner:
         tokens: Layout = self._policy.scorer.layout.of(prompts, completions)
         targets = torch.from_numpy(np.concatenate(completions).astype(np.int64))
         learned = torch.from_numpy(np.concatenate([row.learned for row in own]))
-        scores = score_tokens(
-            self._policy.scorer,
-            moved(tokens, device),
-            moved(targets, device),
-            config=self._config,
-            ranks=self._ranks,
+        scores: TokenScores = self._policy.scorer(
+            moved(tokens, device), moved(targets, device), self._config.sampling.temperature
         )
         return scores, moved(learned, device)
 

@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from common.settings.algorithm import AlgorithmSection
 from trainer.algorithms.advantages import (
     ADVANTAGES,
     gae,
@@ -18,6 +19,7 @@ from trainer.algorithms.advantages import (
 )
 
 finite = st.floats(-100, 100, width=32)
+SETTINGS = AlgorithmSection()
 COMPARING = [name for name in ADVANTAGES if name != "none"]
 """The advantages that compare the completions of one group."""
 
@@ -100,17 +102,17 @@ def test_length_weighted_hand_computed() -> None:
 @pytest.mark.parametrize("name", COMPARING)
 def test_every_advantage_is_zero_on_equal_groups_and_refuses_groups_of_one(name: str) -> None:
     lengths = torch.tensor([[3, 9, 4], [1, 2, 3]])
-    assert (ADVANTAGES[name](torch.full((2, 3), 0.1), lengths, 1e-6) == 0).all()
+    assert (ADVANTAGES[name](torch.full((2, 3), 0.1), lengths, SETTINGS) == 0).all()
     with pytest.raises(ValueError, match="at least 2 completions"):
-        ADVANTAGES[name](torch.zeros(4, 1), torch.ones(4, 1), 1e-6)
+        ADVANTAGES[name](torch.zeros(4, 1), torch.ones(4, 1), SETTINGS)
 
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_every_advantage_orders_completions_by_reward(name: str) -> None:
     rewards, lengths = torch.tensor([[0.0, 0.5, 1.0]]), torch.tensor([[4, 4, 4]])
-    advantages = ADVANTAGES[name](rewards, lengths, 1e-6)[0]
+    advantages = ADVANTAGES[name](rewards, lengths, SETTINGS)[0]
     assert advantages[0] < advantages[1] < advantages[2]
-    shifted = ADVANTAGES[name](rewards + 5, lengths, 1e-6)[0] * (
+    shifted = ADVANTAGES[name](rewards + 5, lengths, SETTINGS)[0] * (
         11 if name == "mean_normalised" else 1
     )  # means 0.5 and 5.5
     torch.testing.assert_close(shifted, advantages, atol=1e-5, rtol=0)

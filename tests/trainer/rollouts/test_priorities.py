@@ -137,10 +137,10 @@ def test_an_error_of_a_custom_function_is_passed_on(package: str) -> None:
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("entropy", "there is no such priority"),
-        ("", "there is no such priority"),
-        (":right", "there is no such priority"),
-        ("{}.module:", "there is no such priority"),
+        ("entropy", "is not an import path"),
+        ("", "is not an import path"),
+        (":right", "is not an import path"),
+        ("{}.module:", "is not an import path"),
         ("nowhere.module:right", "No module named 'nowhere'"),
         ("{}.missing:right", "cannot be imported"),
         (".module:right", "cannot be imported"),
