@@ -312,7 +312,7 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
             expert_size=settings.expert_parallel_size,
         )
         mesh_of.mesh()  # the meshes need real tensors
-        mesh_of.expert_mesh()
+        mesh_of.mesh(of_experts=True)
         mesh_of.context()
         routing = _even_routing(shape.get("num_experts_per_tok", 0))
         fakes = FakeTensorMode(allow_non_fake_inputs=True)

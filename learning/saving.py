@@ -234,7 +234,7 @@ def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
         return share
     return DTensor.from_local(
         share,
-        ranks.mesh_like(like.device_mesh, "cpu"),
+        ranks.mesh("cpu", of_experts="expert" in like.device_mesh.mesh_dim_names),
         like.placements,
         run_check=False,
         shape=like.shape,

@@ -137,7 +137,7 @@ def shard(
     mesh = ranks.mesh()
     experts: list[nn.Module] = []
     if ranks.expert_size > 1:
-        expert_mesh = ranks.expert_mesh()
+        expert_mesh = ranks.mesh(of_experts=True)
         experts = divide_experts(model, expert_mesh["expert"])
     policy = OffloadPolicy()
     if offload:
