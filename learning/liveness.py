@@ -31,7 +31,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from common.errors import ServiceError, shorten
+from common.errors import shorten
 from common.process import progress, watchdog
 from common.process.logs import event
 from common.process.progress import Progress

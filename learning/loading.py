@@ -296,7 +296,7 @@ def read_weights(
     read: Read | None = None
     if shared or ranks.is_rank_zero:
         reader = model_reader(directory, model, targets)
-        read = reader and reader.read
+        read = reader.read if reader else None
     everywhere = shared and ranks.all_equal(b"" if read is None else b"fits")
     if ranks.is_rank_zero and read is None:
         log.info(

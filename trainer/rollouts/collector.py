@@ -106,7 +106,14 @@ class UntakenGroup:
 class Collector:
     """Owns the groups of a run, from the draw of a prompt to the acknowledgement of its group.
 
-    All methods run in the event loop of the clients.
+    All methods run in the event loop of the clients. The rollouts of a run use it so
+    (`Rollouts`), here with two groups in each of three steps:
+
+        collecting = create_task(collector.run(groups=6, slots=2))   # in the background
+        groups = await collector.take(TakeRequest(count=2, …))       # [g0, g1]; 4 to draw, 0 slots
+        …                                                            # the update, the new weights
+        await collector.acknowledge(groups)                          # prompts 0 and 1 are finished
+        collector.free_slots(2)                                      # prompts 2 and 3 are drawn
     """
 
     def __init__(
@@ -270,13 +277,15 @@ class Collector:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._are_oldest_stored(count):
+                while True:
                     self._changed.clear()
-                    stored = [each for each in self.untaken.values() if each.is_stored]
-                    enough = len(stored) >= count  # but an older one is not among them
-                    with self._clock.stage("stragglers") if enough else nullcontext():
+                    stored = [each.is_stored for each in self.untaken.values()]
+                    if len(stored) >= count and all(stored[:count]):
+                        return True
+                    # There are enough, but an older one is not among them.
+                    waits_for_old = sum(stored) >= count
+                    with self._clock.stage("stragglers") if waits_for_old else nullcontext():
                         await self._changed.wait()
-                return True
         return False
 
     async def wait_until_idle(self, wait_s: float) -> bool:
@@ -303,10 +312,6 @@ class Collector:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
-
-    def _are_oldest_stored(self, count: int) -> bool:
-        oldest = list(self.untaken.values())[:count]
-        return len(oldest) == count and all(each.is_stored for each in oldest)
 
     async def take(self, request: TakeRequest) -> list[Group]:
         """Takes groups from the replay buffer for the trainer; returns none if there are too few.
@@ -337,24 +342,21 @@ class Collector:
         too old.
         """
         waiting = self.untaken.get(group.position)
+        problem = ""
         if waiting is None or waiting.graded is None or waiting.graded.id != group.id:
+            problem = "which does not wait to be trained on: this run has trained on it already, "
+            problem += "or another program stored it"
+        elif group.weight_version < min_version:
+            problem = f"whose weights {group.weight_version} are older than {min_version}"
+        if problem:
             raise CollectFailed(
                 f"the replay-buffer handed out group {group.id} of position {group.position}, "
-                "which does not wait to be trained on: this run has trained on it already, or "
-                "another program stored it",
+                f"{problem}",
                 field="id",
                 value=group.id,
                 remedy="look into the log of replay-buffer for other clients and for a store that "
-                "was set back; then start the run again: it resumes from its checkpoint and drops "
-                "what it has not trained on",
-            )
-        if group.weight_version < min_version:
-            raise CollectFailed(
-                f"the replay-buffer handed out group {group.id} of weights {group.weight_version}, "
-                f"older than version {min_version}",
-                field="trainer.max_staleness",
-                value=self._config.trainer.max_staleness,
-                remedy="run the same version of the program in every task",
+                "was set back; run the same version of the program in every task; then start the "
+                "run again: it resumes from its checkpoint and drops what it has not trained on",
             )
 
     def _drop_stale(self, min_version: int, evicted: int) -> None:

@@ -25,7 +25,7 @@ from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.start import RolloutStart
+from trainer.rollouts.start import set_back, total_steps
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
@@ -62,6 +62,7 @@ class Rollouts:
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
         batch_size = config.trainer.batch_size
+        # The others are prioritised reuse.
         self._fresh_per_step = batch_size - int(batch_size * config.replay.reuse_ratio)
         self._total_steps = 1
         self._batches = 0
@@ -89,9 +90,10 @@ class Rollouts:
         Raises ConfigError for too little data, for another run's experience that would be reused,
         and for a reward function that fails.
         """
-        start = RolloutStart(self._context, self._fresh_per_step)
-        self._total_steps = self._loop.call(start.total_steps())
-        self._loop.call(start.set_back(step, self._cursor.progress.position, known))
+        context = self._context
+        self._total_steps = self._loop.call(total_steps(context, self._fresh_per_step))
+        position = self._cursor.progress.position
+        self._loop.call(set_back(context, step, position, known=known))
         return self._ranks.broadcast(self._total_steps)
 
     def wait_until_idle(self) -> None:
@@ -183,7 +185,13 @@ class Rollouts:
             waits.saw(stored, f"{stored} groups were graded")
             now = time.monotonic()
             if now - told > _SAY_EVERY_S:
-                self._tell_wait(waits.waited_s, count)
+                log.warning(
+                    "waiting for %.0f s for %d groups; active now: %s; %s",
+                    waits.waited_s,
+                    count,
+                    self._clock.active(),
+                    "; ".join(watchdog.awaited()) or "no call is in flight",
+                )
                 told = now
                 self._loop.call(self._collector.store_lost())
             if self._failure is not None:
@@ -215,15 +223,6 @@ class Rollouts:
             remedy="look at the logs of rollout-server and reward-server, or raise the limit",
         )
 
-    def _tell_wait(self, seconds: float, count: int) -> None:
-        log.warning(
-            "waiting for %.0f s for %d groups; active now: %s; %s",
-            seconds,
-            count,
-            self._clock.active(),
-            "; ".join(watchdog.awaited()) or "no call is in flight",
-        )
-
     def _reused(self, count: int, step: int) -> list[TrainingGroup]:
         """Samples up to `count` earlier groups by priority, with importance weights
         (arXiv:1511.05952).
@@ -246,18 +245,19 @@ class Rollouts:
         """Raises CollectFailed for tokens outside the vocabulary, which would cause an IndexError
         in the update.
         """
-        for name, token_ids in _token_lists(group).items():
-            if len(token_ids) == 0:
-                continue
-            lowest = int(token_ids.min())
-            highest = int(token_ids.max())
-            if lowest >= 0 and highest < self._vocabulary:
-                continue
+        lists = [group.prompt_token_ids]
+        for completion in group.completions:
+            lists += [completion.token_ids, completion.kept_tokens]
+            if completion.prompt_ids is not None:
+                lists.append(completion.prompt_ids)
+        token_ids = np.concatenate(lists)
+        unknown = token_ids[(token_ids < 0) | (token_ids >= self._vocabulary)]
+        if len(unknown):
             raise CollectFailed(
                 f"group {group.id} has a token that is not in the model's vocabulary of "
                 f"{self._vocabulary}",
-                field=name,
-                value=lowest if lowest < 0 else highest,
+                field="token_ids",
+                value=int(unknown[0]),
                 remedy="find out who added that group: the engines serve another model, or another "
                 "program uses the replay-buffer; a restarted run drops the groups that it has not "
                 "trained on",
@@ -327,15 +327,3 @@ class FollowerRollouts(Rollouts):
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
         pass
-
-
-def _token_lists(group: Group) -> dict[str, np.ndarray]:
-    """Returns the token ids in a group, by the names of their fields."""
-    lists = {"prompt_token_ids": group.prompt_token_ids}
-    for index, completion in enumerate(group.completions):
-        field = f"completions[{index}]"
-        lists[f"{field}.token_ids"] = completion.token_ids
-        lists[f"{field}.kept_tokens"] = completion.kept_tokens
-        if completion.prompt_ids is not None:
-            lists[f"{field}.prompt_ids"] = completion.prompt_ids
-    return lists
