@@ -8,8 +8,7 @@ from the model's in another way; then transformers loads them.
 
 import json
 import logging
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -52,10 +51,8 @@ _OWN_HEAD = (
     "the files of %s have a head that differs from the embedding, while its config.json ties the "
     "two (tie_word_embeddings true): the head is kept; set it to false there"
 )
-_SHOWN = 3
-"""Names in a warning."""
-_SAMPLE_BYTES = 4096
-"""Bytes of each tensor by which ranks notice that they see different files."""
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
 
 
 def only_logits(config: Any) -> None:
@@ -171,7 +168,6 @@ class Pretrained:
             if name not in own or self.added.first(name, own[name].shape) is None:
                 missing.append(name)
         refuse_random(missing)
-        _warn_of_unused(model, found["unexpected_keys"], self.source)
         if getattr(model.config, "tie_word_embeddings", False) and len(_head_names(model)) == 1:
             _note_own_head(model)
             log.warning(_OWN_HEAD, self.source)
@@ -260,7 +256,6 @@ def load(
         _note_own_head(model)
         if ranks.is_rank_zero:
             log.warning(_OWN_HEAD, pretrained.source)
-    unused = set(own_names.values()) - pretrained.names(model).keys()
     root = wrap(model)
 
     # On this rank's device, or its share of them.
@@ -280,16 +275,12 @@ def load(
     elif low_precision:
         _keep_states_in_bfloat16(model)
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
-    read_weights(pretrained, model, directory, ranks, unused)
+    read_weights(pretrained, model, directory, ranks)
     return root
 
 
-def read_weights(
-    pretrained: Pretrained, model: Any, directory: Path, ranks: Ranks, unused: Iterable[str]
-) -> None:
-    """Fills the tensors of a model from its files; `unused` are those for which it has no use. A
-    collective.
-    """
+def read_weights(pretrained: Pretrained, model: Any, directory: Path, ranks: Ranks) -> None:
+    """Fills the tensors of a model from its files. A collective."""
     targets = pretrained.fill_added(model)
     # Every rank reads, if all see the same files and these have the model's tensors.
     shared = ranks.all_equal(_fingerprint(directory))
@@ -305,8 +296,6 @@ def read_weights(
             directory,
         )
         read = from_memory(pretrained.plain().state_dict())
-    elif ranks.is_rank_zero:
-        _warn_of_unused(model, unused, pretrained.source)
     if ranks.is_rank_zero and not everywhere and ranks.world_size > 1:
         log.info("rank 0 reads %s and sends it to the others", directory)
     fill(targets, read, ranks, everywhere)
@@ -341,29 +330,6 @@ def _note_own_head(model: Any) -> None:
     """Makes the configuration, with which the model is saved and published, say what it is."""
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
-
-
-def _warn_of_unused(model: Any, names: Iterable[str], source: str) -> None:
-    """Warns of tensors in the files that the model does not have, such as biases that its
-    configuration switches off.
-
-    `names` are those that they would have in the model. A model without a language-model head,
-    such as a critic, has no use for other heads either.
-    """
-    ignored = model._keys_to_ignore_on_load_unexpected or []
-    computed = tuple(name.rpartition(".")[2] for name, _ in model.named_buffers())
-    body = "" if _head_names(model) else f"{model.base_model_prefix}."
-    unused = sorted(
-        name
-        for name in names
-        if name.startswith(body)
-        and not name.endswith(computed)
-        and not any(re.search(pattern, name) for pattern in ignored)
-    )
-    if unused:
-        names = ", ".join([*unused[:_SHOWN], *(["…"] if len(unused) > _SHOWN else [])])
-        told = f"{len(unused)} tensors that {type(model).__name__} does not have"
-        log.warning("the files of %s have %s, and that are left out: %s", source, told, names)
 
 
 def _keep_states_in_bfloat16(model: Any) -> None:
@@ -533,9 +499,24 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
+def samples(file: Path) -> Iterator[bytes]:
+    """Yields the header of a safetensors file and samples of its tensors, which tell versions of a
+    model apart: reading a large one would take minutes.
+    """
+    size = file.stat().st_size
+    yield f"{file.name} {size}".encode()
+    with file.open("rb") as stream:
+        header = stream.read(8)
+        yield header + stream.read(min(size, int.from_bytes(header, "little")))
+        first = stream.tell()
+        for i in range(_SAMPLES):
+            stream.seek(first + (size - first) * i // _SAMPLES)
+            yield stream.read(_SAMPLE_BYTES)
+
+
 def _fingerprint(directory: Path) -> bytes:
     """Identifies the files that a rank sees by names, sizes, the small state file of a checkpoint
-    and a piece of every tensor: the same path may hold an older version on another node.
+    and samples: the same path may hold an older version on another node.
     """
     if not directory.is_dir():
         return b""
@@ -545,15 +526,6 @@ def _fingerprint(directory: Path) -> bytes:
         if state.exists():
             hasher.update(state.read_bytes())  # whoever resumes says if it is damaged
     for path in weight_files(directory):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = file.read(size)
-            hasher.update(header)
-            tensors = json.loads(header)
-            tensors.pop("__metadata__", None)
-            for tensor in tensors.values():
-                begin, end = tensor["data_offsets"]
-                middle = (begin + end) // 2
-                file.seek(8 + size + middle)
-                hasher.update(file.read(min(_SAMPLE_BYTES, end - middle)))
+        for part in samples(path):
+            hasher.update(part)
     return hasher.hexdigest().encode()

@@ -90,7 +90,7 @@ def saved(config: Config, *steps: int) -> Path:
         (retrained, "model.name"),
         (shallower, "model.name"),
         (other_template, "the tokenizer of model.name"),
-        (other_merges, "the merges of the tokenizer of model.name"),
+        (other_merges, "the tokenizer of model.name"),
     ],
 )
 def test_another_model_in_place_of_the_first_is_refused(
