@@ -355,7 +355,7 @@ class Liveness:
     async def _end_stuck(self) -> None:
         """Ends this process, because no rank makes progress and nobody knows when one would."""
         await self._exit(
-            f"no rank has made progress for {self._stuck_after_s:g} s (trainer.stuck_after_s). "
+            f"no rank has made progress for {self._stuck_after_s:g} s (limits.stuck_after_s). "
             f"{self._stuck_at}. All ranks end",
             event("rank_lost", rank="", how="stuck"),
             reports=self._ranks.is_rank_zero,
@@ -367,7 +367,7 @@ class Liveness:
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
             "failed": f"has failed: {message.reason}",
             "died": "is lost: its process was killed, or its connection was cut",
-            "silent": f"is lost: silent for {self._lost_after_s:g} s (trainer.lost_after_s), "
+            "silent": f"is lost: silent for {self._lost_after_s:g} s (limits.lost_after_s), "
             "node gone or process stuck",
         }[message.how]
         name = self._name(message.rank)

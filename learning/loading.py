@@ -26,7 +26,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from common.models.hub import refuse_random
 from common.process import progress
-from common.settings.sections import TrainerSection
+from common.settings.config import Config
 from common.weights.checksums import Hasher
 from learning.hub_names import Sources, from_hub, hub_shapes, learn, sources
 from learning.ranks import Ranks
@@ -233,7 +233,7 @@ def load(
     wrap: Callable[[Any], nn.Module],
     ranks: Ranks,
     *,
-    settings: TrainerSection,
+    config: Config,
     low_precision: bool,
     trained: bool = True,
     exact: Callable[[Any], list[nn.Module]] = lambda _: [],
@@ -259,8 +259,8 @@ def load(
     root = wrap(model)
 
     # On this rank's device, or its share of them.
-    prepare(model, settings, trained=trained, device=ranks.device)
-    offload = settings.offload_optimizer and trained and ranks.sharded
+    prepare(model, config.trainer, trained=trained, device=ranks.device)
+    offload = config.parallel.offload_optimizer and trained and ranks.sharded
     if ranks.sharded:
         shard(
             root,
@@ -269,7 +269,7 @@ def load(
             low_precision=low_precision,
             offload=offload,
             trained=trained,
-            gathers_once=settings.reshard_after_forward is False,
+            gathers_once=config.parallel.reshard_after_forward is False,
             exact=exact(model),
         )
     elif low_precision:

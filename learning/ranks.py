@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.errors import ConfigError
-from common.settings.sections import TrainerSection
+from common.settings.config import Config
 from learning.allocator import configure_allocators
 from learning.context import ContextGroup
 from learning.device import DeviceKind, choose_device
@@ -51,10 +51,10 @@ class Ranks:
 
     def __post_init__(self) -> None:
         groups = (
-            ("trainer.shard_size", self._copy_size, self.world_size, "ranks"),
-            ("trainer.context_parallel_size", self.context_size, self.world_size, "ranks"),
+            ("parallel.shard_size", self._copy_size, self.world_size, "ranks"),
+            ("parallel.context_size", self.context_size, self.world_size, "ranks"),
             (
-                "trainer.expert_parallel_size",
+                "parallel.expert_size",
                 self.expert_size,
                 self._copy_size,
                 "ranks of a copy of the model",
@@ -73,10 +73,10 @@ class Ranks:
             configure_allocators(os.environ)
 
     @classmethod
-    def from_env(cls, join_s: float, settings: TrainerSection | None = None) -> "Ranks":
+    def from_env(cls, join_s: float, config: Config | None = None) -> "Ranks":
         """Reads torchrun's variables; without torchrun this is a single process."""
         return cls._of(
-            settings or TrainerSection(),
+            config or Config(),
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -84,18 +84,18 @@ class Ranks:
         )
 
     @classmethod
-    def alone(cls, settings: TrainerSection) -> "Ranks":
+    def alone(cls, config: Config) -> "Ranks":
         """Returns the only process of a run."""
-        return cls._of(settings)
+        return cls._of(config)
 
     @classmethod
-    def _of(cls, settings: TrainerSection, **place: Any) -> "Ranks":
+    def _of(cls, config: Config, **place: Any) -> "Ranks":
         return cls(
-            device_kind=settings.device,
-            shard_size=settings.shard_size,
-            offload=settings.offload_optimizer,
-            context_size=settings.context_parallel_size,
-            expert_size=settings.expert_parallel_size,
+            device_kind=config.trainer.device,
+            shard_size=config.parallel.shard_size,
+            offload=config.parallel.offload_optimizer,
+            context_size=config.parallel.context_size,
+            expert_size=config.parallel.expert_size,
             **place,
         )
 

@@ -85,11 +85,11 @@ def build_run(
     checkpoints = Checkpoints(
         run_dir / "checkpoints",
         ranks,
-        config.trainer.keep_checkpoints,
+        config.checkpoint.keep,
         static=lambda: tokenizer_files(run_dir / "model"),
     )
     # Whether the experience in the replay buffer belongs to this run, from an earlier attempt.
-    attempted = config.trainer.resume and checkpoints.directory.is_dir()
+    attempted = config.checkpoint.resume and checkpoints.directory.is_dir()
     continues = policy.step > 0 or attempted
 
     watchdog.at("waiting for the services and the first publishing")
@@ -195,7 +195,7 @@ class _Leader:
         )
         self.services, self.publisher = self.backend.start(context)
 
-        patience_s = config.trainer.stuck_after_s
+        patience_s = config.limits.stuck_after_s
         # A wait is told even when the console is quiet: the log shows warnings.
         quiet = self.backend.console.quiet
         say_waiting = partial(self.say, level=logging.WARNING) if quiet else self.say
@@ -235,11 +235,11 @@ class _Leader:
         config = self.config
         policy = run.policy
         steps = run.total_steps
-        warmup = config.trainer.warmup_steps
+        warmup = config.optimizer.warmup_steps
         if warmup >= steps > _TRIAL_STEPS:
             self.warn(
-                f"the warm-up (trainer.warmup_steps {warmup}) is not shorter than the run of "
-                f"{steps} steps: the learning rate stays below trainer.learning_rate, and little "
+                f"the warm-up (optimizer.warmup_steps {warmup}) is not shorter than the run of "
+                f"{steps} steps: the learning rate stays below optimizer.learning_rate, and little "
                 "is learned"
             )
         trained = TrainedPrompts.of(saved or config.model.name)

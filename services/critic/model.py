@@ -134,7 +134,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
             pretrained,
             wrap,
             ranks,
-            settings=config.trainer,
+            config=config,
             low_precision=in_bfloat16,
             exact=exact,
         )
@@ -142,7 +142,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
         remedy = (
             "name a decoder on the hub (with network access, and HF_TOKEN if it is gated) "
             "or a local model directory; of a checkpoint, remove that directory to continue from "
-            "the one before it, or start with --trainer.resume false"
+            "the one before it, or start with --checkpoint.resume false"
         )
         raise ConfigError(
             f"the value model cannot be loaded: {str(error).strip().splitlines()[0]}",

@@ -113,7 +113,7 @@ def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
         message,
         field="model.name" if name == _TOKENIZER else name,
         value=is_now,
-        remedy=f"{remedy}, or start over: another run directory, or trainer.resume false",
+        remedy=f"{remedy}, or start over: another run directory, or checkpoint.resume false",
     )
 
 
