@@ -3,7 +3,7 @@ names.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from common.settings.section import InHelp, Section
+from common.settings.section import InHelp, Section, among
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -48,11 +48,21 @@ _Published = Literal[
 ]
 _Recent = Literal["dppo", "icepop", "geo_rs", "gdpo", "maxrl", "sapo", "alp", "opd"]
 Recipe = Literal[_Published, _Recent]
-_OfTheSum = Literal[
-    "group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"
-]
-_Others = Literal["mean_normalised", "reward_normalised", "gae", "none"]
-CORRECTION = ("correction_level", "correction_cap", "correction_floor")
+ADVANTAGES = (
+    "group_normalised",
+    "group_centred",
+    "leave_one_out",
+    "batch_normalised",
+    "length_weighted",
+    "mean_normalised",
+    "reward_normalised",
+    "gae",
+    "none",
+)
+"""The built-in advantages (`trainer/algorithms/advantages.py`)."""
+LOSSES = ("clip", "cispo", "dppo", "sapo")
+"""The built-in losses (`trainer/algorithms/losses.py`)."""
+CORRECTION = ("correction_cap", "correction_floor")
 """The settings of a rollout_correction."""
 
 
@@ -76,20 +86,21 @@ class AlgorithmSection(Section):
     """
 
     name: InHelp[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
-    advantage: Literal[_OfTheSum, _Others] = "group_normalised"
+    advantage: Annotated[str, among(*ADVANTAGES)] = "group_normalised"
     """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's
     values. `reward_normalised` (GDPO) normalises the scores of each reward function separately.
-    `none`: learn only from the teacher (`teacher.url`)."""
+    `none`: learn only from the teacher (`teacher.url`). `package.module:name`: a function of yours
+    (docs/how-to/add-an-algorithm.md)."""
     advantage_eps: PositiveFloat = 1e-6
     """Added to the standard deviation (group_normalised, reward_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token (`gae`), above 0 and at most 1."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """λ of `gae`, 0 to 1: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
-    policy_loss: Literal["clip", "cispo", "dppo", "sapo"] = "clip"
+    policy_loss: Annotated[str, among(*LOSSES)] = "clip"
     """PPO's clipped surrogate; CISPO, where clipped tokens keep their gradient; DPPO, which leaves
-    out tokens whose probability moved by more than clip_low or clip_high; or SAPO's sigmoid of the
-    ratio."""
+    out tokens whose probability moved by more than clip_low or clip_high; SAPO's sigmoid of the
+    ratio; or `package.module:name`, a function of yours (docs/how-to/add-an-algorithm.md)."""
     importance_level: Literal["token", "sequence"] = "token"
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -153,8 +164,6 @@ class AlgorithmSection(Section):
     """Old log-probabilities of the ratio and its clipping: the `engine`'s, or the `trainer`'s own
     before the update. `auto`: the trainer's with a rollout_correction, and in bfloat16 with
     importance_level sequence."""
-    correction_level: Literal["token", "sequence"] = "token"
-    """Importance weight of each token, or one for the whole completion."""
     correction_cap: float = Field(2.0, gt=1)
     """Bound above 1: `truncate` cuts weights at it, `mask` drops those above it."""
     correction_floor: float | None = Field(None, gt=0, lt=1)
@@ -244,7 +253,9 @@ class AlgorithmSection(Section):
     def _unread(self) -> Iterator[tuple[Sequence[str], str]]:
         """Yields settings that others make pointless, and why."""
         advantage = self.advantage
-        if advantage not in ("group_normalised", "reward_normalised"):
+        # A function of the user may read any setting.
+        is_own = ":" in advantage
+        if not is_own and advantage not in ("group_normalised", "reward_normalised"):
             yield (
                 ("advantage_eps",),
                 f"advantage is {advantage}, not group_normalised or reward_normalised",
@@ -256,15 +267,15 @@ class AlgorithmSection(Section):
                 ("dynamic_sampling", "overlong_buffer", "length_penalty"),
                 "advantage is none, so the rewards are not used",
             )
-        if self.policy_loss != "clip":
-            yield ("dual_clip",), f"policy_loss is {self.policy_loss}"
         if self.policy_loss == "sapo":
-            yield ("clip_low", "clip_high"), "policy_loss is sapo, which does not clip"
-        else:
+            yield ("clip_low", "clip_high", "dual_clip"), "policy_loss is sapo, which does not clip"
+        elif self.policy_loss in LOSSES:
             yield (
                 ("sapo_tau_positive", "sapo_tau_negative"),
                 f"policy_loss is {self.policy_loss}, not sapo",
             )
+        if self.policy_loss in ("cispo", "dppo"):
+            yield ("dual_clip",), f"policy_loss is {self.policy_loss}"
         if self.updates_per_batch == 1:
             yield ("early_stop_kl",), "update_epochs and mini_batches are 1"
         if self.kl_coef == 0:

@@ -25,23 +25,9 @@ from common.settings.chat_templates import read_chat_template, read_template_var
 from common.settings.lr_schedules import LrSchedule
 from common.settings.prompt_templates import read_template
 from common.settings.rewards import OwnReward, Reward, RewardEntry
-from common.settings.section import InHelp, Section
+from common.settings.section import InHelp, Section, among
 
 _Entry = TypeVar("_Entry", bound=Reward)
-
-
-def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
-    """Returns a validator: the text must be one of `names` or an import path."""
-
-    def check(text: str) -> str:
-        if text in names or re.fullmatch(r"[\w.]+:\w+", text):
-            return text
-        raise ValueError(
-            f"there is no {text}: "
-            f"{did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
-        )
-
-    return AfterValidator(check)
 
 
 _MAX_NAME = 512
@@ -69,7 +55,7 @@ def _environment(text: str) -> str:
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 TrackerName = Annotated[
-    str, _among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")
+    str, among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")
 ]
 
 
@@ -153,7 +139,7 @@ class DataSection(Section):
     task_field: str = ""
     """Column with the task of each row, which selects its reward functions (`tasks` in
     `reward.functions`)."""
-    map: Annotated[str, _among("", path="package.module:function")] = ""
+    map: Annotated[str, among("", path="package.module:function")] = ""
     """Function `package.module:function` that transforms every row before it is used. It gets the
     columns and returns columns, or None to skip the row."""
     levels: list[int | str] = []
@@ -280,7 +266,7 @@ class ReplaySection(Section):
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, from 0 to
     below 1."""
-    priority: Annotated[str, _among("advantage", "reward")] = "advantage"
+    priority: Annotated[str, among("advantage", "reward")] = "advantage"
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own
     function `package.module:name` of (group, advantages) returns, at least 0."""
     max_reuse_staleness: NonNegativeInt = 8

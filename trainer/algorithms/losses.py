@@ -65,17 +65,13 @@ class TokenTerms:
     row_count: int
     """R"""
 
-    def sums_of_rows(self, values: Tensor) -> Tensor:
-        """Returns [R] sums of `values` [C] by row."""
-        sums = torch.zeros(self.row_count, dtype=values.dtype, device=values.device)
-        return sums.index_add(0, self.row_of_token, values)
-
     def mean_of_row(self, values: Tensor) -> Tensor:
         """Returns [C] the mean of `values` [C] over the row of each token."""
-        lengths = self.sums_of_rows(torch.ones_like(values))
+        zeros = values.new_zeros(self.row_count)
+        sums = zeros.index_add(0, self.row_of_token, values)
+        lengths = zeros.index_add(0, self.row_of_token, torch.ones_like(values))
         # A row without trained tokens has no mean, and no token that would read it.
-        means = self.sums_of_rows(values) / lengths.clamp(min=1)
-        return means[self.row_of_token]
+        return (sums / lengths.clamp(min=1))[self.row_of_token]
 
 
 @dataclass
@@ -247,16 +243,11 @@ def policy_weights(settings: AlgorithmSection, tokens: TokenTerms) -> Tensor:
 def importance_correction(tokens: TokenTerms, settings: AlgorithmSection) -> Tensor:
     """Returns [C] weights, without gradient, that correct for the gap between engine and trainer.
 
-    w_t = π_old(t) / μ(t) or, with `correction_level` `sequence`, the product of these over the row.
-    `truncate` gives min(w, cap): truncated importance sampling (Yao et al. 2025). `mask` gives w
-    where floor ≤ w ≤ cap, by default with the floor 1 / cap, and 0 elsewhere; by token this is
-    IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
+    w_t = π_old(t) / μ(t). `truncate` gives min(w, cap): truncated importance sampling (Yao et al.
+    2025). `mask` gives w where floor ≤ w ≤ cap, by default with the floor 1 / cap, and 0 elsewhere;
+    this is IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
     """
-    log_weight = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-    if settings.correction_level == "sequence":
-        log_weight = tokens.sums_of_rows(log_weight)[tokens.row_of_token]
-    weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-
+    weight = ratio_of(tokens.old_logprobs, tokens.rollout_logprobs).detach()
     cap = settings.correction_cap
     if settings.correction == "truncate":
         return weight.clamp(max=cap)

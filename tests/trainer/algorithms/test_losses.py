@@ -155,18 +155,14 @@ def test_importance_correction_hand_computed() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
     behaviour = proximal - torch.log(torch.tensor([3.0, 0.5, 1.5, 1.0, 0.25]))
 
-    def weights(
-        mode: Literal["truncate", "mask"], level: Literal["token", "sequence"]
-    ) -> list[float]:
+    def weights(mode: Literal["truncate", "mask"]) -> list[float]:
         tokens = terms(proximal, behaviour, torch.ones(5))
-        settings = AlgorithmSection(rollout_correction=mode, correction_level=level)
+        settings = AlgorithmSection(rollout_correction=mode)
         found: list[float] = importance_correction(tokens, settings).tolist()
         return found
 
-    assert weights("truncate", "token") == pytest.approx([2.0, 0.5, 1.5, 1.0, 0.25])
-    assert weights("mask", "token") == pytest.approx([0.0, 0.5, 1.5, 1.0, 0.0])
-    assert weights("truncate", "sequence") == pytest.approx([1.5, 1.5, 0.375, 0.375, 0.375])
-    assert weights("mask", "sequence") == pytest.approx([1.5, 1.5, 0.0, 0.0, 0.0])
+    assert weights("truncate") == pytest.approx([2.0, 0.5, 1.5, 1.0, 0.25])
+    assert weights("mask") == pytest.approx([0.0, 0.5, 1.5, 1.0, 0.0])
 
 
 def test_off_policy_mask_drops_bad_completions_that_moved_away() -> None:

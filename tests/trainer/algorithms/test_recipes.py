@@ -175,10 +175,7 @@ def test_the_recipes_have_the_published_bounds() -> None:
         for name in ("icepop", "geo_rs", "sapo", "dppo")
     }
     assert (sections["icepop"].correction_floor, sections["icepop"].correction_cap) == (0.5, 5.0)
-    assert (sections["icepop"].rollout_correction, sections["icepop"].correction_level) == (
-        "mask",
-        "token",
-    )
+    assert sections["icepop"].rollout_correction == "mask"
     assert (sections["geo_rs"].geometric_low, sections["geo_rs"].geometric_high) == (0.999, 1.001)
     assert (sections["sapo"].sapo_tau_positive, sections["sapo"].sapo_tau_negative) == (1.0, 1.05)
     assert (sections["dppo"].clip_low, sections["dppo"].clip_high) == (0.2, 0.2)
