@@ -132,7 +132,7 @@ class Liveness:
         self._all_joined = threading.Event()
         watched = range(ranks.world_size) if ranks.is_rank_zero else [0]
         self._known = {rank: _Known() for rank in watched}
-        """Of rank 0 itself, too, whose progress counts like that of the others."""
+        """What the watched ranks have said. Rank 0 is among its own: its progress counts too."""
         self._gone: dict[int, tuple[_Message, float]] = {}
         """The ranks that have ended, and when this rank heard of it."""
         self._stuck_at = ""  # where all ranks stand, once none makes progress any more

@@ -43,7 +43,7 @@ _FILES = [
     "*.jinja",
 ]
 _OTHER_FILES = ["*/*", "consolidated*"]
-"""What else a repository may hold: the same weights once more, in the format of another library."""
+"""Files that repeat the weights in the format of another library."""
 _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Outputs that a saved configuration may ask of every forward pass."""
 
@@ -220,6 +220,7 @@ class Pretrained:
 
 @contextmanager
 def _damage_as_os_error() -> Iterator[None]:
+    """Raises OSError for a damaged file, as for one that cannot be read."""
     try:
         yield
     except SafetensorError as error:
@@ -327,7 +328,9 @@ def _has_own_head(model: Any, directory: Path, own_names: Mapping[str, str]) -> 
 
 
 def _note_own_head(model: Any) -> None:
-    """Makes the configuration, with which the model is saved and published, say what it is."""
+    """Notes in the configuration, with which the model is saved and published, that the head is not
+    the embedding.
+    """
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
 

@@ -30,7 +30,6 @@ from learning.sharding import layers
 Experts = NDArray[np.int16]
 """[tokens, layers · top_k] numbers of experts."""
 _FIELD = "trainer.routing_replay"
-_OFF = "leave it out"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROUTERS = ("gate", "router")
 
@@ -100,20 +99,16 @@ class Routers:
         )
 
     def _read(self, raw: UInt8, tokens: int) -> Experts:
+        # Numbers up to 255 take one byte, larger ones two.
         size = 1 if len(raw) <= tokens * self.width else 2
-        if len(raw) != size * tokens * self.width:
+        fits = len(raw) == size * tokens * self.width
+        whole = raw if fits else raw[:0]
+        numbers = whole.view("<u1" if size == 1 else "<u2").astype(np.int16)
+        if not fits or int(numbers.max(initial=0)) >= self.experts:
             raise ConfigError(
-                f"an engine returned {len(raw)} bytes for the experts of {tokens} tokens, and this "
-                f"model has {self.layers} layers with {self.top_k} experts for a token",
-                field=_FIELD,
-                value=True,
-                remedy="empty the replay-buffer with POST /clear if it has groups of another model",
-            )
-        numbers = raw.view("<u1" if size == 1 else "<u2").astype(np.int16)
-        highest = int(numbers.max(initial=0))
-        if highest >= self.experts:
-            raise ConfigError(
-                f"an engine chose expert {highest}, and this model has {self.experts}",
+                f"the experts that an engine returned for {tokens} tokens are not those of this "
+                f"model, which has {self.layers} layers and chooses {self.top_k} of "
+                f"{self.experts} experts",
                 field=_FIELD,
                 value=True,
                 remedy="empty the replay-buffer with POST /clear if it has groups of another model",
@@ -143,7 +138,11 @@ class Routers:
         """Computes the router of a layer."""
         if self.given is None and self._recorded is None:
             return forward(*inputs, **options)
-        selection = _Selection(self.experts, self.top_k, self._given_to(layer))
+        given: Tensor | None = None
+        if self.given is not None:
+            first = layer * self.top_k
+            given = self.given[first : first + self.top_k].T
+        selection = _Selection(self.experts, self.top_k, given)
         with selection:
             routed = forward(*inputs, **options)
         if selection.count != 1:
@@ -151,13 +150,6 @@ class Routers:
         if self._recorded is not None:
             self._recorded[layer] = selection.chosen
         return routed
-
-    def _given_to(self, layer: int) -> Tensor | None:
-        """Returns [T, top_k] what is given to the router of a layer."""
-        if self.given is None:
-            return None
-        first = layer * self.top_k
-        return self.given[first : first + self.top_k].T
 
 
 class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed here
@@ -215,5 +207,5 @@ def _refused(config: Any, reason: str) -> ConfigError:
         f"the routing of {config.model_type} cannot be replayed: {reason}",
         field=_FIELD,
         value=True,
-        remedy=_OFF,
+        remedy="leave it out",
     )

@@ -74,8 +74,9 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
     for layer in layers(model):
         if checkpointing == "selective":
             # Inside the compiled module, so that the compiler knows what to keep.
+            keeps_products = partial(create_selective_checkpoint_contexts, _products())
             layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products
+                checkpoint, layer.forward, use_reentrant=False, context_fn=keeps_products
             )
         if compiled:
             layer.forward = _compiled(layer.forward)
@@ -91,15 +92,9 @@ def _compiled(forward: Any) -> Any:
     return torch.compile(forward, dynamic=True)
 
 
-def _keep_products() -> Any:
-    """Returns the contexts of an activation checkpoint that keeps the results of matrix products
-    and attention.
-    """
-    return create_selective_checkpoint_contexts(_products())
-
-
 @cache
 def _products() -> list[Any]:
+    """Returns the operators whose results a selective activation checkpoint keeps."""
     import torch.nn.attention.varlen  # defines torch_attn
 
     aten = torch.ops.aten

@@ -90,7 +90,7 @@ class Run:
     lease: GpuLease
     total_steps: int
     audit: Audit | None = None
-    """With `trainer.audit`."""
+    """None without `trainer.audit`."""
     evaluator: Evaluator | None = None
     """Rank 0 only."""
     log: RunLog | None = None
@@ -100,7 +100,7 @@ class Run:
     lock: RunLock | None = None
     """The lock on the run directory; rank 0 only."""
     trained: TrainedPrompts = field(default_factory=TrainedPrompts.none)
-    """What the model was trained on; rank 0's counts."""
+    """The prompts that the model was trained on; only rank 0's are saved."""
     identity: Facts = field(default_factory=dict)
     """The settings that all attempts share; rank 0 only."""
     listener: Listener = field(default_factory=Listener)

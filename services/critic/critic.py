@@ -80,17 +80,10 @@ class Critic:
         The loss of a step is the mean over the completion tokens of its whole mini-batch, each
         times its row's weight, so the result does not depend on micro-batches or the number of
         ranks. `seed` determines the order of the rows. A step whose gradient is not finite is
-        skipped and counted. Raises InvalidInput like `values` and when there are no rows, and
+        skipped and counted. Raises InvalidInput like `values`, and
         NonFiniteGradients after more than `MAX_SKIPPED_UPDATES` skipped steps in a row, when the
         critic is unusable.
         """
-        if not rows:
-            raise InvalidInput(
-                "there are no rows to learn from",
-                field="rows",
-                value=0,
-                remedy="send at least one row",
-            )
         self._check(rows, "rows")
         algorithm = self._config.algorithm
         sizes = self._sizes(rows)

@@ -251,13 +251,10 @@ def test_numbers_of_one_and_two_bytes_are_read(size: str) -> None:
     assert routes.completion.shape == (0, _LAYERS * _TOP_K)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "reason"),
-    [([0, 1, 2, 3, 4, 8], "chose expert 8, and this model has 8"), ([0, 1, 2], "returned 3 bytes")],
-)
-def test_experts_of_another_model_are_refused(numbers: list[int], reason: str) -> None:
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 8], [0, 1, 2]])
+def test_experts_of_another_model_are_refused(numbers: list[int]) -> None:
     routers = Routers(make("Qwen3-MoE", **_MOE))
     ids = np.array([5], np.int32)
     read: Callable[[], Routes] = lambda: routers.read(raw(numbers, "<u1"), ids, ids)  # noqa: E731
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match="are not those of this model"):
         read()

@@ -1,7 +1,7 @@
 """Advantages: how much better than expected a completion, or one of its tokens, was. Pure
 functions.
 
-The group-relative ones take `rewards` [G, n], of G groups of n completions, and return [G, n]. In
+The group-relative ones take `rewards` [G, n] of G groups of n ≥ 2 completions and return [G, n]. In
 their equations r is a reward, and mean, std and Σ are over the completions of one group. `gae`
 compares each token with a critic's value instead.
 
@@ -35,13 +35,12 @@ def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO's advantage (Shao et al. 2024, arXiv:2402.03300): A = (r − mean) / (std + eps).
 
     The standard deviation is unbiased (ddof = 1) as in the public implementations. A group of equal
-    rewards gets exactly 0. Raises ValueError for groups of one.
+    rewards gets exactly 0.
 
     Args:
         rewards: [G, n]
         eps: keeps the quotient finite where the rewards hardly differ.
     """
-    _check(rewards)
     std = rewards.std(dim=1, keepdim=True, correction=1)
     return (group_centred(rewards) / (std + eps)).masked_fill(_equal(rewards), 0.0)
 
@@ -49,9 +48,8 @@ def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
 def group_centred(rewards: Tensor) -> Tensor:
     """Dr. GRPO's advantage (Liu et al. 2025, arXiv:2503.20783): A = r − mean, not normalised.
 
-    Takes and returns [G, n]. Raises ValueError for groups of one.
+    Takes and returns [G, n].
     """
-    _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return centred.masked_fill(_equal(rewards), 0.0)  # not what rounding leaves of a difference
 
@@ -59,7 +57,7 @@ def group_centred(rewards: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor) -> Tensor:
     """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A_i = r_i − 1/(n − 1) · Σ_{j ≠ i} r_j.
 
-    This is n/(n − 1) · (r − mean). Takes and returns [G, n]. Raises ValueError for groups of one.
+    This is n/(n − 1) · (r − mean). Takes and returns [G, n].
     """
     n = rewards.shape[-1]
     return group_centred(rewards) * (n / (n - 1))
@@ -68,13 +66,12 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     """OPO (Hao et al. 2025, arXiv:2505.23585): A = r − Σ l·r / Σ l, with l the lengths.
 
-    Raises ValueError for groups of one.
+
 
     Args:
         rewards: [G, n]
         lengths: [G, n] in tokens.
     """
-    _check(rewards)
     lengths = lengths.to(rewards.dtype)
     baseline = (lengths * rewards).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
     return (rewards - baseline).masked_fill(_equal(rewards), 0.0)
@@ -254,14 +251,6 @@ def length_penalty(
     Returns: [rows]
     """
     return -pass_rates.clamp(min=1 / group_size) * lengths / max_new_tokens
-
-
-def _check(rewards: Tensor) -> None:
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        shape = tuple(rewards.shape)
-        raise ValueError(
-            f"a group-relative advantage needs groups of at least 2 completions, got shape {shape}"
-        )
 
 
 def _equal(rewards: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -378,27 +379,17 @@ def has_changed(name: str, path: Path) -> ConfigError:
 
 
 def _best(checkpoints: Sequence[Path]) -> Path | None:
-    """Returns the checkpoint with the highest rating, the newest of equals; None if none has
-    one.
+    """Returns the checkpoint with the highest accuracy, or mean reward where there is none, the
+    newest of equals; None if none was evaluated.
     """
-    best: tuple[float, Path] | None = None
+    rated: list[tuple[float, Path]] = []
     for path in checkpoints:
-        rating = _rating(path)
-        if rating is not None and (best is None or (rating, path) > best):
-            best = (rating, path)
-    return None if best is None else best[1]
-
-
-def _rating(path: Path) -> float | None:
-    """Returns the accuracy of a checkpoint, or else its mean reward; None without an
-    evaluation.
-    """
-    try:
-        state = json.loads((path / _STATE).read_text())
-        found = state["mean_reward"] if state["accuracy"] is None else state["accuracy"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return None if found is None else float(found)
+        with suppress(OSError, ValueError, KeyError):
+            state = json.loads((path / _STATE).read_text())
+            found = state["mean_reward"] if state["accuracy"] is None else state["accuracy"]
+            if found is not None:
+                rated.append((float(found), path))
+    return max(rated)[1] if rated else None
 
 
 def _shared(directory: Path, ranks: Ranks) -> bool:

@@ -102,7 +102,9 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
     if directory is not None:
-        _load_adapter(scorer.model, directory, ranks)
+        targets = dict(adapter_tensors(named_tensors(scorer.model).items()))
+        read = from_memory(load_file(directory / ADAPTER_WEIGHTS)) if ranks.is_rank_zero else None
+        fill(targets, read, ranks, everywhere=ranks.world_size == 1)
     return scorer
 
 
@@ -161,13 +163,6 @@ def _peft_config(config: Config, model: Any) -> Any:
         base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,
         task_type="CAUSAL_LM",
     )
-
-
-def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
-    """Loads the adapter's weights from a checkpoint, which rank 0 reads. A collective."""
-    targets = dict(adapter_tensors(named_tensors(model).items()))
-    read = from_memory(load_file(directory / ADAPTER_WEIGHTS)) if ranks.is_rank_zero else None
-    fill(targets, read, ranks, everywhere=ranks.world_size == 1)
 
 
 def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

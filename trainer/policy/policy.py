@@ -59,7 +59,7 @@ class PolicyUpdate:
     gradients: Sequence[str] = ()
     """The checksum of each of these gradients, before clipping (`trainer.audit`)."""
     digest_seconds: float = 0.0
-    """What these checksums took."""
+    """Time that these checksums took."""
 
 
 class Policy:

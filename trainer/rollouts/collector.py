@@ -82,7 +82,7 @@ class GroupState(Enum):
     """The state of a group that the trainer has not taken; the table above says when it ends."""
 
     DROPPED = auto()
-    """It keeps its place, and its prompt is tried again (`reproducible`)."""
+    """Its prompt is tried again, and keeps its place in the order (`reproducible`)."""
     GENERATING = auto()
     STORING = auto()
     WAITING = auto()
