@@ -52,8 +52,9 @@ _VERDICT_S = 10.0
 _SHUTDOWN_S = 5.0
 """Seconds that an ending rank waits for others to read why: closing a socket with unread input
 discards sent data."""
-_MAX_LINE_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 18
 _MAX_STACKS_CHARS = 40_000
+"""In JSON a character takes at most 6 bytes, so that the answer of a rank fits into a line."""
 _MAX_AWAITED = 20
 _MAX_STUCK_CHARS = 2000
 _ANSWER_S = 2.0
@@ -316,7 +317,10 @@ class Liveness:
                     case "stuck":
                         self._stuck_at = message.reason
                     case "where":
-                        writer.write(_here())
+                        where = watchdog.where()
+                        where.awaited = where.awaited[:_MAX_AWAITED]
+                        where.stacks = shorten(where.stacks, _MAX_STACKS_CHARS)
+                        writer.write(_Message(word="here", where=where).line())
                     case "here":
                         self._answers[peer] = message.where or Where()
                         self._answered.set()
@@ -413,17 +417,3 @@ class Liveness:
         addresses = self._topology.node_ips
         address = f" ({addresses[node]})" if node < len(addresses) else ""
         return f"rank {rank} on {TRAINER}-{node}{address}"
-
-
-def _here() -> bytes:
-    """Returns the line that says where this process is, shorter than `_MAX_LINE_BYTES`."""
-    where = watchdog.where()
-    where.awaited = where.awaited[:_MAX_AWAITED]
-    stacks = where.stacks
-    room = _MAX_STACKS_CHARS
-    while True:
-        where.stacks = shorten(stacks, room)
-        line = _Message(word="here", where=where).line()
-        if len(line) < _MAX_LINE_BYTES:
-            return line
-        room //= 2  # JSON escapes have made it longer

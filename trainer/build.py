@@ -107,7 +107,8 @@ def build_run(
         run_id=leader.run_id if leader else "",
     )
     critic.restore(saved)
-    policy.total_steps = rollouts.prepare(policy.step, continues)
+    steps = rollouts.prepare(policy.step, continues) if leader else 0
+    policy.total_steps = ranks.broadcast(steps)
 
     run = Run(
         config=config,
@@ -273,7 +274,11 @@ class _Leader:
             dropout=policy.scorer.dropout,
         )
         if policy.step >= steps:
-            recorder.say(_already_finished(config, policy.step))
+            recorder.say(
+                f"already finished: {policy.step} steps were trained before, and their result is "
+                "below; name another RUN_DIR for a new run, or raise trainer.max_steps or "
+                "trainer.num_epochs to continue"
+            )
         # Tells the next attempt that the stored experience is its own.
         run.checkpoints.directory.mkdir(exist_ok=True)
 
@@ -314,15 +319,3 @@ class _Leader:
         self.loop.call(flush_all((*self.services.stateful(), *agents)))
         for client in agents:
             self.loop.call(client.close())
-
-
-def _already_finished(config: Config, trained: int) -> str:
-    limit = "trainer.num_epochs"
-    value = config.trainer.num_epochs
-    if config.trainer.max_steps is not None:
-        limit = "trainer.max_steps"
-        value = config.trainer.max_steps
-    return (
-        f"already finished: {trained} steps were trained before, and their result is below; name "
-        f"another RUN_DIR for a new run, or raise {limit} ({value}) to continue"
-    )

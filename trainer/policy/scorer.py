@@ -74,24 +74,19 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
             misfits = adapted.load_adapter(source, "default")
             unfit = [*misfits.unexpected_keys, *misfits.missing_keys]
             if unfit:
-                raise _unfit_adapter(source, whole.name, unfit)
+                raise ConfigError(
+                    f"the adapter does not fit its model {whole.name}: {len(unfit)} tensors are "
+                    f"only in one of the two, such as {min(unfit)}",
+                    field="model.name",
+                    value=source,
+                    remedy="name the model on which it was trained as base_model_name_or_path in "
+                    f"its {ADAPTER_CONFIG}",
+                )
             model = adapted.merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
-
-
-def _unfit_adapter(source: str, base: str, unfit: Sequence[str]) -> ConfigError:
-    """Returns the error for an adapter with other tensors than its model has room for."""
-    return ConfigError(
-        f"the adapter does not fit its model {base}: {len(unfit)} tensors are only in one of the "
-        f"two, such as {min(unfit)}",
-        field="model.name",
-        value=source,
-        remedy="name the model on which it was trained as base_model_name_or_path in its "
-        f"{ADAPTER_CONFIG}",
-    )
 
 
 def computes_in_bfloat16(config: ModelSection, ranks: Ranks) -> bool:

@@ -79,8 +79,7 @@ class Rollouts:
         return self._loop.call(read())
 
     def prepare(self, step: int, known: bool) -> int:
-        """Sets the services to the position where the run continues; returns its total steps. A
-        collective.
+        """Sets the services to the position where the run continues; returns its total steps.
 
         Args:
             step: the policy's step.
@@ -94,7 +93,7 @@ class Rollouts:
         self._total_steps = self._loop.call(total_steps(context, self._fresh_per_step))
         position = self._cursor.progress.position
         self._loop.call(set_back(context, step, position, known=known))
-        return self._ranks.broadcast(self._total_steps)
+        return self._total_steps
 
     def wait_until_idle(self) -> None:
         """Returns when nothing is generated for training until another slot is freed. Called from
@@ -312,9 +311,6 @@ class FollowerRollouts(Rollouts):
     def progress(self) -> PromptProgress:
         """Only rank 0 knows it."""
         return PromptProgress()
-
-    def prepare(self, step: int, known: bool) -> int:
-        return self._ranks.broadcast(0)
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
