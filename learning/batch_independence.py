@@ -99,6 +99,8 @@ def check_batch_independence(
     if max_tokens is None:
         max_tokens = switch_length(text.to_dict())
     longest = longest_sequence(text, max_tokens)
+    # The longer sequence reaches the last positions that the run permits, where LongRoPE would
+    # switch its factors.
     size = max(2, min(_LONG, longest))
     short = min(_SHORT, size)
     # The first tokens differ, because rows that begin with the same prompt would share it.

@@ -87,10 +87,12 @@ class Sizes:
         in tokens.
         """
         totals = self.totals[indices].astype(np.float64)
+        # Everything but attention is linear in the length; attention is quadratic.
         costs = totals + totals**2 / _QUADRATIC
         if self.shared:
             prompts = self.prompts[indices].astype(np.float64)
             groups = self.groups[indices]
+            # A row whose neighbour has the same prompt adds only its completion.
             repeats = np.concatenate([[False], groups[1:] == groups[:-1]])
             costs -= repeats * (prompts + prompts**2 / _QUADRATIC)
         return costs
@@ -115,6 +117,8 @@ def shares(sizes: Sizes, indices: Indices, count: int) -> list[Indices]:
     if not sizes.shared:
         return [order[part::count] for part in range(count)]
     costs = sizes.costs(order)
+    # Each row goes to the part in which the middle of its cost falls, if all costs are laid end to
+    # end and the line is cut into `count` equal pieces.
     middles = np.cumsum(costs) - costs / 2
     parts = np.minimum(middles * count // max(costs.sum(), 1.0), count - 1)
     return [order[parts == part] for part in range(count)]
@@ -131,6 +135,7 @@ def micro_batches(
     as even as possible.
     """
     parts = shares(sizes, indices, ranks.shares)
+    # Ranks that compute a row together hold a part of its tokens each.
     max_tokens *= ranks.context_size
     count = max(len(_filled(sizes, part, max_tokens, max_rows=max_rows)) for part in parts)
     own_rows = parts[ranks.share]
@@ -170,6 +175,7 @@ def _filled(
         else:
             grown = tokens + total
 
+        # The first row of a part may be longer than the bound: a row cannot be cut.
         if not parts or grown > max_tokens or len(parts[-1]) == max_rows:
             parts.append([])
             grown = total

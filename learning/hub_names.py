@@ -56,6 +56,8 @@ def sources(model: Any, name: str, tensor: Tensor) -> Sources | None:
     if converter is None:
         return names[0]
     first, *others = converter.operations
+    # The two conversions that can be undone for some experts alone: stacking, after joining what
+    # belongs to one expert (such as gate and up projection).
     stacks_experts = isinstance(first, MergeModulelist) and first.dim == 0
     within_experts = all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
     if not (stacks_experts and within_experts):
@@ -95,6 +97,7 @@ def to_hub(
         key = rename_source_key(name, [], converters)[0]
         held.setdefault(key, {})[name] = tensor
         lacking[key] -= 1
+        # Complete: everything of the combined tensor has come.
         if lacking[key] == 0:  # some tensors in the files combine several of the model's
             yield from revert_weight_conversion(model, held.pop(key)).items()
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, GenerationConfig
 
+from common.errors import ConfigError
 from common.models.hub import refuse_random
 from common.process import progress
 from common.settings.config import Config
@@ -47,10 +48,6 @@ _OTHER_FILES = ["*/*", "consolidated*"]
 _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Outputs that a saved configuration may ask of every forward pass."""
 
-_OWN_HEAD = (
-    "the files of %s have a head that differs from the embedding, while its config.json ties the "
-    "two (tie_word_embeddings true): the head is kept; set it to false there"
-)
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 
@@ -164,13 +161,11 @@ class Pretrained:
         )
         own = named_tensors(model)
         missing: list[str] = []
+        # transformers fills them with random numbers and only warns.
         for name in found["missing_keys"]:
             if name not in own or self.added.first(name, own[name].shape) is None:
                 missing.append(name)
         refuse_random(missing)
-        if getattr(model.config, "tie_word_embeddings", False) and len(_head_names(model)) == 1:
-            _note_own_head(model)
-            log.warning(_OWN_HEAD, self.source)
         return model
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
@@ -245,18 +240,19 @@ def load(
     three arguments.
     """
     # The modules, without memory for their weights.
+    # Names suffice to build the model: which files' tensors become which of its own.
     directory = pretrained.files(ranks)
     names = ranks.broadcast(list(_shapes_in(directory)) if ranks.is_rank_zero else [])
     model = pretrained.empty()
     own_names = learn(model, pretrained.names(model), names)
-    has_own_head = ranks.is_rank_zero and _has_own_head(model, directory, own_names)
-    if ranks.broadcast(has_own_head) and len(_head_names(model)) > 1:
-        head = model.get_output_embeddings()
-        requires_grad = head.weight.requires_grad
-        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=requires_grad)
-        _note_own_head(model)
-        if ranks.is_rank_zero:
-            log.warning(_OWN_HEAD, pretrained.source)
+    if ranks.broadcast(ranks.is_rank_zero and _loses_head(model, directory, own_names)):
+        raise ConfigError(
+            "the model's files have a head that differs from the embedding, while its config.json "
+            "ties the two: transformers would keep that head, and SGLang would leave it out",
+            field="model.name",
+            value=pretrained.source,
+            remedy="set tie_word_embeddings to false in its config.json",
+        )
     root = wrap(model)
 
     # On this rank's device, or its share of them.
@@ -302,37 +298,20 @@ def read_weights(pretrained: Pretrained, model: Any, directory: Path, ranks: Ran
     fill(targets, read, ranks, everywhere)
 
 
-def _head_names(model: Any) -> list[str]:
-    """Returns the names of the head's weight: also the embedding's if the two are tied."""
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    named = model.named_parameters(remove_duplicate=False)
-    return [name for name, parameter in named if parameter is head]
-
-
-def _has_own_head(model: Any, directory: Path, own_names: Mapping[str, str]) -> bool:
-    """Whether the head is not the embedding. If the model has tied the two and its files have both,
-    with different numbers, then transformers keeps both, whatever `tie_word_embeddings` says.
+def _loses_head(model: Any, directory: Path, own_names: Mapping[str, str]) -> bool:
+    """Whether the model ties head and embedding, and its files have both, with different numbers.
 
     `own_names` are the model's names of the tensors in the files.
     """
-    tied = _head_names(model)
-    if len(tied) < 2:
-        return True
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    named = model.named_parameters(remove_duplicate=False)
+    tied = [name for name, parameter in named if parameter is head]
     in_files = [name for name, own in own_names.items() if own in tied]
     if len(in_files) < 2:
         return False
     reader = SafetensorsReader(directory)
-    first = reader.read(in_files[0], ())
-    second = reader.read(in_files[1], ())
-    return not torch.equal(first.float(), second.float())
-
-
-def _note_own_head(model: Any) -> None:
-    """Notes in the configuration, with which the model is saved and published, that the head is not
-    the embedding.
-    """
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
+    first, second, *_ = (reader.read(name, ()).float() for name in in_files)
+    return not torch.equal(first, second)
 
 
 def _keep_states_in_bfloat16(model: Any) -> None:
@@ -459,6 +438,7 @@ def fill(targets: Mapping[str, Tensor], read: Read | None, ranks: Ranks, everywh
                     whole.copy_(read(name, everything))
                 dist.broadcast(whole, 0)
                 own.copy_(whole[part])
+            # A rank may have no share of a small tensor.
             elif read is not None and own.numel():
                 own.copy_(read(name, part))
             progress.moved()

@@ -83,6 +83,7 @@ class Optimizer:
         norm_tensor = nn.utils.get_total_norm(norms)
         for group in self._groups:
             nn.utils.clip_grads_with_norm_(group, self._max_grad_norm, norm_tensor)
+        # A norm that is not finite is the sign of any gradient that is not, on any rank.
         norm = float(norm_tensor)  # the only GPU sync
         if not math.isfinite(norm):
             self.zero_grad()
@@ -99,6 +100,7 @@ class Optimizer:
             log.warning("a gradient is not finite: the update is skipped")
             return norm
         self._skipped_in_a_row = 0
+        # The schedule is the caller's; AdamW keeps no rate of its own.
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()

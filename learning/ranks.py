@@ -243,6 +243,7 @@ class Ranks:
         """Sums in place what the shares of a batch add to `values`, and returns them: of ranks with
         the same share, which have the same values, one counts.
         """
+        # The ranks of a context group have the same rows and numbers: only the first may count.
         if self.rank % self.context_size:
             values.zero_()
         return self.sum(values)
@@ -255,6 +256,7 @@ class Ranks:
         """
         if self.world_size == 1 or self.sharded:
             return
+        # One message instead of one for each parameter: most of the time of a small one is latency.
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:

@@ -145,6 +145,7 @@ class Routers:
         selection = _Selection(self.experts, self.top_k, given)
         with selection:
             routed = forward(*inputs, **options)
+        # Otherwise experts were chosen in a way that this class does not replace.
         if selection.count != 1:
             raise _refused(self._config, "its routers do not choose experts with one topk")
         if self._recorded is not None:

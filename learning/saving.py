@@ -94,6 +94,7 @@ class Snapshot:
         keeps and writes some of them. The optimiser's state stays sharded. With `alone`, rank 0
         writes everything, as the others do not see its disk.
         """
+        # Ranks that see the same disk write some of the files each.
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
@@ -197,6 +198,7 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
 
     Raises ConfigError for another kind of optimiser, and other errors for damaged files.
     """
+    # Its file of metadata is the last that torch writes, and names everything else.
     metadata = directory / _STATE / ".metadata"
     seen = metadata.read_bytes() if metadata.exists() else b""
     everywhere = ranks.all_equal(seen)

@@ -143,6 +143,7 @@ def shard(
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
     gathers_once = gathers_once and trained
+    # Divided experts are sharded once more, over the ranks that own the same ones.
     for module in experts:  # its inputs are cast with those of its layer
         others = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
         fully_shard(
@@ -162,12 +163,14 @@ def shard(
         )
     for module in exact:
         fully_shard(module, mesh=mesh, mp_policy=plain, offload_policy=policy)
+    # Embedding and head are the root's own; a model that is not trained needs them once a pass.
     fully_shard(
         root, mesh=mesh, mp_policy=outer, offload_policy=policy, reshard_after_forward=not trained
     )
     root.gathers_once = gathers_once
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            # Losses are divided by the tokens of the global batch already: sum, and do not average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -182,6 +185,7 @@ def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
     """
     if not isinstance(root, FSDPModule):
         return
+    # With room for whole gradients, only the last micro-batch communicates.
     trained = sum(parameter.numel() for parameter in root.parameters() if parameter.requires_grad)
     if sums_once(trained, ranks.world_size):
         root.set_requires_gradient_sync(last)

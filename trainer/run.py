@@ -233,6 +233,7 @@ class Run:
         return every > 0 and step % every == 0 and step < self.total_steps
 
     def _evaluate(self, pass_samples: int) -> None:
+        # Engines must serve the step that is evaluated.
         self.weights.wait()
         if self.evaluator is None or self.log is None:
             return  # rank 0 evaluates
@@ -250,6 +251,7 @@ class Run:
         step = self.policy.step
 
         alone = self.checkpoints.alone
+        # Parked tensors come back to the GPU for the copy.
         with self.lease.held():
             snapshots = (
                 self.policy.snapshots(alone)

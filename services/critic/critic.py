@@ -94,6 +94,7 @@ class Critic:
                 self.optimizer.zero_grad()
                 part = self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
+                # The step may be skipped; then its loss is not in the metrics.
                 norms.append(self.optimizer.step(self._config.critic.learning_rate))
                 if math.isfinite(norms[-1]):
                     sums += part

@@ -62,6 +62,7 @@ class CriticService:
         Raises Conflict when the request names another critic, and the errors of `Critic.update`.
         Unless the error is InvalidInput, the critic is then lost and must be restored.
         """
+        # The trainer did not get the answer and asks again: training twice would be wrong.
         if self._applied is not None and self._applied[:2] == (request.run_id, request.step):
             return self._applied[2]
         critic = self._named(request.run_id, request.step)
@@ -97,6 +98,7 @@ class CriticService:
         target = self._path(request.step)
         for left_over in self._directory.glob("*.partial"):
             shutil.rmtree(left_over)
+        # Under another name until it is complete, so that a crash leaves no half of a checkpoint.
         partial = target.with_suffix(".partial")
         serial = 1 + max(map(_serial, self._directory.glob("step_*")), default=0)
         try:

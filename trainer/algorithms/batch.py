@@ -252,6 +252,7 @@ def _row(
         routed = RoutedRow(group.prompt_routed_experts, completion.routed_experts)
 
     own_prompt = completion.prompt_ids  # of a sequence of an episode
+    # Cut at `sampling.max_new_tokens`: its reward says little about what it would have become.
     truncated = completion.finish_reason == "length"
     return Row(
         prompt_ids=group.prompt_token_ids if own_prompt is None else own_prompt,

@@ -62,6 +62,7 @@ def compute_advantages(
         of_rows = rewards[_episode_of_row(batch)]
         advantages, returns = _gae(batch, of_rows, kl_penalties, algorithm)
     else:
+        # Each episode has one reward, from which the penalties of all its tokens are taken.
         if kl_penalties is not None:
             sums = torch.tensor([float(penalty.sum()) for penalty in kl_penalties])
             rewards = rewards - _sum_by_episode(batch, sums)
@@ -115,6 +116,7 @@ def _turn_rewards(batch: Batch, config: Config) -> list[list[float]]:
 
 def _episode_rewards(batch: Batch, turn_rewards: list[list[float]]) -> Tensor:
     """Returns [episodes] the reward of each, without what its answers are credited with."""
+    # All rows of an episode carry its reward.
     rewards = [0.0] * len(turn_rewards)
     for row in batch.rows:
         rewards[row.episode] = row.reward - sum(turn_rewards[row.episode])

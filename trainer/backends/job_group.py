@@ -10,8 +10,6 @@ from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
-from common.errors import ConfigError
-from common.models.hub import text_config
 from common.process import topology as names
 from common.process.security import TOKEN, token
 from common.process.topology import Topology
@@ -34,21 +32,6 @@ from trainer.weights.transfer import BackendName, Rendezvous
 _C = TypeVar("_C", bound=Client)
 
 
-def check_head(config: Config, model: Any) -> None:
-    """Raises ConfigError when SGLang would leave out the head of `model`: it believes a config.json
-    that ties the head to the embedding, whatever the files have.
-    """
-    ties = text_config(config.model.name).get("tie_word_embeddings", False)
-    if config.rollout.engine == "sglang" and ties and not model.config.tie_word_embeddings:
-        raise ConfigError(
-            "the model's files have a head that differs from the embedding, while its config.json "
-            "ties the two: SGLang would answer with the embedding as its head",
-            field="model.name",
-            value=config.model.name,
-            remedy="set tie_word_embeddings to false in its config.json",
-        )
-
-
 class JobGroupBackend:
     """The `Backend` of a job group: services found by name, weights pulled by or broadcast to the
     rollout nodes.
@@ -65,7 +48,6 @@ class JobGroupBackend:
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
         config = context.config
-        check_head(config, context.policy.model)
         topology = self._topology
         services = _clients(config, topology, context)
         services.rewards_tried = self._rewards_tried

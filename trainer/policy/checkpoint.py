@@ -168,6 +168,7 @@ class Checkpoints:
         rank_zero = self._ranks.is_rank_zero
         written = target.with_suffix(".partial")
         try:
+            # Each part in turn on all ranks: the first that fails on one ends it on all.
             self._together(lambda: self._begin(written, files) if rank_zero else None)
             for folder, snapshot in snapshots.items():
                 self._together(partial(snapshot.write_files, written / folder))
@@ -189,6 +190,7 @@ class Checkpoints:
 
     def _complete(self, written: Path, target: Path, state: RunState) -> None:
         """Gives the directory its final name and removes old checkpoints."""
+        # Last, because its list of files is what makes a checkpoint complete.
         content = {"format": _FORMAT, "files": checksums(written), **asdict(state)}
         (written / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
         shutil.rmtree(target, ignore_errors=True)
@@ -211,6 +213,7 @@ class Checkpoints:
             work()
         except Exception as problem:
             error = problem
+        # In a group of its own: the main thread communicates in the default one meanwhile.
         if self._group is not None:
             own_message = f"{type(error).__name__} {error}" if error else None
             messages: list[str | None] = [None] * self._ranks.world_size

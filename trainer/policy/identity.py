@@ -62,6 +62,7 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     if algorithm.kl_coef > 0:
         models["model.reference"] = model.reference
         plain["algorithm.reference_refresh"] = "on" if algorithm.reference_refresh else "0"
+    # Otherwise the setting itself counts, and may change.
     if algorithm.kl_target is not None:
         plain["algorithm.kl_coef"] = algorithm.kl_coef  # it has been adapted since
     for name in _PROMPTS:

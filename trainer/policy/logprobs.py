@@ -247,6 +247,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         cast = weight.to(hidden.dtype)
 
         kept: Tensor | None = None  # [C, V] p − onehot(y), times the derivative of the cap
+        # What is kept for the backward pass saves computing the logits again.
         one_factor = not scoring.entropy_gradient  # the entropy has another gradient matrix
         exact = scoring.kernels is not None or hidden.dtype == torch.float32
         if scoring.needs_gradient and one_factor and exact:

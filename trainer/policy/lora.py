@@ -89,6 +89,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     collective; only rank 0 needs to see the checkpoint, which belongs to this run
     (`trainer.policy.identity`). Raises ConfigError when a model cannot be loaded.
     """
+    # All of the model is trained.
     if config.lora.rank == 0:
         scorer = load_scorer(
             config.model, ranks, config, directory, max_tokens=config.rollout.context_bound
@@ -115,6 +116,7 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
     Engines load the files of `model.name`, and skip tensors whose names are not in these files.
     """
     problem = ""
+    # Files of quantised weights have other tensors than those that are published.
     if ranks.is_rank_zero and getattr(model.config, "quantization_config", None) is not None:
         problem = "tensors that are not quantised"
     elif ranks.is_rank_zero:

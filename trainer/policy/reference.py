@@ -31,6 +31,7 @@ class Reference:
 
     def _load(self, policy: Policy, directory: Path | None) -> Scorer:
         model = self._config.model
+        # Without its adapter the policy is the model that the run began with: no copy is needed.
         if self._config.lora.rank and not model.reference:
             return BaseScorer(policy.scorer)
 

@@ -192,6 +192,7 @@ def _checked(
 
     try:
         rates = check()
+    # A model whose packed rows influence one another may still compute padded ones alone.
     except ConfigError as error:
         if scorer.layout is Padded or settings.packing == "on":
             raise

@@ -321,6 +321,7 @@ class Collector:
         stored, or is too old.
         """
         taken = await self._services.replay.take(request)
+        # The buffer hands each group out once; these checks notice a store that was set back.
         for group in taken.groups:
             if group.id in self._held:
                 raise CollectFailed(

@@ -104,6 +104,7 @@ class GroupMaker:
         )
         fewest = self._config.environment.min_episodes or request.n
         episodes, lost = await self._episodes(request)
+        # If all are lost, playing them again would meet the same fault.
         if episodes and len(episodes) < fewest:
             again = request.model_copy(deep=True)
             again.request_id = f"{group.id}-again"

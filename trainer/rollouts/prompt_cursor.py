@@ -85,6 +85,7 @@ class PromptCursor:
         for position in positions:
             self._failed.pop(position, None)
             self._finished.add(position)
+        # Only what lies beyond a gap needs to be listed one by one.
         while self._first_open in self._finished:
             self._finished.remove(self._first_open)
             self._first_open += 1

@@ -106,6 +106,7 @@ class Rollouts:
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
         """Collects groups inside the block."""
+        # Not more groups than the run can still train on.
         groups = (total_steps - step) * self._fresh_per_step
         slots = min(groups, (self._config.trainer.max_staleness + 1) * self._fresh_per_step)
         task = self._loop.start(self._collect(groups, slots))
@@ -138,6 +139,7 @@ class Rollouts:
         min_version = 0 if trains_stale else max(0, step - settings.max_staleness)
 
         groups = [TrainingGroup(group) for group in self._fresh(min_version)]
+        # The rest of the batch is prioritised reuse.
         if len(groups) < settings.batch_size:
             groups += self._reused(settings.batch_size - len(groups), step)
         for item in groups:
@@ -154,6 +156,7 @@ class Rollouts:
             return groups
 
         for _ in range(algorithm.dynamic_sampling_rounds):
+            # Equal rewards have advantages of 0: such a group teaches nothing.
             equal = [group for group in groups if group.zero_variance]
             if not equal:
                 return groups

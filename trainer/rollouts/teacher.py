@@ -101,6 +101,7 @@ class Teacher(Client):
             ) from None
         except TeacherFailed as error:
             raise self._unfit(error.message) from None
+        # Scores are per token: with another tokenizer they would belong to other tokens.
         if teacher_tokens != own_tokens:
             both = enumerate(zip(teacher_tokens, own_tokens, strict=False))
             at = next((i for i, (theirs, own) in both if theirs != own), len(own_tokens))
