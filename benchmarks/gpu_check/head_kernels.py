@@ -68,7 +68,7 @@ def _problem(setting: Setting) -> str:
     logits = torch.zeros(1, 2)
     target = torch.zeros(1, dtype=torch.int64)
     try:
-        fused_head.statistics(logits, target, temperature=1.0, cap=None, result=torch.zeros(3, 1))
+        fused_head.statistics(logits, target, temperature=1.0, result=torch.zeros(3, 1))
     except (
         TritonError,
         RuntimeError,
@@ -100,7 +100,7 @@ def _passes(
     factor = torch.ones_like(result[0])
 
     def statistics() -> None:
-        kernels.statistics(logits, targets, temperature=1.0, cap=None, result=result)
+        kernels.statistics(logits, targets, temperature=1.0, result=result)
 
     def statistics_by_torch() -> None:
         logs = torch.log_softmax(logits, dim=-1)
@@ -115,7 +115,6 @@ def _passes(
             by_logprob=factor,
             by_entropy=None,
             temperature=1.0,
-            cap=None,
             result=slopes,
         )
 

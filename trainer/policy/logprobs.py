@@ -61,7 +61,7 @@ def token_scores(
         entropy_gradient=entropy_gradient,
         float32=float32,
         support=support,
-        kernels=_kernels(hidden.device.type),
+        kernels=_kernels(hidden.device.type) if final.cap is None else None,
     )
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -108,7 +108,7 @@ class _Scoring:
     support: Support | None
     """The tokens that each target was sampled from; None for the whole vocabulary."""
     kernels: ModuleType | None
-    """None where torch's own operators are used."""
+    """Triton's; None where torch's own operators are used, as for a head with a cap."""
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns logits [N, V] in float32; unless `float32`, rounded to the precision of
@@ -132,7 +132,7 @@ class _Scoring:
         bend = self._bend(logits, chunk, with_derivative=slope is not None)
         if self.kernels is not None:
             self.kernels.statistics(
-                logits, targets, temperature=self.temperature, cap=self.cap, result=statistics
+                logits, targets, temperature=self.temperature, result=statistics
             )
             if slope is not None:
                 # -temperature leaves the factor to the backward pass.
@@ -205,7 +205,6 @@ class _Scoring:
             by_logprob=by_logprob,
             by_entropy=by_entropy,
             temperature=self.temperature,
-            cap=self.cap,
             result=result,
         )
 
@@ -214,7 +213,7 @@ class _Scoring:
         sampled from; returns the derivative of the cap, 1 − tanh²(z / cap), if it is asked for.
         """
         derivative: Tensor | None = None
-        if self.cap is not None and self.kernels is None:  # the kernels cap by themselves
+        if self.cap is not None:
             logits.div_(self.cap).tanh_()
             derivative = 1 - logits**2 if with_derivative else None
             logits.mul_(self.cap)
