@@ -29,7 +29,7 @@ from common.models.hub import refuse_random
 from common.process import progress
 from common.settings.config import Config
 from common.weights.checksums import Hasher
-from learning.hub_names import Sources, from_hub, hub_shapes, learn, sources
+from learning.hub_names import Sources, from_hub, hub_shapes, set_conversions, sources
 from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard
 
@@ -244,7 +244,7 @@ def load(
     directory = pretrained.files(ranks)
     names = ranks.broadcast(list(_shapes_in(directory)) if ranks.is_rank_zero else [])
     model = pretrained.empty()
-    own_names = learn(model, pretrained.names(model), names)
+    own_names = set_conversions(model, pretrained.names(model), names)
     if ranks.broadcast(ranks.is_rank_zero and _loses_head(model, directory, own_names)):
         raise ConfigError(
             "the model's files have a head that differs from the embedding, while its config.json "
@@ -344,8 +344,8 @@ def _with_bfloat16_weights(module: nn.Module, *inputs: Any, **options: Any) -> A
 def model_reader(
     directory: Path, model: Any, targets: Mapping[str, Tensor]
 ) -> SafetensorsReader | None:
-    """Opens the files if they have the model's tensors, under any names, or each of their experts
-    by itself; else returns None.
+    """Opens the files if each tensor of the model is in them, under any name, or each of its
+    experts by itself; else returns None.
     """
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised or not _shapes_in(directory):

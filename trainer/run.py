@@ -144,13 +144,9 @@ class Run:
 
     def _out_of_memory(self, memory: str, error: Exception) -> OutOfMemory:
         rank = self.ranks.rank
-        if memory == "GPU memory":
-            remedy = "lower it, set trainer.activation_checkpointing"
-        else:
-            remedy = (
-                "give its process more memory and threads (limits of the pod, ulimit -v and -u); "
-                "or lower it"
-            )
+        remedy = "lower it, set trainer.activation_checkpointing"
+        if memory != "GPU memory":
+            remedy = "give its process more memory and threads (pod limits, ulimit), lower it"
         return OutOfMemory(
             f"rank {rank} is out of {memory} in step {self.policy.step + 1}: {error}",
             field="trainer.micro_batch_tokens",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from common.settings.config import Config
 from common.settings.sections import TrainerSection
-from learning.hub_names import learn
+from learning.hub_names import set_conversions
 from learning.loading import AddedModules, Pretrained, SafetensorsReader, load, model_reader
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
@@ -106,7 +106,7 @@ def test_files_with_each_expert_by_itself_are_read_in_parts(kind: str, tmp_path:
     expected = pretrained.plain().state_dict()
     model = pretrained.empty()
     targets = named_tensors(model)
-    learn(model, targets, SafetensorsReader(directory).shapes())
+    set_conversions(model, targets, SafetensorsReader(directory).shapes())
     reader = model_reader(directory, model, targets)
     assert reader is not None
 
