@@ -144,10 +144,11 @@ class _Leader:
     """
 
     services: Services
-    """After `start_services`, like the next three."""
+    """After `start_services`, like the next two."""
     publisher: WeightPublisher
-    prompter: Prompter
     verdicts: Verdicts
+    prompter: Prompter
+    """After `rollouts`."""
 
     def __init__(
         self, config: Config, run_dir: Path, lock: RunLock, backend: Backend, stack: ExitStack

@@ -25,7 +25,7 @@ def train(run: Run) -> None:
             run.begin_step()
             batch = Batch.of(rollouts.next(policy.step), config, policy.step)
 
-            # The report of a stalled run names it.
+            # The report of a stalled run names this place.
             watchdog.at(f"the update of step {policy.step + 1}")
             with run.lease.training(run.clock):  # the engines sleep if they share the GPUs
                 with run.clock.stage("update"):
