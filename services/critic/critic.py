@@ -67,9 +67,9 @@ class Critic:
         self._check(sequences, "sequences")
         with torch.no_grad():
             return score_shared(
-                self._sizes(sequences),
+                Sizes.of(sequences, self.model.layout.shared),
                 self._ranks,
-                self._config.trainer.micro_batch_tokens,
+                self._config.trainer,
                 score=lambda indices: self.model(self._rows(sequences, indices)),
             )
 
@@ -86,7 +86,7 @@ class Critic:
         """
         self._check(rows, "rows")
         algorithm = self._config.algorithm
-        sizes = self._sizes(rows)
+        sizes = Sizes.of(rows, self.model.layout.shared)
         norms: list[float] = []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for epoch in range(algorithm.update_epochs):
@@ -127,7 +127,7 @@ class Critic:
             self._ranks,
             sizes,
             rows=indices,
-            max_tokens=self._config.trainer.micro_batch_tokens,
+            settings=self._config.trainer,
         ):
             values = self.model(self._rows(rows, part))
             if not are_own:  # the other ranks have one more pass: join its collective calls
@@ -147,13 +147,6 @@ class Critic:
             count = torch.ones_like(loss) * len(values)
             sums += torch.stack([loss.detach(), clipped.sum(), count]).double()
         return sums
-
-    def _sizes(self, sequences: Sequence[TokenSequence]) -> Sizes:
-        return Sizes.of(
-            [sequence.prompt_ids for sequence in sequences],
-            [sequence.completion_ids for sequence in sequences],
-            self.model.layout.shared,
-        )
 
     def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
         selected = [sequences[i] for i in indices.tolist()]

@@ -186,8 +186,7 @@ class Batch:
     def sizes(self, shared: bool) -> Sizes:
         """Returns the sizes by which the batch is cut; `shared` is the layout's."""
         return Sizes.of(
-            [row.prompt_ids for row in self.rows],
-            [row.completion_ids for row in self.rows],
+            self.rows,
             shared,
             scored=self.lengths,
             keys=[row.prompt_key for row in self.rows],

@@ -335,8 +335,7 @@ class Policy:
             self.ranks,
             batch.sizes(self.scorer.layout.shared),
             rows=rows,
-            max_tokens=self.config.trainer.micro_batch_tokens,
-            max_rows=self.config.trainer.micro_batch_size,
+            settings=self.config.trainer,
         ):
             micro = MicroBatch.of(
                 batch,

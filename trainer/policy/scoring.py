@@ -29,7 +29,6 @@ def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> l
         return score_shared(
             batch.sizes(scorer.layout.shared),
             ranks,
-            config.trainer.micro_batch_tokens,
+            config.trainer,
             score=score,
-            max_rows=config.trainer.micro_batch_size,
         )
