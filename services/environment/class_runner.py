@@ -35,7 +35,6 @@ from services.environment.outcome import (
     EpisodeRunner,
     Outcome,
     parse_reward,
-    play_to_end,
     told,
 )
 from services.environment.session import LimitReached, Session
@@ -50,6 +49,7 @@ class EpisodeRun:
         task: the row that the episode is about.
         session: asks the model and records its answers.
         limits: at which the episode ends.
+        outcome: gets what came of it.
         threads: run the environment's methods that are not coroutines; None: none of them can hang.
     """
 
@@ -60,6 +60,7 @@ class EpisodeRun:
         session: Session,
         *,
         limits: EpisodeLimits,
+        outcome: Outcome,
         threads: Threads | None = None,
     ) -> None:
         self._environment = environment
@@ -73,22 +74,28 @@ class EpisodeRun:
         self._chat: list[Message] = []
         self._prompt_messages = 0
         """Number of messages of the chat before the first answer."""
-        self.outcome = Outcome()
+        self.outcome = outcome
 
-    async def run(self) -> Outcome:
-        """Plays the episode and returns its outcome; never raises, except when cancelled."""
-        outcome = self.outcome
-        await play_to_end(self._play_and_grade(), self._session, self._limits, outcome)
+    async def play(self) -> None:
+        """Plays the episode and closes the environment. Raises what `EpisodeRunner.run` records."""
+        try:
+            async with asyncio.timeout(self._limits.deadline_s):
+                await self._play_and_grade()
+        except TimeoutError:
+            raise  # without `close`, since a method may still be running in the object
+        except Exception:
+            await self._close()
+            raise
+        await self._close()
 
-        # After a timeout a method may still be running in the object.
-        if outcome.status == "timeout" or not hasattr(self._instance, "close"):
-            return outcome
+    async def _close(self) -> None:
+        if not hasattr(self._instance, "close"):
+            return
         try:
             async with asyncio.timeout(self._limits.deadline_s):
                 await self._call("close", partial(self._instance.close))
         except (TimeoutError, EnvironmentLost, EpisodeFailed) as error:
-            outcome.detail = outcome.detail or f"close failed: {error}"
-        return outcome
+            self.outcome.detail = f"close failed: {error}"
 
     async def _play_and_grade(self) -> None:
         await self._play()
@@ -312,10 +319,17 @@ class ClassRunner(EpisodeRunner):
             prepare()
         self.threads: Threads = Threads(threads)
 
-    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome; never raises, except when cancelled."""
-        run = EpisodeRun(self._environment, task, session, limits=limits, threads=self.threads)
-        return await run.run()
+    async def _play(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
+    ) -> None:
+        await EpisodeRun(
+            self._environment,
+            task,
+            session,
+            limits=limits,
+            outcome=outcome,
+            threads=self.threads,
+        ).play()
 
     async def close(self) -> None:
         """Ends the threads that do not hang."""

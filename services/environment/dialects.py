@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 from common.errors import InvalidInput
 from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
-    CONTENT_FORM,
     ROLES,
-    History,
     Json,
     Message,
     check_mapping,
@@ -48,7 +46,7 @@ class Dialect(NamedTuple):
     field: str
     """The field with the conversation."""
     body: Json
-    """JSON schema of the conversation and its tools."""
+    """JSON schema of the conversation."""
     read: Callable[[Json], Any]
     """Returns the conversation of a request as messages of chat completions."""
     read_tool: Callable[[Json], Any]
@@ -58,8 +56,8 @@ class Dialect(NamedTuple):
     events: Callable[[Json, Call], Iterator[str]]
 
 
-def read_call(body: Any, dialect: Dialect, history: History) -> Call:
-    """Reads a request of a session with this history. Raises InvalidInput that names the field."""
+def read_call(body: Any, dialect: Dialect) -> Call:
+    """Reads a request. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
         raise InvalidInput(
             "the body must be a mapping",
@@ -68,7 +66,7 @@ def read_call(body: Any, dialect: Dialect, history: History) -> Call:
             remedy=f'send {{"{dialect.field}": …}}',
         )
     check_fields(body, dialect.path)
-    messages = parse_messages(dialect.read(body), dialect.field, history)
+    messages = parse_messages(dialect.read(body), dialect.field)
     tools = body.get("tools")
     if isinstance(tools, list):
         tools = [dialect.read_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
@@ -341,16 +339,12 @@ def _read_messages(body: Json) -> Any:
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         check_mapping(message, where)
+        role = str(message.get("role"))
         content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise InvalidInput(
-                "content must be text or a list of blocks",
-                field=f"{where}.content",
-                value=content,
-                remedy=CONTENT_FORM,
-            )
-        chat += _from_blocks(str(message.get("role")), blocks, where)
+        if isinstance(content, list):
+            chat += _from_blocks(role, content, where)
+        else:
+            chat.append({"role": role, "content": text_of(content, f"{where}.content")})
     return chat
 
 
@@ -367,7 +361,7 @@ def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
     results: list[Json] = []
     message: Json = {"role": role, "content": []}
     for i, block in enumerate(blocks):
-        kind = block.get("type")
+        kind = block.get("type") if isinstance(block, dict) else None
         at = f"{where}.content[{i}]"
         if kind == "text":
             message["content"].append(block)
@@ -406,7 +400,7 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
                 "type": "tool_use",
                 "id": tool_call["id"],
                 "name": function["name"],
-                "input": _of_64_bits(function["arguments"]),
+                "input": function["arguments"],
             }
         )
 
@@ -428,19 +422,6 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         "stop_sequence": answer.stop_text or None,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
-
-
-def _of_64_bits(value: Any) -> Any:
-    """Returns arguments with floats for integers of more than 64 bits, which orjson cannot
-    write.
-    """
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return float(value)
-    if isinstance(value, dict):
-        return {name: _of_64_bits(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_of_64_bits(item) for item in value]
-    return value
 
 
 def _messages_events(body: Json, _: Call) -> Iterator[str]:
@@ -465,55 +446,23 @@ def _messages_events(body: Json, _: Call) -> Iterator[str]:
     yield _event({"type": "message_stop"})
 
 
-def _body(field: str, items: Json, others: tuple[str, ...] = (), text: bool = False) -> Json:
-    """Returns the schema of a request whose conversation is the list `field`, or also a text if
-    `text` is set.
+def _body(field: str, roles: Iterable[str]) -> Json:
+    """Returns the schema of a request with the conversation `field`. What else it may have is in
+    the documentation of its API.
     """
-    conversation: Json = {"type": "array", "items": items, "minItems": 1}
-    properties: Json = {
-        field: {"anyOf": [{"type": "string"}, conversation]} if text else conversation,
-        "tools": {"type": "array", "items": {"type": "object"}},
-        "model": {"type": "string"},
-        "stream": {"type": "boolean"},
-    }
-    for name in others:
-        properties[name] = {"type": "string"}
-    return {"type": "object", "properties": properties, "required": [field]}
-
-
-def _message_schema(roles: Iterable[str], kinds: tuple[str, ...]) -> Json:
-    """Returns the schema of a message whose content is a text or a list of parts of these kinds."""
-    part = {
+    message: Json = {
         "type": "object",
-        "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
-        "required": ["type"],
-    }
-    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    return {
-        "type": "object",
-        "properties": {"role": {"enum": list(roles)}, "content": content},
+        "properties": {"role": {"enum": list(roles)}, "content": {"type": "string"}},
         "required": ["role", "content"],
     }
+    conversation = {"type": "array", "items": message, "minItems": 1}
+    return {"type": "object", "properties": {field: conversation}, "required": [field]}
 
 
-_CHAT = _message_schema(ROLES, ("text",))
-_CHAT["properties"]["tool_calls"] = {"type": "array", "items": {"type": "object"}}
-_CHAT["properties"]["tool_call_id"] = {"type": "string"}
-_ITEM = _message_schema(ROLES, ("input_text", "output_text"))
-_ITEM["properties"]["type"] = {
-    "enum": ("message", "reasoning", "function_call", "function_call_output")
-}
-_ITEM["properties"] |= {
-    "call_id": {"type": "string"},
-    "name": {"type": "string"},
-    "arguments": {"type": "string"},
-    "output": {"type": "string"},
-}
-_BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
 MESSAGES = Dialect(
     path="messages",
     field="messages",
-    body=_body("messages", _BLOCKS, ("system",)),
+    body=_body("messages", ("user", "assistant")),
     read=_read_messages,
     read_tool=_tool_of_messages,
     write=_write_messages,
@@ -523,7 +472,7 @@ DIALECTS = (
     Dialect(
         path="chat/completions",
         field="messages",
-        body=_body("messages", _CHAT),
+        body=_body("messages", ROLES),
         read=lambda body: body.get("messages"),
         read_tool=lambda tool: tool,
         write=_write_chat,
@@ -532,7 +481,7 @@ DIALECTS = (
     Dialect(
         path="responses",
         field="input",
-        body=_body("input", _ITEM, ("instructions",), text=True),
+        body=_body("input", ROLES),
         read=_read_responses,
         read_tool=_tool_of_responses,
         write=_write_responses,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -12,7 +12,7 @@ from common.errors import ServiceLost
 from common.process.exits import how_ended
 from common.process.topology import WRONG_SETTING
 from services.environment.environments import FIELD
-from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, recorded
+from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.programs import Folders, RunningProgram, free_port, words_of
 
 PORT = "{port}"
@@ -54,17 +54,32 @@ class KeptServer:
         self._starting = asyncio.Lock()
         self._failed_starts = 0
 
-    @property
-    def url(self) -> str:
-        """The URL of the newest server."""
-        return f"http://127.0.0.1:{self._port}"
+    @contextlib.asynccontextmanager
+    async def ready(self, deadline_s: float) -> AsyncIterator[str]:
+        """Holds the URL of the server, which is started unless it is running, for one episode.
 
-    async def ready(self, deadline_s: float) -> RunningProgram:
-        """Starts the server unless it is running, waits until it answers, and returns it.
+        If the episode ends by its deadline or dies and the server no longer answers, since it hangs
+        or is shutting down, it is killed, and the next episode starts it again.
 
         Raises EnvironmentLost when it is not ready in time, EpisodeFailed when it ends instead, and
         ServiceLost when it did so several times in a row or says that its settings are wrong.
         """
+        program = await self._running(deadline_s)
+        try:
+            yield self._url
+        except (TimeoutError, EnvironmentLost):
+            # Another episode may have started the next one meanwhile.
+            is_newest = program is self._program and not program.ended
+            if is_newest and not await self._answers():
+                await program.kill()
+            raise
+
+    @property
+    def _url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    async def _running(self, deadline_s: float) -> RunningProgram:
+        """Returns the server once it answers. Raises as `ready` does."""
         try:
             async with asyncio.timeout(deadline_s), self._starting:
                 return await self._start()
@@ -75,26 +90,6 @@ class KeptServer:
             raise EnvironmentLost(
                 f"{self._words[0]} was not ready within {deadline_s:g} s"
             ) from None
-
-    async def play(self, episode: Callable[[], Awaitable[Outcome]], deadline_s: float) -> Outcome:
-        """Plays an episode with the server; returns its outcome. Raises ServiceLost.
-
-        A server that was lost in it, since it hangs or is shutting down, is killed, so that it is
-        started again.
-        """
-        outcome = Outcome()
-        with recorded(outcome):
-            program = await self.ready(deadline_s)
-        if outcome.status != "ok":
-            return outcome
-
-        outcome = await episode()
-        if outcome.status in ("timeout", "died"):
-            # Another episode may have started the next one meanwhile.
-            is_newest = program is self._program and not program.ended
-            if is_newest and not await self._answers():
-                await program.kill()
-        return outcome
 
     async def close(self) -> None:
         """Ends the server and removes its folder."""
@@ -142,7 +137,7 @@ class KeptServer:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as http,
-                http.get(f"{self.url}/health") as answer,
+                http.get(f"{self._url}/health") as answer,
             ):
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ Json = dict[str, Any]
 """A JSON object."""
 Tools = Sequence[Json]
 """The functions that a call offers to the model, in OpenAI's format."""
-CONTENT_FORM = 'send text or [{"type": "text", "text": text}]'
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -113,18 +112,6 @@ def _plain(text: str) -> str:
     return text.replace("\r\n", "\n").strip()
 
 
-@dataclass
-class History:
-    """The messages of a session's latest call, as sent and as parsed.
-
-    A call repeats most of them; only new ones are parsed, and those that were parsed before are
-    found to be the recorded ones without comparing their texts.
-    """
-
-    sent: list[bytes] = field(default_factory=list)
-    parsed: list[Message] = field(default_factory=list)
-
-
 def user_message(text: str) -> Message:
     """Returns a message of the user."""
     return Message({"role": "user", "content": encodable(text)})
@@ -158,12 +145,8 @@ def made_tool(name: Any, description: Any, parameters: Any) -> Json:
     return {"type": "function", "function": function}
 
 
-def parse_messages(
-    content: Any, where: str = "messages", history: History | None = None
-) -> list[Message]:
-    """Returns the messages of a request, and remembers them in `history`. Raises InvalidInput that
-    names the first wrong field.
-    """
+def parse_messages(content: Any, where: str = "messages") -> list[Message]:
+    """Returns the messages of a request. Raises InvalidInput that names the first wrong field."""
     if not isinstance(content, list) or not content:
         raise InvalidInput(
             "a conversation must be a list of messages",
@@ -171,19 +154,7 @@ def parse_messages(
             value=content,
             remedy="send at least one message",
         )
-    if history is None:
-        return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
-
-    sent = [orjson.dumps(each) for each in content]  # as mappings, 1 would equal true
-    pairs = zip(sent, history.sent, strict=False)
-    known = next((i for i, (new, old) in enumerate(pairs) if new != old), len(history.sent))
-    known = min(known, len(sent))
-    messages = history.parsed[:known]
-    for i in range(known, len(content)):
-        messages.append(_parse_message(content[i], f"{where}[{i}]"))
-    history.sent = sent
-    history.parsed = messages
-    return messages
+    return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
 
 
 def check_mapping(message: Any, where: str) -> None:
@@ -258,7 +229,7 @@ def text_of(content: Any, where: str) -> str:
             "content must be text or a list of texts",
             field=where,
             value=content,
-            remedy=CONTENT_FORM,
+            remedy='send text or [{"type": "text", "text": text}]',
         )
     texts = []
     for i, part in enumerate(content):

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -29,7 +28,6 @@ from services.environment.outcome import (
     EpisodeFailed,
     EpisodeRunner,
     Outcome,
-    recorded,
 )
 from services.environment.session import Session
 
@@ -94,22 +92,26 @@ class OpenEnvRunner(EpisodeRunner):
                     remedy="write openenv:uvicorn package.server.app:app --port {port}",
                 )
 
-    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome."""
-        play = partial(self._play, task, session, limits)
+    async def _play(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
+    ) -> None:
         if self._server is None:
-            return await play()
-        return await self._server.play(play, limits.deadline_s)
+            await self._play_at(self._url, task, session, limits=limits, outcome=outcome)
+            return
+        async with self._server.ready(limits.deadline_s) as url:
+            await self._play_at(url, task, session, limits=limits, outcome=outcome)
 
-    async def _play(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        outcome = Outcome()
-        if self._server is not None:
-            self._url = self._server.url  # a server that was started again has another port
-        with recorded(outcome):
-            interface = await self._described(limits.deadline_s)
-        if outcome.status != "ok":
-            return outcome
-
+    async def _play_at(
+        self,
+        url: str,
+        task: EpisodeTask,
+        session: Session,
+        *,
+        limits: EpisodeLimits,
+        outcome: Outcome,
+    ) -> None:
+        self._url = url  # a server that was started again has another port
+        interface = await self._described(limits.deadline_s)
         connection = Connection(
             self._connect,
             interface,
@@ -128,7 +130,7 @@ class OpenEnvRunner(EpisodeRunner):
         )
         async with self._slots:
             try:
-                return await EpisodeRun(environment, task, session, limits=limits).run()
+                await EpisodeRun(environment, task, session, limits=limits, outcome=outcome).play()
             finally:
                 await asyncio.shield(connection.close())
 

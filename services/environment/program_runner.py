@@ -14,9 +14,8 @@ import asyncio
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,7 +38,6 @@ from services.environment.outcome import (
     EpisodeRunner,
     Outcome,
     parse_reward,
-    play_to_end,
 )
 from services.environment.programs import Folders, RunningProgram, words_of
 from services.environment.runtimes import load_runtime
@@ -120,22 +118,6 @@ class ProgramRunner(EpisodeRunner):
             self._section if starts_programs else RuntimeSection(), gateway
         )
 
-    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome."""
-        play = partial(self._play_to_end, task, session, limits)
-        async with self._slots:
-            if self._server is None:
-                outcome = await play()
-            else:
-                outcome = await self._server.play(play, limits.deadline_s)
-
-        answers = [node.answer for node in session.tree.nodes]
-        outcome.answer = answers[-1].content if answers else ""
-        outcome.tool_calls = sum(len(answer.tool_calls) for answer in answers)
-        if outcome.status == "ok":
-            outcome.stop_reason = session.stop_reason or "done"
-        return outcome
-
     async def close(self) -> None:
         """Ends the server if this process started one, and removes the episodes' folders and
         containers.
@@ -145,17 +127,36 @@ class ProgramRunner(EpisodeRunner):
         await self._runtime.close()
         await asyncio.to_thread(self._folders.close)
 
-    async def _play_to_end(
-        self, task: EpisodeTask, session: Session, limits: EpisodeLimits
-    ) -> Outcome:
-        outcome = Outcome()
-        await play_to_end(self._play(task, session, limits, outcome), session, limits, outcome)
-        return outcome
-
     async def _play(
-        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, outcome: Outcome
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
     ) -> None:
-        url = f"{self._server.url}/run" if self._server else self._url
+        async with self._slots, self._address(limits.deadline_s) as url:
+            try:
+                # The deadline starts when the program does.
+                async with asyncio.timeout(limits.deadline_s):
+                    reward = await self._reward(url, task, session, limits=limits)
+            finally:
+                answers = [node.answer for node in session.tree.nodes]
+                outcome.answer = answers[-1].content if answers else ""
+                outcome.tool_calls = sum(len(answer.tool_calls) for answer in answers)
+
+        if reward is not None:
+            outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
+        outcome.stop_reason = session.stop_reason or "done"
+
+    @asynccontextmanager
+    async def _address(self, deadline_s: float) -> AsyncIterator[str]:
+        """Holds the URL to which tasks are posted; empty for a command that plays one episode."""
+        if self._server is None:
+            yield self._url
+        else:
+            async with self._server.ready(deadline_s) as url:
+                yield f"{url}/run"
+
+    async def _reward(
+        self, url: str, task: EpisodeTask, session: Session, *, limits: EpisodeLimits
+    ) -> Any:
+        """Lets the program play; returns the reward that it gave, or None."""
         if url:
             content = self._task(task, session, self._gateway)
             reward = await self._post_task(url, content, session)
@@ -164,10 +165,9 @@ class ProgramRunner(EpisodeRunner):
         else:
             content = self._task(task, session, self._runtime.gateway)
             reward = await self._run_command(content, session, limits)
-        if session.graded.is_set() and not self._plays_tasks:
-            reward = session.reward
-        if reward is not None:
-            outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
+        # What an agent posts is no reward of a Harbor task.
+        is_graded = session.graded.is_set() and not self._plays_tasks
+        return session.reward if is_graded else reward
 
     async def _run_command(self, content: Json, session: Session, limits: EpisodeLimits) -> Any:
         """Runs the command in a container; returns the reward, or None."""

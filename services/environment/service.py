@@ -23,7 +23,6 @@ from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
 from services.environment.messages import Json, encodable
-from services.environment.outcome import Outcome
 from services.environment.runners import class_runner, load_runner
 from services.environment.session import Session, SessionSettings, session_closed
 from services.environment.template import Template
@@ -377,11 +376,6 @@ class EpisodeService:
         session = self.open_session(request, index, attempt)
         try:
             outcome = await self.environment.run(request.task, session, request.limits)
-        except ServiceLost:
-            raise
-        except Exception as error:  # a fault in one episode is no fault of the others
-            log.exception("an episode of %s failed", self.environment.name)
-            outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
         for call in session.unanswered():

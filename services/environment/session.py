@@ -18,7 +18,7 @@ from common.wire.schemas import (
     Int32,
     StopReason,
 )
-from services.environment.messages import History, Message, Tools
+from services.environment.messages import Message, Tools
 from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 
@@ -167,7 +167,6 @@ class Session:
     ) -> None:
         self.id = identifier
         self.tree = SessionTree()
-        self.history = History()
         self.closed = False
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""

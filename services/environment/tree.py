@@ -137,7 +137,7 @@ def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match
     if len(part) < len(node.messages):
         return None
     for recorded, sent in zip(node.messages, part, strict=True):
-        if recorded is not sent and not recorded.is_sent(sent):
+        if not recorded.is_sent(sent):
             return None
 
     answer = part[-1]

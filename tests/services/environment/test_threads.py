@@ -313,14 +313,14 @@ async def test_a_crash_of_one_episode_leaves_the_others() -> None:
     async with served(Hangs, lambda _: "done") as server:
         runner: Any = server.service.environment
         numbers = iter(range(2))
-        run = runner.run
+        play = runner._play
 
-        async def fails_once(*given: Any) -> Any:
+        async def fails_once(*given: Any, **others: Any) -> None:
             if next(numbers) == 0:
                 raise KeyError("a defect")
-            return await run(*given)
+            await play(*given, **others)
 
-        runner.run = fails_once
+        runner._play = fails_once
         episodes = await server.client.episodes(request_for(NAME, n=2))
         assert [episode.status for episode in episodes] == ["error", "ok"]
         assert "KeyError: 'a defect'" in episodes[0].detail
