@@ -7,7 +7,6 @@ reward.
 """
 
 import asyncio
-import hashlib
 import inspect
 import json
 import time
@@ -25,7 +24,6 @@ from services.environment.messages import (
     encodable,
     parse_messages,
     tool_message,
-    tools_key,
     user_message,
 )
 from services.environment.outcome import (
@@ -132,8 +130,10 @@ class EpisodeRun:
         self._chat = await self._begin()
         self._prompt_messages = len(self._chat)
         while True:
+            # No call is made twice here, so that the number of the turn says which it is.
+            key = str(self._session.turns)
             try:
-                answer = await self._session.call(self._chat, self._tools, self._call_key())
+                answer = await self._session.call(self._chat, self._tools, key)
             except LimitReached:
                 outcome.stop_reason = self._session.stop_reason
                 return
@@ -164,13 +164,6 @@ class EpisodeRun:
                 if not new_messages:
                     return
                 self._chat += new_messages
-
-    def _call_key(self) -> str:
-        """Returns the key of the next call. The turn is part of it: no call is made twice here."""
-        chat = "\n".join(message.key for message in self._chat).encode("utf-8", "surrogatepass")
-        content = tools_key(self._tools) + b"\n" + chat
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return f"{self._session.turns} {digest}"
 
     async def _turn_rewards(self) -> list[float]:
         """Returns the environment's rewards for single turns; empty when it gives none."""

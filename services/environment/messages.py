@@ -24,8 +24,6 @@ ROLES = {
 _CALL_FORM = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
 _TOOL_FORM = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
 _REASONING = ("reasoning_content", "reasoning")
-_EXACT = 2**53
-"""A float holds every integer below this one exactly."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +58,6 @@ class Message:
         return sum(len(str(value)) for value in self.fields.values())
 
     @cached_property
-    def key(self) -> str:
-        """A key that is equal for two records of the same message.
-
-        It leaves out ids, since programs make their own, and thoughts, which most programs do not
-        send back. Seeds are derived from it, so that a change of it changes what runs sample.
-        """
-        compared = {
-            "role": self.role,
-            "content": self.content,
-            "name": self.fields.get("name"),
-            "calls": [call["function"] for call in self.tool_calls],
-        }
-        return json.dumps(_as_numbers(compared), sort_keys=True)
-
-    @cached_property
     def _parts(self) -> tuple[str, str]:
         """The thoughts and the rest of the content, without what programs change on the way: line
         ends, and the white space around a text.
@@ -103,13 +86,26 @@ class Message:
 
     @cached_property
     def _calls(self) -> str:
-        """The tool calls as text, without their ids, since programs make their own."""
-        calls = [call["function"] for call in self.tool_calls]
-        return json.dumps(_as_numbers(calls), sort_keys=True)
+        """The tool calls as text, without their ids, since programs make their own.
+
+        Numbers that JavaScript does not tell apart are written alike: 1.0 comes back from it as 1,
+        and an integer from 2^53 on as the nearest float.
+        """
+        written = json.dumps([call["function"] for call in self.tool_calls])
+        # `float` of a number's text: an integer may be beyond all floats, and becomes infinity.
+        calls = json.loads(written, parse_int=_number, parse_float=_number)
+        return json.dumps(calls, sort_keys=True)
 
 
 def _plain(text: str) -> str:
     return text.replace("\r\n", "\n").strip()
+
+
+def _number(digits: str) -> float:
+    """Returns a number as JavaScript has it: a float, written as an integer where it is one."""
+    value = float(digits)
+    # A float holds every integer below 2^53 exactly.
+    return int(value) if abs(value) < 2**53 and value.is_integer() else value
 
 
 def user_message(text: str) -> Message:
@@ -266,32 +262,11 @@ def _parsed_arguments(arguments: Any) -> Any:
         return {}
     if not isinstance(arguments, str):
         return arguments
-    if not arguments.strip():
-        return {}
-
-    def refuse(constant: str) -> None:
-        """Refuses NaN and Infinity, which Python's parser accepts."""
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        return json.loads(arguments, parse_constant=refuse)
-    except (ValueError, RecursionError):
+        # Not Python's parser, which accepts NaN and Infinity.
+        return orjson.loads(arguments) if arguments.strip() else {}
+    except ValueError:
         return arguments
-
-
-def _as_numbers(value: Any) -> Any:
-    """Writes numbers alike that JavaScript does not tell apart: 1.0 comes back as 1, and an integer
-    from 2^53 on as the nearest float.
-    """
-    if isinstance(value, float) and abs(value) < _EXACT and value.is_integer():
-        return int(value)
-    if isinstance(value, int) and abs(value) >= _EXACT:
-        return float(str(value))  # by way of its text, which may be beyond all floats
-    if isinstance(value, dict):
-        return {name: _as_numbers(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_as_numbers(item) for item in value]
-    return value
 
 
 def parse_tools(content: Any) -> list[Json]:
@@ -319,11 +294,6 @@ def parse_tools(content: Any) -> list[Json]:
     return content
 
 
-def tools_key(tools: Tools) -> bytes:
-    """Returns bytes that are equal for equal tools, whatever the order of their keys."""
-    if not tools:
-        return b""
-    try:
-        return orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # orjson does not support integers of more than 64 bits
-        return json.dumps(list(tools), sort_keys=True).encode()
+def tools_key(tools: Tools) -> str:
+    """Returns a text that is equal for equal tools, whatever the order of their keys."""
+    return json.dumps(list(tools), sort_keys=True)

@@ -7,7 +7,7 @@ that this text depends only on the new messages, or refuses with the reason.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -39,18 +39,19 @@ _ARGUMENTS: tuple[Json, ...] = (
 """Arguments of two made-up calls, which the template writes and the gateway has to read back."""
 
 
-def _tool(name: str) -> Json:
-    types = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
-    properties: Json = {
-        key: {"type": kind, "description": "Probes."} for key, kind in types.items()
-    }
-    properties["items"]["items"] = {}
-    parameters = {"type": "object", "properties": properties, "required": ["x"]}
-    return made_tool(name, "Probes.", parameters)
-
-
-_TOOL = _tool("probe_tool")
-_OTHER_TOOL = _tool("other_probe")
+_TYPES = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
+_TOOL = made_tool(
+    "probe_tool",
+    "Probes.",
+    {
+        "type": "object",
+        "properties": {
+            name: {"type": kind, "description": "Probes.", "items": {}}
+            for name, kind in _TYPES.items()
+        },
+        "required": ["x"],
+    },
+)
 
 
 class Template:
@@ -74,9 +75,6 @@ class Template:
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = variables
-        self._encode = _encoder(tokenizer)
-        self._repeats_tools = True
-        """Whether the text that the template writes after an answer depends on the tools."""
         self._stop_tokens = {tokenizer.decode([token]): token for token in stop_token_ids}
         """The tokens that end an answer, by their text."""
         self.name = str(tokenizer.name_or_path)
@@ -111,9 +109,7 @@ class Template:
             sampled: the answer's tokens. If they do not end with a stop token, the template's own
                 is added first.
         """
-        # Where the tools do not change the text, one short tool renders faster than the real ones.
-        rendered_tools = tools if self._repeats_tools or not tools else [_TOOL]
-        ending = self._after(_stand_in(answer), new, rendered_tools)
+        ending = self._after(_stand_in(answer), new, tools)
         if ending is None:
             return None
         ids = self._tokens(*ending)
@@ -132,6 +128,10 @@ class Template:
     def parse(self, text: str, tools: Tools, answer: int = 0) -> Parsed:
         """Returns the message in the text of an answer, which is the session's `answer`th."""
         return parse_answer(text, tools, self.call_format, answer)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, unchanged."""
@@ -193,7 +193,7 @@ class Template:
 
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
         messages = [user_message(text) for text in _NEW_TEXTS]
-        no_tools = self._verify_tools(question, answer)
+        no_tools = self._verify_tools(question)
         # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
         # continue; a message of the user begins a new sequence.
         ends = self._after(answer, messages[:1], []) is not None
@@ -203,7 +203,7 @@ class Template:
                 self._check(answer, messages, [], answer_start)
         return no_tools
 
-    def _verify_tools(self, question: list[Message], answer: Message) -> str:
+    def _verify_tools(self, question: list[Message]) -> str:
         """Chooses the format of calls; returns why tools cannot be used, or nothing."""
         try:
             if "probe_tool" not in self._render(question, [_TOOL]):
@@ -218,17 +218,6 @@ class Template:
             self._check(calling, results, [_TOOL], "")
         except InvalidInput as error:
             return str(error)
-
-        continuations = (
-            (calling, results),
-            (calling, [*results, *question]),
-            (answer, question),
-        )
-        with suppress(InvalidInput):  # some templates allow no user message there
-            self._repeats_tools = any(
-                self._after(last, new, [_TOOL]) != self._after(last, new, [_OTHER_TOOL])
-                for last, new in continuations
-            )
         return ""
 
     def _choose_format(self, count: int) -> str:
@@ -309,23 +298,6 @@ def cut(text: str, stops: Iterable[str]) -> tuple[str, str, str]:
     found = [(place, stop) for place, stop in places if place >= 0]
     place, stop = min(found, default=(len(text), ""))
     return text[:place], stop, text[place + len(stop) :]
-
-
-def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Returns a function that tokenises text: the tokenizer's core, three times as fast, if its
-    tokens are the same.
-    """
-
-    def whole(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
-    probe = f"{_MARK}  é\n{''.join(tokenizer.all_special_tokens)} x\n"
-    expected = whole(probe)  # first: it switches off truncation and padding of the core
-    core = getattr(tokenizer, "backend_tokenizer", None)
-    if core is None or core.encode(probe, add_special_tokens=False).ids != expected:
-        return whole
-    return lambda text: list(core.encode(text, add_special_tokens=False).ids)
 
 
 def _stand_in(answer: Message) -> Message:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 from services.environment.outcome import CallTimedOut, EnvironmentLost, told
@@ -21,17 +21,6 @@ _BEAT_S = 1.0
 BLOCKED_S = 30.0
 """Seconds in which a coroutine may block that loop."""
 _BLOCKED = "another coroutine of the environment blocked their event loop"
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call, and the future of its caller."""
-
-    function: Callable[[], Any]
-    future: "asyncio.Future[Any]"
-    is_left: bool = False
-    """Whether the caller has stopped waiting."""
-    is_over: bool = False
 
 
 @dataclass(eq=False)
@@ -72,8 +61,8 @@ class _UserLoop:
 
 
 class Threads:
-    """Runs calls in threads, at most `limit` at once; further calls wait. Coroutines share the
-    event loop of one thread, which is replaced when one of them blocks it.
+    """Runs each call in a thread of its own, at most `limit` at once; further calls wait.
+    Coroutines share the event loop of one thread, which is replaced when one of them blocks it.
 
     A call whose caller has given up, or whose time is over, keeps its thread until it ends, but
     frees its slot and counts as `hung`. At `limit` hung calls, no more calls are accepted. The
@@ -86,8 +75,6 @@ class Threads:
         self.limit = limit
         self.hung = 0
         self._slots = asyncio.Semaphore(limit)
-        self._idle_threads = 0
-        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._warned_at = -_WARN_EVERY_S
         self._user_loop: _UserLoop | None = None
         self._watches: set[asyncio.Task[None]] = set()
@@ -112,22 +99,19 @@ class Threads:
         """
         async with self._slots:
             self._check()
-            call = _Call(function, asyncio.get_running_loop().create_future())
-            if self._idle_threads:
-                self._idle_threads -= 1
-            else:
-                threading.Thread(target=self._work, name="environment", daemon=True).start()
-            self._queue.put(call)
-
+            done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            thread = threading.Thread(
+                target=_work, args=(function, done), name="environment", daemon=True
+            )
+            thread.start()
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    return await call.future
-            except (asyncio.CancelledError, TimeoutError) as error:
-                if not call.is_over:
-                    call.is_left = True
-                    self.hung += 1
-                    self._warn(name)
-                if isinstance(error, TimeoutError) and limit.expired():
+                    return await asyncio.shield(done)
+            except (asyncio.CancelledError, TimeoutError):
+                if not done.done():
+                    self._count_hung(name)
+                    done.add_done_callback(self._end_hung)
+                if limit.expired():
                     raise CallTimedOut(timeout_s) from None
                 raise
 
@@ -185,8 +169,7 @@ class Threads:
                 continue
 
             self._user_loop = None
-            self.hung += 1
-            self._warn(name)
+            self._count_hung(name)
             blocking = asyncio.current_task(user_loop.loop)
             for call in user_loop.calls:
                 if call.task is not blocking and call.future is not None:
@@ -200,48 +183,23 @@ class Threads:
             return
 
     def close(self) -> None:
-        """Ends the threads that do not hang."""
+        """Ends the users' event loop, unless it is blocked."""
         for watch in self._watches:
             watch.cancel()
         if self._user_loop is not None:
             self._user_loop.end()
             self._user_loop = None
-        for _ in range(self._idle_threads):
-            self._queue.put(None)
-        self._idle_threads = 0
 
     def _check(self) -> None:
         """Raises EnvironmentLost when no more calls are accepted."""
         if self.problem is not None:
             raise EnvironmentLost(self.problem)
 
-    def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
-            result: Any = None
-            error: BaseException | None = None
-            try:
-                result = call.function()
-            except BaseException as raised:
-                # A future does not accept StopIteration, and SystemExit would end the server.
-                is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-                error = raised if is_plain else RuntimeError(told(raised))
-            with suppress(RuntimeError):  # the loop has ended
-                call.future.get_loop().call_soon_threadsafe(self._finish, call, result, error)
+    def _end_hung(self, _: "asyncio.Future[Any]") -> None:
+        self.hung -= 1
 
-    def _finish(self, call: _Call, result: Any, error: BaseException | None) -> None:
-        """Gives the result to the caller, in the event loop."""
-        self._idle_threads += 1
-        call.is_over = True
-        if call.is_left:
-            self.hung -= 1
-        if call.future.cancelled():
-            return
-        if error is not None:
-            call.future.set_exception(error)
-        else:
-            call.future.set_result(result)
-
-    def _warn(self, name: str) -> None:
+    def _count_hung(self, name: str) -> None:
+        self.hung += 1
         now = time.monotonic()
         if now - self._warned_at < _WARN_EVERY_S and self.hung != self.limit:
             return
@@ -253,6 +211,18 @@ class Threads:
             self.hung,
             self.limit,
         )
+
+
+def _work(function: Callable[[], Any], done: "asyncio.Future[Any]") -> None:
+    """Runs a call in its thread, and gives the result to the event loop of its caller."""
+    try:
+        give = partial(done.set_result, function())
+    except BaseException as raised:
+        # A future does not accept StopIteration, and SystemExit would end the server.
+        is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+        give = partial(done.set_exception, raised if is_plain else RuntimeError(told(raised)))
+    with suppress(RuntimeError):  # the loop has ended
+        done.get_loop().call_soon_threadsafe(give)
 
 
 async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:

@@ -9,7 +9,7 @@ is ever rendered or tokenised again, so every trained token is exactly the sampl
               └────── root ────┘└────── child ────┘
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ class TurnNode:
     """Tokens of those messages, up to the answer."""
     sampled: Completion
     children: "list[TurnNode]" = field(default_factory=list)
+    reward: float | None = None
+    """The reward of this turn alone; None when the environment gives none."""
 
     @property
     def answer(self) -> Message:
@@ -70,7 +72,7 @@ class SessionTree:
 
     def __init__(self) -> None:
         self.nodes: list[TurnNode] = []
-        self._roots: dict[bytes, list[TurnNode]] = {}
+        self._roots: dict[str, list[TurnNode]] = {}
 
     def find(
         self, messages: Sequence[Message], tools: Tools
@@ -121,13 +123,10 @@ class SessionTree:
         `turn_rewards` has one reward for each node, in the order of the answers; empty when they
         have none.
         """
-        reward_of_node: dict[int, float] = {}
         for node, reward in zip(self.nodes, turn_rewards, strict=False):
-            reward_of_node[id(node)] = reward
-
-        owned: set[int] = set()
-        leaves = [node for node in self.nodes if not node.children]
-        return [_sequence(leaf.path, owned, reward_of_node) for leaf in leaves]
+            node.reward = reward
+        owned: set[TurnNode] = set()
+        return [_sequence(node.path, owned) for node in self.nodes if not node.children]
 
 
 def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match | None:
@@ -147,18 +146,22 @@ def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match
     return _Match(end, same_marks, node)
 
 
-def _sequence(
-    path: list[TurnNode], owned: set[int], reward_of_node: Mapping[int, float]
-) -> EpisodeSequence:
+def _sequence(path: list[TurnNode], owned: set[TurnNode]) -> EpisodeSequence:
     """Returns the sequence of a path. Everything before its first own token is its prompt.
+
+    Two calls that continue the same answer, for instance, share the root. The first sequence trains
+    it, the second has it in its prompt:
+
+        path              owned before   prompt                         tokens
+        root, child 1     –              root.added                     root.sampled, child 1
+        root, child 2     root, child 1  root's tokens, child 2.added   child 2.sampled
 
     Args:
         path: nodes from a root to a leaf.
-        owned: ids of the nodes that earlier sequences train; this path's are added.
-        reward_of_node: rewards of turns, by the node's id.
+        owned: the nodes that earlier sequences train; this path's are added.
     """
-    first = next(i for i, node in enumerate(path) if id(node) not in owned)
-    owned.update(id(node) for node in path)
+    first = next(i for i, node in enumerate(path) if node not in owned)
+    owned.update(path)
     prompt = path[first].added
     if first > 0:
         prompt = np.concatenate([path[first - 1].tokens, prompt])
@@ -166,33 +169,33 @@ def _sequence(
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
-    versions: list[tuple[int, int, int]] = []
+    begins: list[tuple[int, int]] = []
+    """Weight versions, each with its first token."""
     turns: list[Turn] = []
     for node in path[first:]:
         if turns:  # the first node's added tokens are the prompt's
             tokens += node.added.tolist()
             logprobs += [0.0] * len(node.added)
             mask += [0] * len(node.added)
-            version, begin, _ = versions[-1]  # they count to the version before them
-            versions[-1] = (version, begin, len(tokens))
 
         start = len(tokens)
         tokens += node.sampled.token_ids.tolist()
         logprobs += node.sampled.logprobs.tolist()
         mask += [1] * len(node.sampled.token_ids)
-        for version, begin, end in node.sampled.weight_versions:
-            if versions and versions[-1][0] == version:
-                versions[-1] = (version, versions[-1][1], start + end)
-            else:
-                versions.append((version, start + begin, start + end))
-        turns.append(Turn(start, len(tokens), reward_of_node.get(id(node))))
+        for version, begin, _ in node.sampled.weight_versions:
+            if not begins or begins[-1][0] != version:
+                begins.append((version, start + begin))
+        turns.append(Turn(start, len(tokens), node.reward))
 
+    # A version lasts until the next begins: added tokens count to the version before them.
+    ends = [begin for _, begin in begins[1:]] + [len(tokens)]
+    spans = [(version, begin, end) for (version, begin), end in zip(begins, ends, strict=False)]
     return EpisodeSequence(
         prompt_ids=prompt,
         token_ids=np.array(tokens, np.int32),
         mask=np.array(mask, np.int32),
         logprobs=np.array(logprobs, np.float32),
-        weight_versions=versions,
+        weight_versions=spans,
         turns=turns,
         finish_reason=path[-1].sampled.finish_reason,
     )
