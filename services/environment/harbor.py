@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.settings.sections import HARBOR_COLUMN
 from services.environment.outcome import EpisodeFailed
 from services.environment.runtimes.runtime import WORKDIR, Container, Runtime, Spec, pack
 
@@ -61,8 +62,17 @@ class HarborTask:
     """Files outside the working directory that the tests need."""
 
     @classmethod
-    def read(cls, folder: Path) -> "HarborTask":
-        """Reads a task's folder. Raises EpisodeFailed for a task that episodes cannot play."""
+    def read(cls, columns: Mapping[str, Any]) -> "HarborTask":
+        """Reads the folder that a row names. Raises EpisodeFailed for a task that episodes cannot
+        play.
+        """
+        named = columns.get(HARBOR_COLUMN)
+        if not isinstance(named, str):
+            raise EpisodeFailed(
+                f"the row has no column {HARBOR_COLUMN}: set data.source to a folder of Harbor "
+                "tasks"
+            )
+        folder = Path(named)
         try:
             content = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
             _check(content, folder)

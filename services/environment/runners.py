@@ -7,10 +7,10 @@ from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
-from services.environment.kept_server import PORT
 from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import EpisodeRunner
 from services.environment.program_runner import ProgramRunner
+from services.environment.user_server import PORT, is_url
 
 _THREADS = 1024
 _PROGRAMS = 64
@@ -46,8 +46,7 @@ def load_runner(
     if kind == "agent":
         return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
     if kind == "harbor":
-        is_url = target.startswith(("http://", "https://"))
-        if runtime.kind == "local" or is_url:
+        if runtime.kind == "local" or is_url(target):
             raise ConfigError(
                 "the agents and tests of Harbor tasks run in containers",
                 field="runtime.kind",

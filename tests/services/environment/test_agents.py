@@ -322,12 +322,12 @@ async def test_an_agent_behind_a_url() -> None:
     ):
         kind: Any = server.service.environment
         for mode, (status, reward, detail) in ANSWERS.items():
-            kind._url = f"{url}/{mode}"
+            kind._server._fixed_url = f"{url}/{mode}"
             episode = await play(server, "number", deadline_s=2 if mode == "hangs" else 100)
             assert (mode, episode.status, episode.reward) == (mode, status, reward)
             assert detail in episode.detail
         assert told[0]["ground_truth"] == "3"
-        kind._url = "http://127.0.0.1:1/away"
+        kind._server._fixed_url = "http://127.0.0.1:1/away"
         episode = await play(server, "number")
         assert (episode.status, episode.reward) == ("died", None)
         assert "did not answer: ConnectError" in episode.detail
@@ -338,8 +338,8 @@ WRONG = {
     "agent:": "there is no command",
     "agent:no-such-program --flag": "there is no program no-such-program",
     "agent:sh -c 'open": "this is not a command: No closing quotation",
-    "agent:http://": "this is not a URL",
-    "agent:http://[": "this is not a URL",
+    "agent:http://": "there is no program http://",
+    "agent:http://[": "there is no program http://",
 }
 
 

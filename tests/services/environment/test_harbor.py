@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.settings.sections import HARBOR_COLUMN
 from services.environment.harbor import HarborTask
 from services.environment.outcome import EpisodeFailed
 
@@ -66,7 +67,7 @@ def write(folder: Path, toml: str) -> Path:
 
 
 def test_a_task_of_the_first_format(tmp_path: Path) -> None:
-    task = HarborTask.read(write(tmp_path, HELLO))
+    task = HarborTask.read({HARBOR_COLUMN: str(write(tmp_path, HELLO))})
     assert (task.image, task.workdir, task.env) == ("registry.example/hello:1", "", {})
     assert (task.cpus, task.memory_mb) == (2, 2048)
     assert (task.timeout_s, task.grader_timeout_s) == (90, 120)
@@ -74,7 +75,7 @@ def test_a_task_of_the_first_format(tmp_path: Path) -> None:
 
 
 def test_a_task_of_the_current_format(tmp_path: Path) -> None:
-    task = HarborTask.read(write(tmp_path, LATER))
+    task = HarborTask.read({HARBOR_COLUMN: str(write(tmp_path, LATER))})
     assert (task.image, task.workdir, task.env) == ("", "/srv", {"GREETING": "hello"})
     assert (task.cpus, task.memory_mb) == (None, 512)
     assert (task.timeout_s, task.grader_timeout_s) == (float("inf"), 600)
@@ -101,19 +102,19 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("toml", REFUSED)
 def test_what_episodes_cannot_play_is_refused(toml: str, tmp_path: Path) -> None:
     with pytest.raises(EpisodeFailed) as caught:
-        HarborTask.read(write(tmp_path, toml))
+        HarborTask.read({HARBOR_COLUMN: str(write(tmp_path, toml))})
     assert REFUSED[toml] in str(caught.value)
 
 
 def test_a_folder_that_is_no_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EpisodeFailed, match="is not a task of Harbor"):
-        HarborTask.read(tmp_path)
+        HarborTask.read({HARBOR_COLUMN: str(tmp_path)})
     write(tmp_path, "")
     (tmp_path / "environment").mkdir()
     (tmp_path / "environment" / "docker-compose.yaml").touch()
     with pytest.raises(EpisodeFailed, match=r"uses environment/docker-compose.yaml"):
-        HarborTask.read(tmp_path)
+        HarborTask.read({HARBOR_COLUMN: str(tmp_path)})
     (tmp_path / "environment" / "docker-compose.yaml").unlink()
     (tmp_path / "tests" / "test.sh").unlink()
     with pytest.raises(EpisodeFailed, match=r"it has no tests/test.sh"):
-        HarborTask.read(tmp_path)
+        HarborTask.read({HARBOR_COLUMN: str(tmp_path)})

@@ -247,18 +247,18 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "error",
         "order",
     ),
-    "no JSON": ({"reset": "<html>"}, "error", "answer is not JSON"),
+    "no JSON": ({"reset": "<html>"}, "error", "answered <html>"),
     "no mapping": ({"reset": "[]"}, "error", "answered []"),
     "no observation": ({"step": {"type": "state", "data": {}}}, "error", "answered a step with"),
     "no reward": (
         {"step": observed(observation={}, reward="much", done=True)},
         "error",
-        "the reward of a step is much",
+        "much",
     ),
     "NaN": (
         {"step": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}'},
         "error",
-        "is nan",
+        "NaN",
     ),
     "hangs": ({"step": "hang"}, "timeout", "it took longer"),
 }
@@ -273,7 +273,7 @@ async def test_a_failure_has_a_reason_and_no_reward(fault: str) -> None:
 
 
 async def test_absent_server_gives_no_reward() -> None:
-    name = "openenv:ws://127.0.0.1:1"
+    name = "openenv:http://127.0.0.1:1"
     async with served(name, lambda _: "3") as here:
         (episode,) = await here.client.episodes(request_for(name))
         assert (episode.status, episode.reward) == ("died", None)

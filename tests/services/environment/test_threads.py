@@ -326,7 +326,7 @@ async def test_a_crash_of_one_episode_leaves_the_others() -> None:
         assert "KeyError: 'a defect'" in episodes[0].detail
 
 
-async def test_threads_are_reused_and_the_number_of_concurrent_calls_is_bounded() -> None:
+async def test_the_number_of_concurrent_calls_is_bounded() -> None:
     threads = Threads(3)
     seen: set[int] = set()
     running = 0
