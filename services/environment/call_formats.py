@@ -108,28 +108,22 @@ _MAX_DIGITS = 308
 """Every integer of so many digits fits into a float, which is all that other languages have."""
 
 
-def _read_object(text: str, schemas: Schemas) -> list[Call]:
-    """Reads `{"name": NAME, "arguments": {…}}`."""
-    return [_call(_json(text))]
-
-
-def _read_list(text: str, schemas: Schemas) -> list[Call]:
-    """Reads `[{"name": NAME, "arguments": {…}}, …]`."""
+def _read_json(text: str, schemas: Schemas) -> list[Call]:
+    """Reads `{"name": NAME, "arguments": {…}}`, or a list of such objects."""
     content = _json(text)
-    if not isinstance(content, list):
-        raise ValueError("the tool calls are not a list")
-    return [_call(each) for each in content]
+    return [_call(each) for each in (content if isinstance(content, list) else [content])]
 
 
 def _call(content: Any) -> Call:
+    """Returns a call in any of the words that the families use for its parts."""
     content = content if isinstance(content, dict) else {}
     name = content.get("name", content.get("tool_name"))
     if not isinstance(name, str):
         raise ValueError("the tool call has no name")
-    arguments = content.get("arguments", content.get("parameters"))
+    arguments = content.get("arguments", content.get("parameters")) or {}
     if isinstance(arguments, str):
-        arguments = _json(arguments) if arguments.strip() else None
-    return name, _mapping({} if arguments is None else arguments)
+        arguments = _json(arguments) if arguments.strip() else {}
+    return name, _mapping(arguments)
 
 
 def _mapping(arguments: Any) -> Json:
@@ -139,7 +133,7 @@ def _mapping(arguments: Any) -> Json:
 
 
 def _read_bare(text: str, schemas: Schemas) -> list[Call]:
-    """Reads an object as `_read_object` does, if a mark says that it is a call or it names an
+    """Reads an object as `_read_json` does, if a mark says that it is a call or it names an
     offered tool: an answer may be JSON too.
     """
     content = text.strip()
@@ -243,44 +237,45 @@ def _allows(schema: Any, value: Any, root: Any, within: frozenset[str] = frozens
         schema: what cannot be understood in it allows everything.
         value: anything of JSON but text.
         root: the schema in which references are looked up.
-        within: the references that led here.
+        within: the references that led here; one that leads to itself allows everything.
     """
     if isinstance(schema, str):  # some write only the type
         schema = {"type": schema}
     if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
         return True
 
-    def allowed(part: Any) -> bool:
-        return _allows(part, value, root, within)
+    types = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
+    if types and not types & _KINDS[type(value)]:
+        return False
 
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    # Python has True equal 1, which JSON does not.
+    same = [
+        choice
+        for choice in _listed(choices)
+        if choice == value and isinstance(choice, bool) == isinstance(value, bool)
+    ]
+    if isinstance(choices, list | tuple) and not same:
+        return False
+
+    parts = _listed(schema.get("allOf"))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in within:
-        target = _referred(reference, root)
-        if not _allows(target, value, root, within | {reference}):
+        within |= {reference}
+        parts.append(_referred(reference, root))
+    if not all(_allows(part, value, root, within) for part in parts):
+        return False
+    for name in ("anyOf", "oneOf"):
+        parts = _listed(schema.get(name))
+        if parts and not any(_allows(part, value, root, within) for part in parts):
             return False
-
-    types = _listed(schema.get("type"))
-    names = [name for name in types if isinstance(name, str)]
-    if names and not _KINDS[type(value)] & set(names):
-        return False
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(choices, list | tuple) and not any(_is(choice, value) for choice in choices):
-        return False
-    if not all(map(allowed, _listed(schema.get("allOf")))):
-        return False
-    alternatives = (_listed(schema.get(name)) for name in ("anyOf", "oneOf"))
-    return all(not parts or any(map(allowed, parts)) for parts in alternatives)
+    return True
 
 
 def _listed(part: Any) -> list[Any]:
     if part is None:
         return []
     return list(part) if isinstance(part, list | tuple) else [part]
-
-
-def _is(choice: Any, value: Any) -> bool:
-    """Returns whether two values of JSON are equal; Python has True equal 1."""
-    return bool(choice == value) and isinstance(choice, bool) == isinstance(value, bool)
 
 
 def _referred(reference: str, root: Any) -> Any:
@@ -354,7 +349,7 @@ _NAMED_PARAMETER = (
 _INVOKE = r"<(?:[^\s<>/]*?)invoke name=\"([^\"]+)\">"
 _INVOKED = r"</(?:[^\s<>/]*?)invoke>"
 
-HERMES = CallFormat("Hermes", _pieces("<tool_call>", "</tool_call>"), _read_object)
+HERMES = CallFormat("Hermes", _pieces("<tool_call>", "</tool_call>"), _read_json)
 
 FORMATS = (
     HERMES,
@@ -444,11 +439,11 @@ FORMATS = (
         ),
         _named_json(r"([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?"),
     ),
-    CallFormat("Mistral lists", _pieces(r"\[TOOL_CALLS\]", r"\Z"), _read_list),
+    CallFormat("Mistral lists", _pieces(r"\[TOOL_CALLS\]", r"\Z"), _read_json),
     CallFormat(
         "lists after a mark",
         _pieces(r"(?:<\|tool_call\|>|<tool_calls>)", r"(?:<\|/tool_call\|>|</tool_calls>)"),
-        _read_list,
+        _read_json,
     ),
     CallFormat(
         "Command",
@@ -458,7 +453,7 @@ FORMATS = (
             thought=r"<\|START_THINKING\|>(?P<thought>.*?)(?:<\|END_THINKING\|>|\Z)",
             markup=r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>",
         ),
-        _read_list,
+        _read_json,
     ),
     CallFormat(
         "Llama 3",

@@ -67,10 +67,7 @@ def read_call(body: Any, dialect: Dialect) -> Call:
         )
     check_fields(body, dialect.path)
     messages = parse_messages(dialect.read(body), dialect.field)
-    tools = body.get("tools")
-    if isinstance(tools, list):
-        tools = [dialect.read_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
-    tools = parse_tools(tools)
+    tools = parse_tools(body.get("tools"), dialect.read_tool)
     options = body.get("stream_options")
     return Call(
         messages=messages,
@@ -97,25 +94,21 @@ def _arguments(tool_call: Json) -> str:
 
 
 def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
-    message: Json = {
-        "role": "assistant",
-        "content": answer.message.content or None,
-        "refusal": None,
-    }
-    if answer.message.reasoning:
-        message["reasoning_content"] = answer.message.reasoning
+    message = answer.message
+    written: Json = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
     finish_reason: str = answer.finish_reason
-    if answer.message.tool_calls:
-        message["tool_calls"] = [
+    if message.tool_calls:
+        written["content"] = message.content or None
+        written["tool_calls"] = [
             made_tool_call(each["id"], each["function"]["name"], _arguments(each))
-            for each in answer.message.tool_calls
+            for each in message.tool_calls
         ]
         if finish_reason == "stop":
             finish_reason = "tool_calls"
-    elif message["content"] is None:
-        message["content"] = ""
 
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    choice = {"index": 0, "message": written, "logprobs": None, "finish_reason": finish_reason}
     return {
         "id": f"chatcmpl-{identifier}",
         "object": "chat.completion",
@@ -143,11 +136,10 @@ def _chat_events(body: Json, call: Call) -> Iterator[str]:
         part = {"index": 0, "delta": delta, "finish_reason": finish_reason}
         return _event(common | {"choices": [part]}, named=False)
 
-    message = {name: value for name, value in choice["message"].items() if name != "refusal"}
+    message = choice["message"]
     if "tool_calls" in message:
-        message["tool_calls"] = [
-            {"index": i} | tool_call for i, tool_call in enumerate(message["tool_calls"])
-        ]
+        calls = enumerate(message["tool_calls"])
+        message = message | {"tool_calls": [{"index": i} | call for i, call in calls]}
     yield chunk(message, None)
     yield chunk({}, choice["finish_reason"])
     # Only on request: this chunk has no choices, and many programs read choices[0].
@@ -165,18 +157,71 @@ def _read_responses(body: Json) -> list[Json]:
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
     content = body.get("input")
     if isinstance(content, str):
-        chat.append({"role": "user", "content": content})
-    elif isinstance(content, list):
-        for i, item in enumerate(content):
-            _add_item(chat, item, f"input[{i}]")
-    else:
+        content = [{"role": "user", "content": content}]
+    if not isinstance(content, list):
         raise InvalidInput(
             "the input must be text or a list of items",
             field="input",
             value=content,
             remedy='send text or [{"role": "user", "content": text}]',
         )
+    for i, item in enumerate(content):
+        where = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            text = text_of(item.get("content"), f"{where}.content")
+            part: Json = {"role": item.get("role"), "content": text}
+        else:
+            role = "user" if kind == "function_call_output" else "assistant"
+            part = _part(role, item, where)
+        # The thought, the text and the tool calls of one answer are items in this order.
+        has_text = bool(chat) and bool(chat[-1]["content"])
+        continues = part["role"] == "assistant" and (kind == "function_call" or not has_text)
+        _add(chat, part, start=0 if continues else len(chat))
     return chat
+
+
+def _part(role: str, item: Any, where: str) -> Json:
+    """Converts a block of Anthropic's, or an item of Responses, to a message in OpenAI's format
+    that has only this part. The two name the same things differently. Raises InvalidInput.
+    """
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "text":
+        return {"role": role, "content": text_of([item], where)}
+    if role == "assistant" and kind in ("thinking", "reasoning"):
+        thought = item.get("thinking") or item.get("content") or item.get("summary")
+        thought = text_of(thought, f"{where}.content")
+        return {"role": role, "content": "", "reasoning_content": thought}
+    if role == "assistant" and kind in ("tool_use", "function_call"):
+        identifier = item.get("call_id", item.get("id"))
+        arguments = item.get("arguments", item.get("input"))
+        tool_call = made_tool_call(identifier, item.get("name"), arguments)
+        return {"role": role, "content": "", "tool_calls": [tool_call]}
+    if role == "user" and kind in ("tool_result", "function_call_output"):
+        text = text_of(item.get("output", item.get("content")), f"{where}.output")
+        identifier = item.get("call_id", item.get("tool_use_id"))
+        return {"role": "tool", "content": text, "tool_call_id": identifier}
+    raise InvalidInput(
+        f"a message of the {role} has no such part",
+        field=f"{where}.type",
+        value=kind,
+        remedy="use one of text, thinking, tool_use, tool_result (Messages), or message, "
+        "reasoning, function_call, function_call_output (Responses)",
+    )
+
+
+def _add(chat: list[Json], part: Json, start: int) -> None:
+    """Adds a part to the last message if that has the same role and is one from `start` on;
+    otherwise as a new message, as each result of a tool is.
+    """
+    role = part["role"]
+    if len(chat) <= start or chat[-1]["role"] != role or role == "tool":
+        chat.append(part)
+        return
+    last = chat[-1]
+    last["content"] += part.pop("content")
+    last["tool_calls"] = last.get("tool_calls", []) + part.pop("tool_calls", [])
+    last.update(part)
 
 
 def _tool_of_responses(tool: Json) -> Json:
@@ -184,41 +229,6 @@ def _tool_of_responses(tool: Json) -> Json:
         return tool
     function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
     return {"type": "function", "function": function}
-
-
-def _add_item(chat: list[Json], item: Any, where: str) -> None:
-    """Adds an item of `input`; the thoughts and tool calls of one answer become one message."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message":
-        role = item.get("role")
-        text = text_of(item.get("content"), f"{where}.content")
-        if role == "assistant" and _ends_with_answer(chat) and not chat[-1]["content"]:
-            chat[-1]["content"] = text
-        else:
-            chat.append({"role": role, "content": text})
-    elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        thought = text_of(parts, f"{where}.content")
-        chat.append({"role": "assistant", "content": "", "reasoning_content": thought})
-    elif kind == "function_call":
-        if not _ends_with_answer(chat):
-            chat.append({"role": "assistant", "content": ""})
-        tool_call = made_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-        chat[-1].setdefault("tool_calls", []).append(tool_call)
-    elif kind == "function_call_output":
-        content = text_of(item.get("output"), f"{where}.output")
-        chat.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
-    else:
-        raise InvalidInput(
-            "there is no such type of item",
-            field=f"{where}.type",
-            value=kind,
-            remedy="use one of message, reasoning, function_call, function_call_output",
-        )
-
-
-def _ends_with_answer(chat: list[Json]) -> bool:
-    return bool(chat) and chat[-1]["role"] == "assistant"
 
 
 def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
@@ -341,10 +351,12 @@ def _read_messages(body: Json) -> Any:
         check_mapping(message, where)
         role = str(message.get("role"))
         content = message.get("content")
-        if isinstance(content, list):
-            chat += _from_blocks(role, content, where)
-        else:
+        if not isinstance(content, list):
             chat.append({"role": role, "content": text_of(content, f"{where}.content")})
+            continue
+        start = len(chat)
+        for number, block in enumerate(content):
+            _add(chat, _part(role, block, f"{where}.content[{number}]"), start)
     return chat
 
 
@@ -352,38 +364,6 @@ def _tool_of_messages(tool: Json) -> Json:
     if tool.get("type", "custom") != "custom":
         return tool
     return made_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-
-
-def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
-    """Converts one Anthropic message to messages in OpenAI's format, where tool results are
-    separate messages.
-    """
-    results: list[Json] = []
-    message: Json = {"role": role, "content": []}
-    for i, block in enumerate(blocks):
-        kind = block.get("type") if isinstance(block, dict) else None
-        at = f"{where}.content[{i}]"
-        if kind == "text":
-            message["content"].append(block)
-        elif kind == "thinking" and role == "assistant":
-            message["reasoning_content"] = block.get("thinking")
-        elif kind == "tool_use" and role == "assistant":
-            tool_call = made_tool_call(block.get("id"), block.get("name"), block.get("input"))
-            message.setdefault("tool_calls", []).append(tool_call)
-        elif kind == "tool_result" and role == "user":
-            text = text_of(block.get("content"), f"{at}.content")
-            results.append(
-                {"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")}
-            )
-        else:
-            raise InvalidInput(
-                f"a message of the {role} has no such block",
-                field=f"{at}.type",
-                value=kind,
-                remedy="use one of text, thinking, tool_use, tool_result",
-            )
-    only_results = results and not message["content"]
-    return results if only_results else [*results, message]
 
 
 def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:

@@ -28,7 +28,7 @@ FIELD = "environment.name"
 Grade = Callable[..., Awaitable[tuple[float, dict[str, float | None]]]]
 """Returns the reward of an episode and its parts, for the environment's object, the task, the
 messages after the prompt and the tokens that follow it."""
-BUILT_IN = {"python": "services.environment.python_tool:PythonEnvironment"}
+_PYTHON_TOOL = "services.environment.python_tool:PythonEnvironment"
 _PARAMETERS = {"step": 1, "get_reward": 0, "get_turn_rewards": 0, "close": 0}
 """The methods that the server calls, besides `reset`, and how many arguments it passes."""
 _SCALARS = (str, int, float, bool, "str", "int", "float", "bool")
@@ -62,12 +62,8 @@ class Environment:
 
         Raises ConfigError when it does not exist or violates the interface.
         """
-        path = name.partition(":")[2]
-        if path and ":" not in path:
-            module, _, class_name = path.rpartition(".")
-            path = f"{module}:{class_name}"
-        imported = import_callable(path or BUILT_IN["python"], FIELD)
-        return cls.of(imported, name)
+        path = name.partition(":")[2] or _PYTHON_TOOL
+        return cls.of(import_callable(path, FIELD), name)
 
     @classmethod
     def of(cls, user_class: Callable[[], Any], name: str) -> "Environment":

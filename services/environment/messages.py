@@ -1,7 +1,7 @@
 """Messages in OpenAI's chat format, as passed to the chat template and compared by the gateway."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -247,13 +247,19 @@ def encodable(text: str) -> str:
 
 
 def _parse_tool_call(content: Any, where: str) -> Json:
-    function = content.get("function") if isinstance(content, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not _is_function(content):
         raise InvalidInput(
             "this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}"
         )
+    function = content["function"]
     arguments = _parsed_arguments(function.get("arguments"))
     return made_tool_call(str(content.get("id") or ""), function["name"], arguments)
+
+
+def _is_function(content: Any) -> bool:
+    """Returns whether this is a tool, or a call of one, with its name."""
+    function = content.get("function") if isinstance(content, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _parsed_arguments(arguments: Any) -> Any:
@@ -269,9 +275,9 @@ def _parsed_arguments(arguments: Any) -> Any:
         return arguments
 
 
-def parse_tools(content: Any) -> list[Json]:
-    """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for
-    anything else.
+def parse_tools(content: Any, read: Callable[[Json], Any]) -> list[Json]:
+    """Returns the functions that a request offers, in OpenAI's format, to which `read` converts
+    each. Raises InvalidInput for anything else.
     """
     if content is None:
         return []
@@ -282,16 +288,16 @@ def parse_tools(content: Any) -> list[Json]:
             value=content,
             remedy=f"send [TOOL, …], for each tool {_TOOL_FORM}",
         )
-    for i, tool in enumerate(content):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    tools = [read(tool) if isinstance(tool, dict) else tool for tool in content]
+    for i, tool in enumerate(tools):
+        if not _is_function(tool):
             raise InvalidInput(
                 "a tool must be a function",
                 field=f"tools[{i}]",
                 value=tool,
                 remedy=f"send {_TOOL_FORM}",
             )
-    return content
+    return tools
 
 
 def tools_key(tools: Tools) -> str:

@@ -147,7 +147,7 @@ class ProgramRunner(EpisodeRunner):
                 spec = task.spec(spec)
             container = await self._runtime.start(spec, home)
             try:
-                async with asyncio.timeout(task.timeout_s if task else None):
+                async with asyncio.timeout(task.settings.agent.timeout_sec if task else None):
                     reward = await self._reward_of(container, content, session)
                 if task is None:
                     return reward

@@ -28,9 +28,7 @@ def class_runner(environment: Environment, config: EnvironmentSection) -> Episod
     return ClassRunner(environment, config.workers or _THREADS)
 
 
-def load_runner(
-    config: EnvironmentSection, gateway: str, runtime: RuntimeSection | None = None
-) -> EpisodeRunner:
+def load_runner(config: EnvironmentSection, gateway: str, runtime: RuntimeSection) -> EpisodeRunner:
     """Returns the runner that the settings name; programs run in `runtime`, and reach this server
     at the URL `gateway`.
 
@@ -41,10 +39,11 @@ def load_runner(
     if kind == "python":
         return class_runner(Environment.load(name), config)
 
-    runtime = runtime or RuntimeSection()
     slots = config.workers or _PROGRAMS
     if kind == "agent":
         return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
+    if kind == "openenv":
+        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "harbor":
         if runtime.kind == "local" or is_url(target):
             raise ConfigError(
@@ -63,8 +62,6 @@ def load_runner(
             section=runtime,
             plays_tasks=True,
         )
-    if kind == "openenv":
-        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "verifiers":
         python, _, taskset = target.strip().rpartition(" ")
         if taskset.endswith(".toml") and not Path(taskset).is_file():

@@ -81,10 +81,11 @@ class EpisodeService:
         environment: Environment | None = None,
         runtime: RuntimeSection | None = None,
     ) -> None:
-        if environment is None:
-            self.environment = load_runner(config, gateway, runtime)
-        else:
-            self.environment = class_runner(environment, config)
+        self.environment = (
+            class_runner(environment, config)
+            if environment is not None
+            else load_runner(config, gateway, runtime or RuntimeSection())
+        )
         if self.environment.tools and template.no_tools:
             raise ConfigError(
                 f"{self.environment.name} has tools, which the model's chat template cannot use: "
@@ -126,21 +127,19 @@ class EpisodeService:
             "Calls of the model that were refused, by field",
             ["field"],
         )
-        running = metrics.gauge("environment_episodes_running", "Episodes that run now")
-        running.set_function(lambda: self._running)
-        running_limit = metrics.gauge(
-            "environment_episodes_running_limit", "Episodes that may run at once"
+        metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(
+            lambda: self._running
         )
-        running_limit.set(MAX_EPISODES)
-        hung = metrics.gauge(
+        metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(
+            MAX_EPISODES
+        )
+        metrics.gauge(
             "environment_hung_calls",
             "Calls of the environment that still run although nobody waits for them any more",
-        )
-        hung.set_function(lambda: self._hung_calls()["hung_calls"])
-        hung_limit = metrics.gauge(
+        ).set_function(lambda: self._hung_calls()["hung_calls"])
+        metrics.gauge(
             "environment_hung_calls_limit", "Hung calls at which no more episodes can run"
-        )
-        hung_limit.set(self._hung_calls()["hung_calls_limit"])
+        ).set(self._hung_calls()["hung_calls_limit"])
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Runs the episodes of a request; a repeated request gets the same episodes.
@@ -160,16 +159,16 @@ class EpisodeService:
             self._check(request)
             self._running += request.n
             task = asyncio.create_task(self._run_all(request))
-            task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
+            loop = asyncio.get_running_loop()
+            task.add_done_callback(lambda _: loop.call_later(_REMEMBERED_S, self._forget, task))
             known = _Known(request, task)
             self._requests[request.request_id] = known
         try:
             return await asyncio.shield(known.task)  # the client may come back
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            caller_left = caller is None or caller.cancelling() > 0
-            if caller_left or not known.task.cancelled():
-                raise
+            if caller is None or caller.cancelling() or not known.task.cancelled():
+                raise  # the caller left
             raise NotReady(
                 "the episodes were ended: the request was deleted, or the server is ending",
                 field="request_id",
@@ -303,27 +302,18 @@ class EpisodeService:
                 remedy="try again later, or add nodes of environment-server",
             )
 
-    def _forget_later(self, request_id: str, task: asyncio.Task[list[Episode]]) -> None:
-        """Drops the answer of a request after `_REMEMBERED_S`, unless its id has been used
-        again.
-        """
-
-        def forget() -> None:
-            known = self._requests.get(request_id)
-            if known is not None and known.task is task:
+    def _forget(self, task: asyncio.Task[list[Episode]]) -> None:
+        """Drops the answer of a request, unless its id has been used again."""
+        for request_id, known in list(self._requests.items()):
+            if known.task is task:
                 del self._requests[request_id]
-
-        asyncio.get_running_loop().call_later(_REMEMBERED_S, forget)
 
     async def _run_all(self, request: EpisodeRequest) -> list[Episode]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
         except ExceptionGroup as group:
-            for error in group.exceptions:
-                if isinstance(error, ServiceLost):
-                    raise error from None
-            raise
+            raise group.exceptions[0] from None  # a server that all episodes need never starts
         finally:
             self._running -= request.n
 
@@ -389,15 +379,14 @@ class EpisodeService:
             outcome.detail = f"{outcome.detail}; {reason}" if outcome.detail else reason
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
         if outcome.status == "ok" and not sequences:
-            too_long = session.stop_reason == "context"
-            reason = (
-                "the first messages are too long for environment.context (unless it is set: "
-                "rollout.max_context_tokens, or max_prompt_length + max_new_tokens in Python)"
-                if too_long
-                else "the model was not asked"
-            )
             outcome.status = "error"
-            outcome.detail = f"{reason}: nothing to train on"
+            outcome.detail = "the model was not asked: nothing to train on"
+            if session.stop_reason == "context":
+                outcome.detail = (
+                    "nothing to train on: the first messages are too long for environment.context "
+                    "(unless it is set: rollout.max_context_tokens, or max_prompt_length + "
+                    "max_new_tokens in Python)"
+                )
 
         return Episode(
             id=f"{request.request_id}-{index}",

@@ -11,7 +11,6 @@ is ever rendered or tokenised again, so every trained token is exactly the sampl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -55,18 +54,6 @@ class TurnNode:
         return np.concatenate(parts)
 
 
-class _Match(NamedTuple):
-    """A node whose messages are a beginning of a call's messages."""
-
-    messages: int
-    """Length of that beginning."""
-    same_marks: int
-    """How many tool-call ids and thoughts agree in it; this tells two equal answers to one prompt
-    apart.
-    """
-    node: TurnNode | None
-
-
 class SessionTree:
     """The turns of one session, in the order of their answers."""
 
@@ -82,23 +69,29 @@ class SessionTree:
         If an answer in the history was not recorded there, the history was rewritten and continues
         no node.
         """
-        root = _Match(messages=0, same_marks=0, node=None)
-        best = root
-        # Depth first, earlier nodes first: the stack is filled in reverse.
-        stack = [(root, node) for node in reversed(self._roots.get(tools_key(tools), []))]
+        best = 0
+        best_marks = 0
+        best_node: TurnNode | None = None
+        # Depth first, earlier nodes first: the stack is filled in reverse. Beside each node, how
+        # many messages and marks its parents match.
+        stack = [(node, 0, 0) for node in reversed(self._roots.get(tools_key(tools), []))]
         while stack:
-            above, node = stack.pop()
-            match = _match(above, node, messages)
-            if match is None:
+            node, start, marks = stack.pop()
+            end = start + len(node.messages)
+            own_marks = _same_marks(node, messages[start:end])
+            if own_marks is None:
                 continue
-            if match[:2] > best[:2]:
-                best = match
-            stack += [(match, child) for child in reversed(node.children)]
+            marks += own_marks
+            if (end, marks) > (best, best_marks):
+                best = end
+                best_marks = marks
+                best_node = node
+            stack += [(child, end, marks) for child in reversed(node.children)]
 
-        new_messages = list(messages[best.messages :])
+        new_messages = list(messages[best:])
         if any(message.role == "assistant" for message in new_messages):
             return None, list(messages)
-        return best.node, new_messages
+        return best_node, new_messages
 
     def add(
         self,
@@ -129,21 +122,19 @@ class SessionTree:
         return [_sequence(node.path, owned) for node in self.nodes if not node.children]
 
 
-def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match | None:
-    """Returns the match of a node below one that matches, or None when `messages` differ."""
-    end = above.messages + len(node.messages)
-    part = messages[above.messages : end]
-    if len(part) < len(node.messages):
+def _same_marks(node: TurnNode, sent: Sequence[Message]) -> int | None:
+    """Returns how many thoughts and tool-call ids of a node's answer agree with what was sent; None
+    if the messages differ. The number tells two equal answers to one prompt apart.
+    """
+    if len(sent) < len(node.messages):
         return None
-    for recorded, sent in zip(node.messages, part, strict=True):
-        if not recorded.is_sent(sent):
-            return None
-
-    answer = part[-1]
-    same_marks = above.same_marks + node.answer.has_thoughts_of(answer)
+    if not all(map(Message.is_sent, node.messages, sent)):
+        return None
+    answer = sent[-1]
+    marks = int(node.answer.has_thoughts_of(answer))
     for call, sent_call in zip(node.answer.tool_calls, answer.tool_calls, strict=True):
-        same_marks += call["id"] == sent_call["id"]
-    return _Match(end, same_marks, node)
+        marks += call["id"] == sent_call["id"]
+    return marks
 
 
 def _sequence(path: list[TurnNode], owned: set[TurnNode]) -> EpisodeSequence:

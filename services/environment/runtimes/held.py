@@ -8,7 +8,7 @@ import os
 import secrets
 import subprocess
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -21,6 +21,7 @@ from services.environment.runtimes.runtime import (
     Command,
     Container,
     Spec,
+    Variables,
     pack,
 )
 
@@ -64,6 +65,15 @@ class Held(Container):
         self._holder: RunningProgram | None = None
         self._held_open = -1
 
+    @contextlib.asynccontextmanager
+    async def killed_on_failure(self) -> AsyncIterator[None]:
+        """Removes the container if its start fails or is cancelled."""
+        try:
+            yield
+        except BaseException:
+            await self.kill()
+            raise
+
     async def hold(self, words: Sequence[str]) -> None:
         """Runs the client that starts the container, or attaches to it, and holds it, until the
         container is ready.
@@ -103,11 +113,11 @@ class Held(Container):
             command = f"{self.client_name} {' '.join(words)}"
             raise EnvironmentLost(f"{command} failed: {shown}")
 
-    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+    def _command(self, words: Sequence[str], env: Variables) -> Command:
         return [self.client_name, *self._exec_words(words, env)], os.environ
 
     @abstractmethod
-    def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    def _exec_words(self, words: Sequence[str], env: Variables) -> list[str]:
         """Returns the client's arguments that run `words` in the container."""
 
     async def kill(self) -> None:

@@ -2,11 +2,18 @@
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.environment.outcome import EpisodeFailed
-from services.environment.runtimes.runtime import MOST_READ, Command, Container, Runtime, Spec
+from services.environment.runtimes.runtime import (
+    MOST_READ,
+    Command,
+    Container,
+    Runtime,
+    Spec,
+    Variables,
+)
 
 
 class Processes(Container):
@@ -14,12 +21,12 @@ class Processes(Container):
     server's working directory.
     """
 
-    def __init__(self, home: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, home: Path, env: Variables) -> None:
         super().__init__(home)
         self.directory = str(home)
         self._env = env
 
-    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+    def _command(self, words: Sequence[str], env: Variables) -> Command:
         return words, {**self._env, **env}
 
     async def read(self, path: str, after: float = 0.0) -> bytes | None:

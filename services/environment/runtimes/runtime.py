@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Literal
 
 from common.process.security import tls
@@ -18,7 +19,10 @@ from services.environment.programs import RunningProgram
 FIELD = "runtime.kind"
 MOST_READ = 1 << 20
 """Bytes of a file that are read from a container."""
-Command = tuple[Sequence[str], Mapping[str, str]]
+Variables = Mapping[str, str]
+"""Environment variables."""
+_NONE: Variables = MappingProxyType({})
+Command = tuple[Sequence[str], Variables]
 """A command line, and the environment variables of its program."""
 Network = Literal["gateway", "none", "open"]
 """What a container reaches: this server's gateway, nothing, or whatever its host does."""
@@ -51,7 +55,7 @@ class Spec:
     """A folder with a Dockerfile."""
     workdir: str = ""
     """Working directory of its programs; empty: the image's."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Variables = field(default_factory=dict)
     cpus: float | None = None
     memory_mb: int | None = None
     """Limits; None: those of the settings."""
@@ -71,19 +75,19 @@ class Container(ABC):
         self.home = home
 
     @abstractmethod
-    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+    def _command(self, words: Sequence[str], env: Variables) -> Command:
         """Returns the command that runs `words` in it, with the variables `env`."""
 
     async def exec(
         self,
         words: Sequence[str],
-        env: Mapping[str, str] | None = None,
+        env: Variables = _NONE,
         *,
         stdin: bytes | Path = b"",
         output: Path | None = None,
     ) -> RunningProgram:
         """Starts a program in it; `output` gets its standard output."""
-        command, variables = self._command(words, env or {})
+        command, variables = self._command(words, env)
         return await RunningProgram.start(
             command, variables, home=self.home, stdin=stdin, output=output
         )
@@ -98,7 +102,7 @@ class Container(ABC):
     async def run(
         self,
         words: Sequence[str],
-        env: Mapping[str, str] | None = None,
+        env: Variables = _NONE,
         *,
         stdin: bytes | Path = b"",
         output: Path | None = None,
@@ -182,7 +186,7 @@ def pack(folder: Path, archive: Path, *, without: Sequence[str] = ()) -> None:
     """Packs a folder of this machine, owned by root, without some names at its top."""
 
     def owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        if PurePosixPath(member.name).parts[:1] in [(name,) for name in without]:
+        if member.name.partition("/")[0] in without:
             return None
         member.uid = 0
         member.gid = 0

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -21,6 +21,7 @@ from services.environment.runtimes.runtime import (
     Container,
     Runtime,
     Spec,
+    Variables,
     pack,
     tools_of,
 )
@@ -206,7 +207,7 @@ class Sandboxed(Container):
         self._root = root
         self._workdir = workdir
 
-    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
+    def _command(self, words: Sequence[str], env: Variables) -> Command:
         command = self._runtime.command(
             words, self._spec, self.home, root=self._root, workdir=self._workdir
         )

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from common.errors import ConfigError
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Episode
 from services.environment import program_runner
 from services.environment.programs import Folders
@@ -346,5 +346,5 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_command_that_cannot_be_run_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=WRONG[name]) as caught:
-        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "", RuntimeSection())
     assert caught.value.field == "environment.name"

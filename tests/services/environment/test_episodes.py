@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, ServiceError
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire import codec
 from common.wire.schemas import Episodes
 from services.environment import service
@@ -486,7 +486,7 @@ WRONG = {
     f"python:{__name__}:TurnRewards": "a tool named get_turn_rewards",
     "gym:CartPole": "there is no environment",
     "python:tests.support.environments.environments:Nothing": "the module has no such name",
-    "python:no_such_package.Class": "cannot be imported",
+    "python:no_such_package:Class": "cannot be imported",
     f"python:{__name__}:NoReset": "is not a class of environments",
     f"python:{__name__}:Undescribed": "the tool act",
     "python:json:dumps": "is not a class of environments",
@@ -496,15 +496,8 @@ WRONG = {
 @pytest.mark.parametrize(("name", "reason"), WRONG.items(), ids=WRONG)
 def test_a_wrong_environment_is_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "", RuntimeSection())
     assert caught.value.field == "environment.name"
-
-
-def test_a_dot_may_stand_before_the_class() -> None:
-    assert (
-        Environment.load("python:tests.support.environments.environments.Calculator").make
-        is Calculator
-    )
 
 
 PROGRAMS = {

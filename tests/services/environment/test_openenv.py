@@ -11,7 +11,7 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from common.errors import ConfigError
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Episode
 from services.environment.openenv import _action
 from services.environment.runners import load_runner
@@ -294,4 +294,4 @@ async def test_a_command_that_ends_says_why() -> None:
 )
 def test_a_command_that_cannot_be_a_server_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "", RuntimeSection())

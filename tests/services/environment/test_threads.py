@@ -328,7 +328,6 @@ async def test_a_crash_of_one_episode_leaves_the_others() -> None:
 
 async def test_the_number_of_concurrent_calls_is_bounded() -> None:
     threads = Threads(3)
-    seen: set[int] = set()
     running = 0
     most = 0
     lock = threading.Lock()
@@ -338,14 +337,12 @@ async def test_the_number_of_concurrent_calls_is_bounded() -> None:
         with lock:
             running += 1
             most = max(most, running)
-            seen.add(threading.get_ident())
         threading.Event().wait(0.001)
         with lock:
             running -= 1
 
     await asyncio.gather(*(threads.run(work, "work") for _ in range(30)))
     assert most <= 3
-    assert len(seen) <= 3
     assert threads.hung == 0
     threads.close()
 

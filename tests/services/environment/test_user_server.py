@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from common.errors import ServiceLost
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from services.environment import user_server
 from services.environment.outcome import EnvironmentLost
 from services.environment.runners import load_runner
@@ -49,7 +49,7 @@ def test_the_folder_of_a_killed_server_is_removed_at_the_next_start(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "rlhf-episodes-killed" / "episode-1").mkdir(parents=True)
-    load_runner(EnvironmentSection(name=f"{kind}:sh {{port}}"), "")
+    load_runner(EnvironmentSection(name=f"{kind}:sh {{port}}"), "", RuntimeSection())
     assert not names_in(tmp_path)
 
 
