@@ -4,18 +4,15 @@ can replace it.
 
 import asyncio
 import logging
-import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from common.process.daemon_threads import in_daemon_thread
 from services.environment.outcome import CallTimedOut, EnvironmentLost, told
 
 log = logging.getLogger(__name__)
-_WARN_EVERY_S = 60.0
 _BEAT_S = 1.0
 """Seconds between two looks at the users' event loop."""
 BLOCKED_S = 30.0
@@ -40,24 +37,20 @@ class _UserLoop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.calls: set[_Coroutine] = set()
-        threading.Thread(target=self._serve, name="environment-loop", daemon=True).start()
+        self._ended = asyncio.Event()
+        in_daemon_thread(self._serve, "environment-loop")
 
     def beat(self) -> "asyncio.Future[None]":
         """Returns a future that is done when the loop has run its next callbacks."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop))
 
     def end(self) -> None:
-        """Stops the loop, unless it is blocked."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Cancels what runs in the loop and closes it, unless it is blocked."""
+        self.loop.call_soon_threadsafe(self._ended.set)
 
     def _serve(self) -> None:
-        self.loop.run_forever()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self.loop.run_until_complete(asyncio.wait(tasks))
-        self.loop.close()
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._ended.wait())
 
 
 class Threads:
@@ -75,7 +68,6 @@ class Threads:
         self.limit = limit
         self.hung = 0
         self._slots = asyncio.Semaphore(limit)
-        self._warned_at = -_WARN_EVERY_S
         self._user_loop: _UserLoop | None = None
         self._watches: set[asyncio.Task[None]] = set()
 
@@ -99,18 +91,14 @@ class Threads:
         """
         async with self._slots:
             self._check()
-            done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            thread = threading.Thread(
-                target=_work, args=(function, done), name="environment", daemon=True
-            )
-            thread.start()
+            done = asyncio.wrap_future(in_daemon_thread(partial(_called, function), "environment"))
             try:
                 async with asyncio.timeout(timeout_s) as limit:
                     return await asyncio.shield(done)
             except (asyncio.CancelledError, TimeoutError):
                 if not done.done():
                     self._count_hung(name)
-                    done.add_done_callback(self._end_hung)
+                    done.add_done_callback(lambda _: self._end_hung())
                 if limit.expired():
                     raise CallTimedOut(timeout_s) from None
                 raise
@@ -176,7 +164,7 @@ class Threads:
                     call.is_lost = True
                     call.future.cancel()
             await beat
-            self.hung -= 1
+            self._end_hung()
             while user_loop.calls:  # noqa: ASYNC110
                 await asyncio.sleep(_BEAT_S)
             user_loop.end()
@@ -195,15 +183,11 @@ class Threads:
         if self.problem is not None:
             raise EnvironmentLost(self.problem)
 
-    def _end_hung(self, _: "asyncio.Future[Any]") -> None:
+    def _end_hung(self) -> None:
         self.hung -= 1
 
     def _count_hung(self, name: str) -> None:
         self.hung += 1
-        now = time.monotonic()
-        if now - self._warned_at < _WARN_EVERY_S and self.hung != self.limit:
-            return
-        self._warned_at = now
         log.warning(
             "%s is still running although nobody waits for it any more: "
             "%d such calls hold their threads, the limit is %d",
@@ -213,16 +197,15 @@ class Threads:
         )
 
 
-def _work(function: Callable[[], Any], done: "asyncio.Future[Any]") -> None:
-    """Runs a call in its thread, and gives the result to the event loop of its caller."""
+def _called(function: Callable[[], Any]) -> Any:
+    """Calls a function in its thread."""
     try:
-        give = partial(done.set_result, function())
+        return function()
     except BaseException as raised:
         # A future does not accept StopIteration, and SystemExit would end the server.
-        is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-        give = partial(done.set_exception, raised if is_plain else RuntimeError(told(raised)))
-    with suppress(RuntimeError):  # the loop has ended
-        done.get_loop().call_soon_threadsafe(give)
+        if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+            raise
+        raise RuntimeError(told(raised)) from raised
 
 
 async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
