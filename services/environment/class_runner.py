@@ -27,11 +27,11 @@ from services.environment.messages import (
     user_message,
 )
 from services.environment.outcome import (
-    CallTimedOut,
     EnvironmentLost,
     EpisodeFailed,
     EpisodeRunner,
     Outcome,
+    ToolFailed,
     parse_reward,
     told,
 )
@@ -116,12 +116,13 @@ class EpisodeRun:
             if returned is None and not environment.has_reward:
                 return
             reward, components = parse_reward(returned, "get_reward returned")
-            if environment.gives_verdicts and reward not in (0.0, 1.0):
-                raise EpisodeFailed(
-                    f"get_reward returned {shorten(returned)}, but the environment declares "
-                    "gives_verdicts: return 1 for right and 0 for wrong"
-                )
-        self.outcome.reward = reward + sum(self.outcome.turn_rewards)
+        reward += sum(self.outcome.turn_rewards)
+        if environment.gives_verdicts and reward not in (0.0, 1.0):
+            raise EpisodeFailed(
+                f"the reward is {reward:g}, but the environment declares gives_verdicts: return 1 "
+                "for right and 0 for wrong from get_reward, and have no get_turn_rewards"
+            )
+        self.outcome.reward = reward
         self.outcome.components = components
 
     async def _play(self) -> None:
@@ -234,27 +235,29 @@ class EpisodeRun:
         try:
             function = self._bound_tool(name, tool_call["function"]["arguments"])
             timeout_s = self._limits.tool_timeout_s
-            text = await self._text(await self._run(function, timeout_s), timeout_s)
+            result = await self._run(function, timeout_s)
+            if not isinstance(result, str):
+                result = await self._run(partial(_written, result), timeout_s)
+            text: str = result
         except EnvironmentLost:
             raise
         except Exception as error:  # the model may correct its call
             self.outcome.tool_errors += 1
-            is_ours = isinstance(error, _ToolRefused | CallTimedOut)
-            text = f"error: {error if is_ours else told(error)}"
+            text = f"error: {error if isinstance(error, ToolFailed) else told(error)}"
         finally:
             self.outcome.tool_seconds += time.monotonic() - started
         return tool_message(text, tool_call)
 
     def _bound_tool(self, name: str, arguments: Json) -> "partial[Any]":
-        """Returns a tool with its arguments. Raises _ToolRefused when they do not fit."""
+        """Returns a tool with its arguments. Raises ToolFailed when they do not fit."""
         if name not in self._environment.tools:
             known = ", ".join(self._environment.tools) or "none"
-            raise _ToolRefused(f"there is no tool {name}; the tools are: {known}")
+            raise ToolFailed(f"there is no tool {name}; the tools are: {known}")
         function = self._environment.tool(self._instance, name)
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
-            raise _ToolRefused(f"{name}: {error}") from None
+            raise ToolFailed(f"{name}: {error}") from None
         return partial(function, **arguments)
 
     async def _call(self, name: str, method: "partial[Any]") -> Any:
@@ -270,7 +273,7 @@ class EpisodeRun:
         """Returns what the user's function returns, and awaits it if it is a coroutine.
 
         The user's code never runs in the server's event loop. Without threads, the functions are
-        the server's own, and limit their time themselves. Raises CallTimedOut after `timeout_s`
+        the server's own, and limit their time themselves. Raises ToolFailed after `timeout_s`
         seconds.
         """
         is_coroutine = inspect.iscoroutinefunction(function.func)
@@ -288,13 +291,6 @@ class EpisodeRun:
         if inspect.isawaitable(result):
             return await self._threads.run_coroutine(lambda: result, name, timeout_s)
         return result
-
-    async def _text(self, result: Any, timeout_s: float | None) -> str:
-        """Returns a tool's result as the model reads it."""
-        if isinstance(result, str):
-            return result
-        text: str = await self._run(partial(_written, result), timeout_s)
-        return text
 
 
 class ClassRunner(EpisodeRunner):
@@ -327,10 +323,6 @@ class ClassRunner(EpisodeRunner):
     async def close(self) -> None:
         """Ends the threads that do not hang."""
         self.threads.close()
-
-
-class _ToolRefused(Exception):
-    """A call that cannot be made."""
 
 
 def _written(result: Any) -> str:

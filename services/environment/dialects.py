@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from common.errors import InvalidInput
 from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
-    ROLES,
     Json,
     Message,
     check_mapping,
@@ -439,6 +438,7 @@ def _body(field: str, roles: Iterable[str]) -> Json:
     return {"type": "object", "properties": {field: conversation}, "required": [field]}
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES = Dialect(
     path="messages",
     field="messages",
@@ -452,7 +452,7 @@ DIALECTS = (
     Dialect(
         path="chat/completions",
         field="messages",
-        body=_body("messages", ROLES),
+        body=_body("messages", _ROLES),
         read=lambda body: body.get("messages"),
         read_tool=lambda tool: tool,
         write=_write_chat,
@@ -461,7 +461,7 @@ DIALECTS = (
     Dialect(
         path="responses",
         field="input",
-        body=_body("input", ROLES),
+        body=_body("input", _ROLES),
         read=_read_responses,
         read_tool=_tool_of_responses,
         write=_write_responses,

@@ -102,7 +102,7 @@ class Environment:
             tools=tools,
             has_steps="step" in methods,
             has_reward="get_reward" in methods,
-            gives_verdicts=_gives_verdicts(user_class, methods, name),
+            gives_verdicts=bool(getattr(user_class, "gives_verdicts", False)),
         )
 
     @classmethod
@@ -129,20 +129,6 @@ class _Stateless:
 
     def reset(self) -> None:
         """Nothing begins."""
-
-
-def _gives_verdicts(user_class: Any, methods: Mapping[str, Any], name: str) -> bool:
-    """Returns what a class declares. Raises ConfigError when its rewards cannot be verdicts."""
-    declared = bool(getattr(user_class, "gives_verdicts", False))
-    if declared and ("get_reward" not in methods or "get_turn_rewards" in methods):
-        raise ConfigError(
-            f"{name} declares gives_verdicts, which is for a get_reward without get_turn_rewards",
-            field=FIELD,
-            value=name,
-            remedy="remove gives_verdicts, or let get_reward alone return 1 for right and 0 for "
-            "wrong",
-        )
-    return declared
 
 
 def _check_ours(method: Callable[..., Any], method_name: str, name: str) -> None:

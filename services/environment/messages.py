@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from common.errors import InvalidInput
@@ -14,16 +15,8 @@ Json = dict[str, Any]
 """A JSON object."""
 Tools = Sequence[Json]
 """The functions that a call offers to the model, in OpenAI's format."""
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 _CALL_FORM = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
 _TOOL_FORM = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
-_REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -141,6 +134,29 @@ def made_tool(name: Any, description: Any, parameters: Any) -> Json:
     return {"type": "function", "function": function}
 
 
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Sent(msgspec.Struct):
+    """A message of chat completions."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None
+    tool_calls: list[_ToolCall] | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    """Another name of the same."""
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
 def parse_messages(content: Any, where: str = "messages") -> list[Message]:
     """Returns the messages of a request. Raises InvalidInput that names the first wrong field."""
     if not isinstance(content, list) or not content:
@@ -166,49 +182,34 @@ def check_mapping(message: Any, where: str) -> None:
 
 def _parse_message(content: Any, where: str) -> Message:
     check_mapping(content, where)
-    role = content.get("role")
-    if not isinstance(role, str) or role not in ROLES:
+    try:
+        sent = msgspec.convert(content, _Sent)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
         raise InvalidInput(
-            "there is no such role",
-            field=f"{where}.role",
-            value=role,
-            remedy=f"use one of {', '.join(ROLES)}",
-        )
+            f"a message is not as in OpenAI's chat completions: {reason}",
+            field=where + path.rstrip("`"),
+            value=content,
+            remedy=f"send {{role, content}}; each of the assistant's tool_calls is {_CALL_FORM}",
+        ) from None
 
     fields: Json = {
-        "role": ROLES[role],
-        "content": text_of(content.get("content"), f"{where}.content"),
+        "role": "system" if sent.role == "developer" else sent.role,
+        "content": text_of(sent.content, f"{where}.content"),
+        "name": sent.name,
+        "tool_call_id": sent.tool_call_id,
     }
-    if fields["role"] == "assistant":
-        calls = content.get("tool_calls") or []
-        if not isinstance(calls, list):
-            raise InvalidInput(
-                "tool calls must be a list",
-                field=f"{where}.tool_calls",
-                value=calls,
-                remedy=f"send [CALL, …], for each call {_CALL_FORM}",
+    if sent.role == "assistant":
+        thoughts = sent.reasoning_content or sent.reasoning
+        fields["reasoning_content"] = thoughts if isinstance(thoughts, str) else None
+        fields["tool_calls"] = [
+            made_tool_call(
+                call.id or "", call.function.name, _parsed_arguments(call.function.arguments)
             )
-        if calls:
-            fields["tool_calls"] = [
-                _parse_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-            ]
-        for name in _REASONING:
-            if isinstance(content.get(name), str) and content[name]:
-                fields["reasoning_content"] = content[name]
-                break
-
-    for name in ("name", "tool_call_id"):
-        value = content.get(name)
-        if value is not None and not isinstance(value, str):
-            raise InvalidInput(
-                f"{name} must be text",
-                field=f"{where}.{name}",
-                value=value,
-                remedy=f'send {{"{name}": text}}, or leave it out',
-            )
-        if value:
-            fields[name] = value
-    return Message(fields)
+            for call in sent.tool_calls or []
+        ]
+    # Chat templates ask which of them a message has.
+    return Message({name: value for name, value in fields.items() if value or name == "content"})
 
 
 def text_of(content: Any, where: str) -> str:
@@ -246,22 +247,6 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _parse_tool_call(content: Any, where: str) -> Json:
-    if not _is_function(content):
-        raise InvalidInput(
-            "this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}"
-        )
-    function = content["function"]
-    arguments = _parsed_arguments(function.get("arguments"))
-    return made_tool_call(str(content.get("id") or ""), function["name"], arguments)
-
-
-def _is_function(content: Any) -> bool:
-    """Returns whether this is a tool, or a call of one, with its name."""
-    function = content.get("function") if isinstance(content, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
 def _parsed_arguments(arguments: Any) -> Any:
     """Parses the arguments of a tool call; returns them unchanged when they are not JSON."""
     if arguments is None:
@@ -290,7 +275,8 @@ def parse_tools(content: Any, read: Callable[[Json], Any]) -> list[Json]:
         )
     tools = [read(tool) if isinstance(tool, dict) else tool for tool in content]
     for i, tool in enumerate(tools):
-        if not _is_function(tool):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidInput(
                 "a tool must be a function",
                 field=f"tools[{i}]",

@@ -21,11 +21,12 @@ from services.environment.class_runner import EpisodeRun
 from services.environment.environments import Environment
 from services.environment.messages import Json, made_tool
 from services.environment.outcome import (
-    CallTimedOut,
     EnvironmentLost,
     EpisodeFailed,
     EpisodeRunner,
     Outcome,
+    ToolFailed,
+    timed_out,
 )
 from services.environment.session import Session
 from services.environment.user_server import UserServer
@@ -179,11 +180,9 @@ class Connection:
         action = {self._runner.answer_field: messages[-1]["content"]}
         try:
             text = _text(await self._act(action))
-        except (InvalidAction, CallTimedOut) as error:  # the model may do better next time
+        except (InvalidAction, ToolFailed) as error:  # the model may do better next time
             return f"error: {error}"
-        if self.done:
-            return None
-        return text or "(nothing)"
+        return None if self.done else text or "(nothing)"
 
     async def get_reward(self) -> float | None:
         """Returns the reward of the episode; None when no step gave one."""
@@ -232,14 +231,14 @@ class Connection:
         """Takes a step and returns its observation; an empty one if an earlier step, whose answer
         came late, ended the episode.
 
-        Raises CallTimedOut; the server may still be at it.
+        Raises ToolFailed; the server may still be at it.
         """
         try:
             async with asyncio.timeout(self._tool_timeout_s):
                 await self._catch_up()
                 return {} if self.done else await self._observation("step", action)
         except TimeoutError:
-            raise CallTimedOut(self._tool_timeout_s) from None
+            raise timed_out(self._tool_timeout_s) from None
 
     async def _catch_up(self) -> None:
         """Waits for the answer to a step that took too long: its reward and its end count."""
@@ -327,16 +326,15 @@ def _refusal(data: Any) -> Exception:
     """Returns the error for what the server sent instead of an answer."""
     data = data if isinstance(data, dict) else {}
     code = data.get("code")
-    message = data.get("message")
+    message = str(data.get("message"))
     if code == "CAPACITY_REACHED":
         return _Full(message)
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
         return EnvironmentLost(f"the OpenEnv server has no session: {message}")
     if "errors" in data:
-        return InvalidAction(f"{message} {json.dumps(data['errors'], default=str)}")
-    if code == "VALIDATION_ERROR":
-        return InvalidAction(str(message))
-    return Refused(str(message))
+        message += f" {json.dumps(data['errors'], default=str)}"
+    is_invalid = "errors" in data or code == "VALIDATION_ERROR"
+    return InvalidAction(message) if is_invalid else Refused(message)
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
@@ -358,23 +356,20 @@ def _action(schema: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _text(observation: Json) -> str:
-    """Returns an observation as the model reads it."""
-    fields: Json = {}
-    for name, value in observation.items():
-        if name != "metadata" and value is not None:
-            fields[name] = value
-
-    if "tool_name" in fields:
-        result = fields.get("result", fields.get("error"))
-        if result is not None:
-            content = result
-            if isinstance(result, dict):
-                content = result.get("data", result.get("structured_content"))
-            fields = {"result": result if content is None else content}
-
-    if not fields:
+    """Returns an observation as the model reads it: a text as it is, the rest as JSON."""
+    shown: Any = {
+        name: value
+        for name, value in observation.items()
+        if name != "metadata" and value is not None
+    }
+    if "tool_name" in shown:  # what an MCP tool returned, which its server may have wrapped
+        result = shown.get("result", shown.get("error"))
+        if isinstance(result, dict):
+            content = result.get("data", result.get("structured_content"))
+            result = result if content is None else content
+        shown = shown if result is None else result
+    elif len(shown) == 1:
+        (shown,) = shown.values()
+    if shown == {}:
         return ""
-    if len(fields) > 1:
-        return json.dumps(fields, ensure_ascii=False)
-    (value,) = fields.values()
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)

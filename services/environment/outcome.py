@@ -43,12 +43,15 @@ class EnvironmentLost(Exception):
     """
 
 
-class CallTimedOut(Exception):
-    """A tool call took longer than `environment.tool_timeout_s`: the model is told."""
+class ToolFailed(Exception):
+    """A tool call that cannot be made or took longer than `environment.tool_timeout_s`: the model
+    is told the text, and the episode goes on.
+    """
 
-    def __init__(self, limit_s: float | None) -> None:
-        assert limit_s is not None
-        super().__init__(f"it took longer than {limit_s:g} s")
+
+def timed_out(limit_s: float | None) -> ToolFailed:
+    """Returns the error of a tool call that took longer than its limit."""
+    return ToolFailed(f"it took longer than {limit_s} s")
 
 
 def told(error: BaseException) -> str:

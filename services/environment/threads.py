@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from common.process.daemon_threads import in_daemon_thread
-from services.environment.outcome import CallTimedOut, EnvironmentLost, told
+from services.environment.outcome import EnvironmentLost, timed_out, told
 
 log = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -86,7 +86,7 @@ class Threads:
     ) -> Any:
         """Returns or raises what `function` does.
 
-        Raises EnvironmentLost when too many calls hang, and CallTimedOut `timeout_s` seconds after
+        Raises EnvironmentLost when too many calls hang, and ToolFailed `timeout_s` seconds after
         the beginning of the call.
         """
         async with self._slots:
@@ -100,7 +100,7 @@ class Threads:
                     self._count_hung(name)
                     done.add_done_callback(lambda _: self._end_hung())
                 if limit.expired():
-                    raise CallTimedOut(timeout_s) from None
+                    raise timed_out(timeout_s) from None
                 raise
 
     async def run_coroutine(
@@ -109,7 +109,7 @@ class Threads:
         """Returns or raises what an awaitable that `function` makes does, in the users' event loop.
 
         Raises EnvironmentLost when another coroutine has blocked that loop, or too many hang, and
-        CallTimedOut after `timeout_s` seconds, when the coroutine is cancelled.
+        ToolFailed after `timeout_s` seconds, when the coroutine is cancelled.
         """
         self._check()
         if self._user_loop is None:
@@ -134,7 +134,7 @@ class Threads:
             await asyncio.wait((beat,), timeout=_BEAT_S)
             if not beat.done() and asyncio.current_task(user_loop.loop) is not call.task:
                 raise EnvironmentLost(_BLOCKED) from None
-            raise CallTimedOut(timeout_s) from None
+            raise timed_out(timeout_s) from None
         except asyncio.CancelledError:
             if call.is_lost:
                 raise EnvironmentLost(_BLOCKED) from None

@@ -115,8 +115,8 @@ APPLES = '[env.taskset]\nid = "apple-counting"\n'
 WRONG = {
     "pear-counting": "taskset 'pear-counting' not found",
     APPLES + 'fruits = "pears"': "fruits",
-    APPLES + "[env.retries]\nmax_retries = 2": "[env.retries] would train the abandoned tries",
-    APPLES + "[env.agent.retries]\nmax_retries = 2": "[env.agent.retries] would train",
+    APPLES + "[env.retries]\nmax_retries = 2": "would train on abandoned tries",
+    APPLES + "[env.agent.retries]\nmax_retries = 2": "would train on abandoned tries",
     APPLES + '[env.agent.runtime]\ntype = "submarine"': "submarine",
     APPLES + "[sampling]\ntemperature = 0": "has sampling beside [env]; remove it",
 }
