@@ -12,7 +12,7 @@ from common.settings import config
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.supervisor import VARIABLE, end_with_parent, keep_alive
-from services.environment.tokenizer import load_template
+from services.environment.template import load_template
 from services.http.app import serve
 
 

@@ -313,7 +313,7 @@ class EpisodeService:
             async with asyncio.TaskGroup() as tasks:
                 started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # a server that all episodes need never starts
+            raise group.exceptions[0] from None  # such as ServiceLost
         finally:
             self._running -= request.n
 

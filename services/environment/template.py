@@ -16,8 +16,11 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import ConfigError, InvalidInput, shorten
+from common.models.hub import check_model
+from common.settings.chat_templates import OWN
+from common.settings.sections import ModelSection
 from common.wire.schemas import Int32
-from services.environment.call_formats import FORMATS, HERMES, CallFormat
+from services.environment.call_formats import FORMATS, HERMES, CallFormat, Parsed, parse_answer
 from services.environment.messages import (
     Json,
     Message,
@@ -27,7 +30,6 @@ from services.environment.messages import (
     tool_message,
     user_message,
 )
-from services.environment.parsing import Parsed, parse_answer
 
 _MARK = "Zq7Answer7qZ"
 """The text of a made-up answer; no template writes it by itself."""
@@ -325,3 +327,44 @@ def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
 
 def _call(number: int, arguments: Json) -> Json:
     return made_tool_call(f"call{number + 1:05}", "probe_tool", arguments)
+
+
+def load_template(config: ModelSection, variables: Mapping[str, Any]) -> tuple[Template, list[int]]:
+    """Returns the template of `config.name`, and the tokens that end an answer. Raises ConfigError.
+
+    Never imports torch: the tokenizer does not need it.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer, GenerationConfig  # slow to import
+
+    check_model(config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name, trust_remote_code=config.trust_remote_code
+        )
+        if config.chat_template not in ("", OWN):
+            tokenizer.chat_template = config.chat_template
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"the tokenizer cannot be loaded: {reason}",
+            field="model.name",
+            value=config.name,
+            remedy="name a model with a tokenizer, or set HF_TOKEN",
+        ) from None
+
+    try:
+        eos_token_id = GenerationConfig.from_pretrained(config.name).eos_token_id
+    except OSError:  # the model has no such file
+        eos_token_id = None
+    # It is a token, a list of tokens or None.
+    candidates = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    stop_token_ids = sorted({*candidates, tokenizer.eos_token_id} - {None})
+    if not stop_token_ids:
+        raise ConfigError(
+            "the model has no end-of-sequence token",
+            field="model.name",
+            value=config.name,
+            remedy="set eos_token_id in its generation_config.json",
+        )
+    return Template(tokenizer, stop_token_ids, variables), stop_token_ids
