@@ -137,14 +137,12 @@ def _check_ours(method: Callable[..., Any], method_name: str, name: str) -> None
     """
     signature = inspect.signature(method)
     required = [each for each in signature.parameters.values() if each.default is each.empty]
-    takes_scalar = any(each.annotation in _SCALARS for each in required)
-    gives_text = method_name == "close" and signature.return_annotation in _SCALARS
+    is_tool = any(each.annotation in _SCALARS for each in required)
     try:
         signature.bind(*[None] * _PARAMETERS[method_name])
-        fits = not takes_scalar and not gives_text
     except TypeError:
-        fits = False
-    if not fits:
+        is_tool = True
+    if is_tool:
         given = "messages" if method_name == "step" else ""
         raise ConfigError(
             f"{name} has a tool named {method_name}, but the server itself calls "

@@ -96,10 +96,8 @@ class Gate:
 
 
 def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    listener = socket.create_server(str(path), family=socket.AF_UNIX, backlog=128)
     path.chmod(0o666)
-    listener.listen(128)
     listener.setblocking(False)
     return listener
 

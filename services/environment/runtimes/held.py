@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import subprocess
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -35,19 +35,18 @@ writes the line also sees what it prints, and ends when its input is closed."""
 def call(words: Sequence[str], value: str, *, remedy: str) -> str:
     """Runs a command of the server's start; returns its output. Raises ConfigError."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    else:
-        if done.returncode == 0:
-            return done.stdout.strip()
-        problem = done.stderr.strip() or f"status {done.returncode}"
-    raise ConfigError(
-        f"{' '.join(words[:3])} failed: {problem}", field=FIELD, value=value, remedy=remedy
-    )
+        done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"{' '.join(words[:3])} failed: {getattr(error, 'stderr', '') or error}",
+            field=FIELD,
+            value=value,
+            remedy=remedy,
+        ) from None
+    return done.stdout.strip()
 
 
-class Held(Container):
+class Held(Container, ABC):
     """A container that ends with the client that holds its standard input open.
 
     Args:
@@ -60,7 +59,7 @@ class Held(Container):
     """Arguments of the client that remove a container at once, before its name."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__(home)
+        super().__init__(home, self._in_container)
         self.name = f"{LABEL}-{secrets.token_hex(8)}"
         self._holder: RunningProgram | None = None
         self._held_open = -1
@@ -113,7 +112,7 @@ class Held(Container):
             command = f"{self.client_name} {' '.join(words)}"
             raise EnvironmentLost(f"{command} failed: {shown}")
 
-    def _command(self, words: Sequence[str], env: Variables) -> Command:
+    def _in_container(self, words: Sequence[str], env: Variables) -> Command:
         return [self.client_name, *self._exec_words(words, env)], os.environ
 
     @abstractmethod

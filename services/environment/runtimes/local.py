@@ -2,13 +2,11 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from services.environment.outcome import EpisodeFailed
 from services.environment.runtimes.runtime import (
     MOST_READ,
-    Command,
     Container,
     Runtime,
     Spec,
@@ -22,12 +20,8 @@ class Processes(Container):
     """
 
     def __init__(self, home: Path, env: Variables) -> None:
-        super().__init__(home)
+        super().__init__(home, lambda words, more: (words, {**env, **more}))
         self.directory = str(home)
-        self._env = env
-
-    def _command(self, words: Sequence[str], env: Variables) -> Command:
-        return words, {**self._env, **env}
 
     async def read(self, path: str, after: float = 0.0) -> bytes | None:
         """Returns the first megabyte of a file; None when there is none, or none that was written

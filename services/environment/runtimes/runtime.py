@@ -5,7 +5,7 @@ import contextlib
 import math
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -61,22 +61,20 @@ class Spec:
     """Limits; None: those of the settings."""
 
 
-class Container(ABC):
+class Container:
     """A running container, made by `Runtime.start`.
 
     Args:
         home: a folder of this machine for its files, removed by the caller.
+        command: returns the command that runs some words in it, with further variables.
     """
 
     directory = EPISODE
     """The folder of the episode, as its programs see it."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, command: Callable[[Sequence[str], Variables], Command]) -> None:
         self.home = home
-
-    @abstractmethod
-    def _command(self, words: Sequence[str], env: Variables) -> Command:
-        """Returns the command that runs `words` in it, with the variables `env`."""
+        self._command = command
 
     async def exec(
         self,
@@ -92,7 +90,7 @@ class Container(ABC):
             command, variables, home=self.home, stdin=stdin, output=output
         )
 
-    async def kill(self) -> None:  # noqa: B027
+    async def kill(self) -> None:
         """Ends everything that runs in it, and removes it.
 
         Nothing is left to do where every program is killed when it ends, and the caller removes
