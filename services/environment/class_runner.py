@@ -32,8 +32,8 @@ from services.environment.outcome import (
     EpisodeRunner,
     Outcome,
     ToolFailed,
+    error_text,
     parse_reward,
-    told,
 )
 from services.environment.session import LimitReached, Session
 from services.environment.threads import Threads
@@ -237,13 +237,13 @@ class EpisodeRun:
             timeout_s = self._limits.tool_timeout_s
             result = await self._run(function, timeout_s)
             if not isinstance(result, str):
-                result = await self._run(partial(_written, result), timeout_s)
+                result = await self._run(partial(_as_text, result), timeout_s)
             text: str = result
         except EnvironmentLost:
             raise
         except Exception as error:  # the model may correct its call
             self.outcome.tool_errors += 1
-            text = f"error: {error if isinstance(error, ToolFailed) else told(error)}"
+            text = f"error: {error if isinstance(error, ToolFailed) else error_text(error)}"
         finally:
             self.outcome.tool_seconds += time.monotonic() - started
         return tool_message(text, tool_call)
@@ -267,7 +267,9 @@ class EpisodeRun:
         except EnvironmentLost:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"{self._environment.name}: {name} raised {told(error)}") from error
+            raise EpisodeFailed(
+                f"{self._environment.name}: {name} raised {error_text(error)}"
+            ) from error
 
     async def _run(self, function: "partial[Any]", timeout_s: float | None = None) -> Any:
         """Returns what the user's function returns, and awaits it if it is a coroutine.
@@ -325,7 +327,7 @@ class ClassRunner(EpisodeRunner):
         self.threads.close()
 
 
-def _written(result: Any) -> str:
+def _as_text(result: Any) -> str:
     """Returns a result as JSON, or as Python shows it. It never raises, because the call has
     already had its effect.
     """
@@ -335,4 +337,4 @@ def _written(result: Any) -> str:
         try:
             return str(result)
         except Exception as error:
-            return f"a {type(result).__name__} that cannot be shown: {told(error)}"
+            return f"a {type(result).__name__} that cannot be shown: {error_text(error)}"

@@ -54,7 +54,7 @@ def timed_out(limit_s: float | None) -> ToolFailed:
     return ToolFailed(f"it took longer than {limit_s} s")
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns the type and the text of an exception of user code, whatever its `__str__` does."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -111,7 +111,7 @@ class EpisodeRunner(ABC):
         except Exception as error:  # a fault in one episode is no fault of the others
             log.exception("an episode of %s failed", self.name)
             outcome.status = "error"
-            outcome.detail = told(error)
+            outcome.detail = error_text(error)
         finally:
             session.close()
         return outcome

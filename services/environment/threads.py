@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from common.process.daemon_threads import in_daemon_thread
-from services.environment.outcome import EnvironmentLost, timed_out, told
+from services.environment.outcome import EnvironmentLost, error_text, timed_out
 
 log = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -205,7 +205,7 @@ def _called(function: Callable[[], Any]) -> Any:
         # A future does not accept StopIteration, and SystemExit would end the server.
         if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
             raise
-        raise RuntimeError(told(raised)) from raised
+        raise RuntimeError(error_text(raised)) from raised
 
 
 async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
@@ -216,4 +216,4 @@ async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as ending:
-        raise RuntimeError(told(ending)) from ending
+        raise RuntimeError(error_text(ending)) from ending

@@ -9,8 +9,13 @@ from urllib.parse import urlsplit
 
 from common.settings.sections import RuntimeSection
 from services.environment.outcome import EpisodeFailed
+from services.environment.runtimes.client_container import (
+    FIRST_PROGRAM,
+    LABEL,
+    ClientContainer,
+    call,
+)
 from services.environment.runtimes.gate import Gate
-from services.environment.runtimes.held import HOLD, LABEL, Held, call
 from services.environment.runtimes.runtime import Container, Runtime, Spec, Variables, tools_of
 
 _NETWORK = "rlhf-episodes"
@@ -79,7 +84,7 @@ class DockerRuntime(Runtime):
             options += ["--volume", f"{folder}:{folder}:ro"]
         options += [f"--env={variable}={value}" for variable, value in spec.env.items()]
         async with container.killed_on_failure():
-            await container.hold(["run", *options, image, "sh", "-c", HOLD])
+            await container.hold(["run", *options, image, "sh", "-c", FIRST_PROGRAM])
             await container.fill(spec)
         return container
 
@@ -87,7 +92,7 @@ class DockerRuntime(Runtime):
         """Stops passing connections on. The network stays: other servers may use it."""
         await self._gate.close()
 
-    async def _built(self, build: Path | None, container: Held) -> str:
+    async def _built(self, build: Path | None, container: ClientContainer) -> str:
         """Builds the image of a folder, once. Raises EpisodeFailed."""
         if build is None or not (build / "Dockerfile").is_file():
             raise EpisodeFailed(
@@ -103,7 +108,7 @@ class DockerRuntime(Runtime):
         return tag
 
 
-class DockerContainer(Held):
+class DockerContainer(ClientContainer):
     """A container of Docker."""
 
     client_name = "docker"

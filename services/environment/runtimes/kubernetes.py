@@ -11,7 +11,12 @@ from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
 from services.environment.messages import Json
 from services.environment.outcome import EpisodeFailed
-from services.environment.runtimes.held import HOLD, LABEL, Held, call
+from services.environment.runtimes.client_container import (
+    FIRST_PROGRAM,
+    LABEL,
+    ClientContainer,
+    call,
+)
 from services.environment.runtimes.runtime import (
     Container,
     Runtime,
@@ -96,7 +101,7 @@ class KubernetesRuntime(Runtime):
         container: Json = {
             "name": "episode",
             "image": spec.image,
-            "args": ["sh", "-c", HOLD],
+            "args": ["sh", "-c", FIRST_PROGRAM],
             # Its input is closed when the first client that attaches has ended.
             "stdin": True,
             "stdinOnce": True,
@@ -122,7 +127,7 @@ class KubernetesRuntime(Runtime):
         }
 
 
-class Pod(Held):
+class Pod(ClientContainer):
     """A pod with one container."""
 
     client_name = "kubectl"

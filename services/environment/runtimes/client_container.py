@@ -27,7 +27,7 @@ from services.environment.runtimes.runtime import (
 
 LABEL = "rlhf-episodes"
 READY = b"the container is ready"
-HOLD = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && exec cat"
+FIRST_PROGRAM = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && exec cat"
 """The first program of a container. It waits for a line of its input, so that the client which
 writes the line also sees what it prints, and ends when its input is closed."""
 
@@ -46,7 +46,7 @@ def call(words: Sequence[str], value: str, *, remedy: str) -> str:
     return done.stdout.strip()
 
 
-class Held(Container, ABC):
+class ClientContainer(Container, ABC):
     """A container that ends with the client that holds its standard input open.
 
     Args:
