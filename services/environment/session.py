@@ -43,7 +43,7 @@ class LimitReached(ServiceError):
 
 
 def session_closed(identifier: str) -> SessionClosed:
-    """Returns the error for a call that comes too late."""
+    """Returns the error for a call after the end."""
     return SessionClosed(
         "the session has ended",
         field="session",
@@ -109,7 +109,7 @@ class CallRecord:
         return self.lacks_answer() or (self.task is not None and not self.task.done())
 
     def lose(self) -> None:
-        """Records that the client left before it got the answer."""
+        """Records that no client has the answer: it is being sampled, or the client left."""
         self.is_answered = False
         self.error = None
 
@@ -147,6 +147,19 @@ class SessionSettings:
 
 class Session:
     """The calls of one episode, recorded with their exact tokens.
+
+    A conversation with a tool, as its program calls the model, and the sequence to train on:
+
+        call 1   user "1+2?"                                   answer 1   add(1, 2)
+        call 2   user "1+2?", answer 1, tool "3"               answer 2   it is 3
+
+        prompt   <user> 1+2? <assistant>
+        tokens   add(1, 2) <end> │ <tool> 3 <assistant> │ it is 3 <end>
+        mask     1               │ 0                    │ 1
+
+    Call 2 continues the tokens of call 1: its engine gets the prompt, what was sampled for answer 1
+    and then the new messages as the chat template writes them, whatever the program made of the
+    answer's text. A call whose history has other answers begins a new sequence.
 
     A call that is sent again gets the answer of the first one, even while that is still being
     sampled. An identical call that was answered is sampled anew, as a sibling of the first. So a
@@ -330,7 +343,7 @@ class Session:
         # Calls may run at once: what this one may use is taken before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
-        call.lose()  # until a client gets the answer
+        call.lose()
         # Each call has its own seed: its siblings have others, a repeated run has the same.
         named = f"{self._settings.seed} {call.name}".encode()
         seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest())
