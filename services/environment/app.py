@@ -48,8 +48,7 @@ MODELS = {
     "last_id": "policy",
 }
 """The list of models, as OpenAI's and Anthropic's libraries read it."""
-_NUMBER = {"type": "number"}
-_REWARD = {"anyOf": [_NUMBER, OBJECT | {"additionalProperties": _NUMBER, "minProperties": 1}]}
+_REWARD = {"type": ["number", "object"]}
 MAX_CALLS = 4096
 """Maximum concurrent calls of the gateway."""
 

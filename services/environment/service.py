@@ -24,7 +24,7 @@ from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStat
 from services.environment.environments import Environment
 from services.environment.messages import Json, encodable
 from services.environment.runners import class_runner, load_runner
-from services.environment.session import Session, SessionSettings, session_closed
+from services.environment.session import Session, session_closed
 from services.environment.template import Template
 
 log = logging.getLogger(__name__)
@@ -220,9 +220,14 @@ class EpisodeService:
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)
 
-        seed = session_seed(request.task.seed, index, attempt)
-        settings = SessionSettings(sampling.max_new_tokens, request.limits, seed)
-        session = Session(secrets.token_urlsafe(24), self._template, sample, settings=settings)
+        session = Session(
+            secrets.token_urlsafe(24),
+            self._template,
+            sample,
+            limits=request.limits,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=session_seed(request.task.seed, index, attempt),
+        )
         self._sessions[session.id] = session
         return session
 

@@ -136,15 +136,6 @@ class CallAnswer(NamedTuple):
 _NO_OPTIONS = CallOptions()
 
 
-@dataclass(frozen=True)
-class SessionSettings:
-    """The settings of every call of a session, whatever the call requests."""
-
-    max_new_tokens: int
-    limits: EpisodeLimits
-    seed: int = 0
-
-
 class Session:
     """The calls of one episode, recorded with their exact tokens.
 
@@ -176,7 +167,14 @@ class Session:
     """
 
     def __init__(
-        self, identifier: str, template: Template, sample: Sample, settings: SessionSettings
+        self,
+        identifier: str,
+        template: Template,
+        sample: Sample,
+        *,
+        limits: EpisodeLimits,
+        max_new_tokens: int,
+        seed: int = 0,
     ) -> None:
         self.id = identifier
         self.tree = SessionTree()
@@ -198,7 +196,9 @@ class Session:
         """Set by the program's reward call."""
         self._template = template
         self._sample = sample
-        self._settings = settings
+        self._limits = limits
+        self._max_new_tokens = max_new_tokens
+        self._seed = seed
         self._calls: dict[str, list[CallRecord]] = {}
         """By key, the calls with it, the first one first."""
         self._reserved_tokens = 0
@@ -327,10 +327,9 @@ class Session:
         options: CallOptions,
     ) -> CallAnswer:
         """Samples the answer to a call and records the turn."""
-        limits = self._settings.limits
         try:
-            if self.turns >= limits.turns:
-                raise _limit_reached("turns", limits.turns)
+            if self.turns >= self._limits.turns:
+                raise _limit_reached("turns", self._limits.turns)
             parent, new_messages, added = self._continued(messages, tools)
             prompt = np.array(added, np.int32)
             if parent is not None:
@@ -345,7 +344,7 @@ class Session:
         self._reserved_tokens += max_new_tokens
         call.lose()
         # Each call has its own seed: its siblings have others, a repeated run has the same.
-        named = f"{self._settings.seed} {call.name}".encode()
+        named = f"{self._seed} {call.name}".encode()
         seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest())
         seed &= 0x7FFFFFFF  # not negative as an int32
         try:
@@ -379,8 +378,8 @@ class Session:
         """Returns which limit an answer meets first, and after how many tokens. Raises LimitReached
         when none are left.
         """
-        limits = self._settings.limits
-        max_new_tokens = self._settings.max_new_tokens
+        limits = self._limits
+        max_new_tokens = self._max_new_tokens
         tokens_left: dict[StopReason, int] = {
             "length": min(max_new_tokens, asked) if asked else max_new_tokens,
             "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved_tokens,
@@ -406,7 +405,7 @@ class Session:
                 remedy="use a model that was trained with tools, or describe them in the messages",
             )
 
-        context = self._settings.limits.context
+        context = self._limits.context
         parent, new_messages = self.tree.find(messages, tools)
         if sum(message.chars for message in new_messages) > MAX_CHARS_PER_TOKEN * context:
             raise _limit_reached("context", context)

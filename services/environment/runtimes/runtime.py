@@ -31,8 +31,9 @@ EPISODE = "/episode"
 
 WORKDIR = "."
 """The working directory of a container, as a path in it."""
-_PUT = 'mkdir -p "$1" && cd "$1" && tar -xf -'
-_PUT_INSTEAD = 'mkdir -p "$1" && cd "$1" && rm -rf -- ..?* .[!.]* * && tar -xf -'
+_PUT = 'mkdir -p "$1" && cd "$1" && tar -xof -'
+"""With `-o`, the files belong to the user of the container."""
+_PUT_INSTEAD = 'mkdir -p "$1" && cd "$1" && rm -rf -- ..?* .[!.]* * && tar -xof -'
 _GET = """\
 [ -e "$1" ] || exit 66
 [ "$1" = . ] && exec tar -cf - .
@@ -181,20 +182,11 @@ def with_tools(words: Sequence[str], section: RuntimeSection) -> list[str]:
 
 
 def pack(folder: Path, archive: Path, *, without: Sequence[str] = ()) -> None:
-    """Packs a folder of this machine, owned by root, without some names at its top."""
-
-    def owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        if member.name.partition("/")[0] in without:
-            return None
-        member.uid = 0
-        member.gid = 0
-        member.uname = ""
-        member.gname = ""
-        return member
-
+    """Packs a folder of this machine, without some names at its top."""
     with tarfile.open(archive, "w") as tar:
         for entry in sorted(folder.iterdir() if folder.is_dir() else [folder]):
-            tar.add(entry, entry.name, filter=owned_by_root)
+            if entry.name not in without:
+                tar.add(entry, entry.name)
 
 
 def _check_archive(archive: Path) -> None:
