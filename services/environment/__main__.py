@@ -4,7 +4,6 @@ import os
 import sys
 
 from common.clients.rollout import RolloutClient
-from common.errors import ConfigError
 from common.process import topology
 from common.process.logs import setup_logging
 from common.process.metrics import Metrics
@@ -32,14 +31,6 @@ def run(settings: config.Config) -> None:
         end_with_parent()
     elif place.num_nodes > 1:
         sys.exit(keep_alive([sys.executable, "-m", "services.environment", *sys.argv[1:]]))
-
-    if not section.name:
-        raise ConfigError(
-            "there is no environment to serve",
-            field="environment.name",
-            value="",
-            remedy="set environment.name, or leave the environment-server out",
-        )
 
     template, stop_token_ids = load_template(settings.model, settings.sampling.chat_template_kwargs)
     router_url = place.url(topology.ROLLOUT, settings.rollout.router_port)

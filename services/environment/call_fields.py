@@ -190,16 +190,12 @@ def leaves_tools_out(body: Json) -> bool:
 
 def read_options(body: Json) -> CallOptions:
     """Returns what a checked call asks of its answer. Raises InvalidInput."""
-    lengths = [_length(body, name) for name in _LENGTHS]
-    given = [length for length in lengths if length is not None]
+    given = [_length(name, body[name]) for name in _LENGTHS if body.get(name) is not None]
     stops = [text for name, limit in _STOPS.items() for text in _stop_texts(body, name, limit)]
     return CallOptions(stop=tuple(stops), max_tokens=min(given, default=None))
 
 
-def _length(body: Json, name: str) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
+def _length(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidInput(
             "an answer has at least one token",

@@ -218,8 +218,8 @@ def _add(chat: list[Json], part: Json, start: int) -> None:
         chat.append(part)
         return
     last = chat[-1]
-    last["content"] += part.pop("content")
-    last["tool_calls"] = last.get("tool_calls", []) + part.pop("tool_calls", [])
+    part["content"] = last["content"] + part["content"]
+    part["tool_calls"] = last.get("tool_calls", []) + part.get("tool_calls", [])
     last.update(part)
 
 

@@ -75,16 +75,17 @@ class OpenEnvRunner(EpisodeRunner):
     async def _play(
         self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
     ) -> None:
-        async with self._server.ready(limits.deadline_s) as url:
+        async with self._server.ready(limits.deadline_s) as address:
+            url = address.rstrip("/")
             try:
                 async with asyncio.timeout(limits.deadline_s), self._describing:
-                    await self._describe(url.rstrip("/"))
+                    await self._describe(url)
             except TimeoutError:
                 raise EnvironmentLost(
                     f"the OpenEnv server did not describe itself within {limits.deadline_s:g} s"
                 ) from None
 
-            connection = Connection(self, url.rstrip("/"), limits.tool_timeout_s)
+            connection = Connection(self, url, limits.tool_timeout_s)
             environment = Environment(
                 name=self.name,
                 make=lambda: connection,
@@ -127,7 +128,7 @@ class OpenEnvRunner(EpisodeRunner):
         connection = Connection(self, url)
         try:
             self.tools = await connection.list_tools()
-        except Refused as error:
+        except (Refused, ToolFailed) as error:
             raise EpisodeFailed(f"the OpenEnv server does not list its tools: {error}") from error
         finally:
             await connection.close()
@@ -138,6 +139,13 @@ class OpenEnvRunner(EpisodeRunner):
             self.answer_field, self.tools = _action(action)
             self.has_steps = bool(self.answer_field)
         self._is_described = True
+
+
+class _Message(msgspec.Struct):
+    """What the server sends."""
+
+    type: str
+    data: Json = {}
 
 
 class _Observed(msgspec.Struct):
@@ -180,7 +188,7 @@ class Connection:
         action = {self._runner.answer_field: messages[-1]["content"]}
         try:
             text = _text(await self._act(action))
-        except (InvalidAction, ToolFailed) as error:  # the model may do better next time
+        except ToolFailed as error:  # the model may do better next time
             return f"error: {error}"
         return None if self.done else text or "(nothing)"
 
@@ -195,7 +203,7 @@ class Connection:
         self._socket = None
         if socket is not None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                await socket.send_str('{"type": "close"}')
+                await socket.send_json({"type": "close"})
                 await socket.close()
 
     async def list_tools(self) -> dict[str, Any]:
@@ -204,8 +212,7 @@ class Connection:
         """
         call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         answer = await self._ask({"type": "mcp", "data": call})
-        data = answer.get("data", {})
-        listed = (data.get("result") or {}).get("tools", []) if isinstance(data, dict) else []
+        listed = (answer.data.get("result") or {}).get("tools", [])
         return {
             tool["name"]: made_tool(
                 tool["name"],
@@ -243,17 +250,17 @@ class Connection:
     async def _catch_up(self) -> None:
         """Waits for the answer to a step that took too long: its reward and its end count."""
         if self._is_behind:
-            with contextlib.suppress(Refused):  # the model has been told an error already
+            with contextlib.suppress(Refused, ToolFailed):  # the model was told an error already
                 self._observed("step", await self._exchange(None))
 
     async def _observation(self, kind: str, data: Json) -> Json:
         """Sends a message and returns the observation in the response."""
         return self._observed(kind, await self._ask({"type": kind, "data": data}))
 
-    def _observed(self, kind: str, answer: Json) -> Json:
+    def _observed(self, kind: str, answer: _Message) -> Json:
         """Returns the observation in an answer, and notes its reward and whether it is the last."""
         try:
-            seen = msgspec.convert(answer.get("data"), _Observed)
+            seen = msgspec.convert(answer.data, _Observed)
         except msgspec.ValidationError as error:
             raise EpisodeFailed(
                 f"the OpenEnv server answered a {kind} with {shorten(answer)}: {error}"
@@ -263,11 +270,12 @@ class Connection:
             self._rewards.append(seen.reward)
         return seen.observation
 
-    async def _ask(self, message: Json) -> Json:
+    async def _ask(self, message: Json) -> _Message:
         """Sends a message and returns the response; waits while the server has no room for another
         session.
 
-        Raises EnvironmentLost, EpisodeFailed, or Refused when the environment rejects the message.
+        Raises EnvironmentLost, EpisodeFailed, or Refused or ToolFailed when the environment rejects
+        the message.
         """
         while True:
             try:
@@ -276,7 +284,7 @@ class Connection:
                 await self.close()
                 await asyncio.sleep(_RETRY_S)
 
-    async def _exchange(self, message: Json | None) -> Json:
+    async def _exchange(self, message: Json | None) -> _Message:
         """Sends a message, if there is one, and returns the next answer."""
         with _reaching("of this episode"):
             self._socket = self._socket or await self._runner.client().ws_connect(
@@ -284,20 +292,20 @@ class Connection:
             )
             self._is_behind = True  # until the answer comes, in case this is cancelled
             if message is not None:
-                await self._socket.send_str(json.dumps(message))
+                await self._socket.send_json(message)
             answer = await self._socket.receive()
         self._is_behind = False
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
 
         try:
-            content = msgspec.json.decode(answer.data, type=Json)
+            content = msgspec.json.decode(answer.data, type=_Message)
         except msgspec.DecodeError as error:
             raise EpisodeFailed(
                 f"the OpenEnv server answered {shorten(answer.data)}: {error}"
             ) from None
-        if content.get("type") == "error":
-            raise _refusal(content.get("data"))
+        if content.type == "error":
+            raise _refusal(content.data)
         return content
 
 
@@ -315,16 +323,11 @@ class _Full(Exception):
 
 
 class Refused(Exception):
-    """The server refused a message; if it was an action, the model may do better next time."""
+    """The environment refused a message."""
 
 
-class InvalidAction(Refused):
-    """The schema refused the action, before the environment saw it."""
-
-
-def _refusal(data: Any) -> Exception:
+def _refusal(data: Json) -> Exception:
     """Returns the error for what the server sent instead of an answer."""
-    data = data if isinstance(data, dict) else {}
     code = data.get("code")
     message = str(data.get("message"))
     if code == "CAPACITY_REACHED":
@@ -333,8 +336,9 @@ def _refusal(data: Any) -> Exception:
         return EnvironmentLost(f"the OpenEnv server has no session: {message}")
     if "errors" in data:
         message += f" {json.dumps(data['errors'], default=str)}"
+    # The schema refused the action, before the environment saw it: the model may do better.
     is_invalid = "errors" in data or code == "VALIDATION_ERROR"
-    return InvalidAction(message) if is_invalid else Refused(message)
+    return ToolFailed(message) if is_invalid else Refused(message)
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:

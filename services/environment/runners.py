@@ -77,7 +77,7 @@ def load_runner(config: EnvironmentSection, gateway: str, runtime: RuntimeSectio
             name, command, slots=slots, gateway=gateway, section=RuntimeSection(), has_reward=True
         )
     raise ConfigError(
-        f"there is no environment {name}",
+        f"there is no environment {name!r} to serve",
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
