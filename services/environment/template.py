@@ -210,45 +210,44 @@ class Template:
         try:
             if "probe_tool" not in self._render(question, [_TOOL]):
                 return "it does not write the tools into the prompt"
-            unread = self._choose_format(2)
-            single = bool(unread)
-            if single:  # some templates write one call in an answer
-                unread = self._choose_format(1)
-            if unread:
-                return unread
-            calling, results = _tool_exchange(1 if single else 2)
-            self._check(calling, results, [_TOOL], "")
+            try:
+                calling, results = self._choose_format(question, 2)
+            except InvalidInput:  # some templates write one call in an answer
+                calling, results = self._choose_format(question, 1)
+            self._check(_stand_in(calling), results, [_TOOL], "")
         except InvalidInput as error:
             return str(error)
         return ""
 
-    def _choose_format(self, count: int) -> str:
-        """Chooses the format that reads back what the template writes for `count` calls; returns
-        why there is none.
+    def _choose_format(self, question: list[Message], count: int) -> tuple[Message, list[Message]]:
+        """Chooses the format that reads back what the template writes for an answer with `count`
+        calls; returns this answer, and the calls' results. Raises InvalidInput with the reason
+        when there is none.
         """
-        arguments = _ARGUMENTS[:count]
-        calls = [_call(number, each) for number, each in enumerate(arguments)]
+        calls = [
+            made_tool_call(f"call{number:05}", "probe_tool", arguments)
+            for number, arguments in enumerate(_ARGUMENTS[:count], 1)
+        ]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
-        _, results = _tool_exchange(count)
-        asking = self._render([user_message("x")], [_TOOL])
-        try:
-            whole = self._render([user_message("x"), answer, *results], [_TOOL])
-        except InvalidInput as error:
-            return str(error)
+        results = [tool_message(text, call) for text, call in zip(_NEW_TEXTS, calls, strict=False)]
+        asking = self._render(question, [_TOOL])
+        whole = self._render([*question, answer, *results], [_TOOL])
 
         # The answer begins where the two differ, and ends with a stop token.
         start = len(os.path.commonprefix([asking, whole]))  # noqa: RUF071 - of characters
         written, _, _ = cut(whole[start:], self._stop_tokens)
-
         if "probe_tool" not in written:
-            return "it writes no tool calls"
+            raise InvalidInput("it writes no tool calls")
+
         expected = [call["function"] for call in calls]
         for call_format in FORMATS:
             message, _ = parse_answer(written, [_TOOL], call_format)
             if [call["function"] for call in message.tool_calls] == expected:
                 self.call_format = call_format
-                return ""
-        return f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
+                return answer, results
+        raise InvalidInput(
+            f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
+        )
 
     def _check(
         self, answer: Message, new: list[Message], tools: list[Json], answer_start: str
@@ -315,18 +314,6 @@ def _stand_in(answer: Message) -> Message:
             for call in answer.tool_calls
         ]
     return Message(fields)
-
-
-def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
-    """Returns a made-up answer with tool calls, and their results."""
-    calls = [_call(i, {}) for i in range(count)]
-    results = [tool_message(text, call) for call, text in zip(calls, _NEW_TEXTS, strict=False)]
-    answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
-    return _stand_in(answer), results
-
-
-def _call(number: int, arguments: Json) -> Json:
-    return made_tool_call(f"call{number + 1:05}", "probe_tool", arguments)
 
 
 def load_template(config: ModelSection, variables: Mapping[str, Any]) -> tuple[Template, list[int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -41,7 +42,7 @@ class DockerRuntime(Runtime):
         super().__init__(section.gateway or gateway)
         self._section = section
         self._gate = Gate(gateway)
-        self._building = asyncio.Lock()
+        self._building: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._built_tags: set[str] = set()
 
         self._label = f"{LABEL}={socket.gethostname()}-{self._gate.port}"
@@ -100,7 +101,7 @@ class DockerRuntime(Runtime):
                 "Dockerfile"
             )
         tag = f"{LABEL}:{hashlib.sha256(str(build).encode()).hexdigest()[:20]}"
-        async with self._building:
+        async with self._building[tag]:
             if tag not in self._built_tags:
                 # Docker's own cache makes this fast where an earlier server built it.
                 await container.must(["build", "--quiet", "--tag", tag, str(build)])
