@@ -9,6 +9,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
@@ -16,7 +17,6 @@ from services.environment.call_fields import check_fields, leaves_tools_out, rea
 from services.environment.messages import (
     Json,
     Message,
-    check_mapping,
     made_tool,
     made_tool_call,
     parse_messages,
@@ -223,11 +223,14 @@ def _add(chat: list[Json], part: Json, start: int) -> None:
     last.update(part)
 
 
-def _tool_of_responses(tool: Json) -> Json:
-    if tool.get("type") != "function":
+def _flat_tool(kind: str, tool: Json) -> Json:
+    """Converts a tool of this kind whose fields are not in `function`. The provider's own tools are
+    returned unchanged, and refused later.
+    """
+    if tool.get("type", "custom") != kind:
         return tool
-    function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
-    return {"type": "function", "function": function}
+    parameters = tool.get("parameters", tool.get("input_schema"))
+    return made_tool(tool.get("name"), tool.get("description"), parameters)
 
 
 def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
@@ -347,7 +350,13 @@ def _read_messages(body: Json) -> Any:
         chat.append({"role": "system", "content": text_of(body["system"], "system")})
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        check_mapping(message, where)
+        if not isinstance(message, dict):
+            raise InvalidInput(
+                "a message must be a mapping with role and content",
+                field=where,
+                value=message,
+                remedy='send {"role": "user", "content": text}',
+            )
         role = str(message.get("role"))
         content = message.get("content")
         if not isinstance(content, list):
@@ -357,12 +366,6 @@ def _read_messages(body: Json) -> Any:
         for number, block in enumerate(content):
             _add(chat, _part(role, block, f"{where}.content[{number}]"), start)
     return chat
-
-
-def _tool_of_messages(tool: Json) -> Json:
-    if tool.get("type", "custom") != "custom":
-        return tool
-    return made_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
@@ -444,7 +447,7 @@ MESSAGES = Dialect(
     field="messages",
     body=_body("messages", ("user", "assistant")),
     read=_read_messages,
-    read_tool=_tool_of_messages,
+    read_tool=partial(_flat_tool, "custom"),
     write=_write_messages,
     events=_messages_events,
 )
@@ -463,7 +466,7 @@ DIALECTS = (
         field="input",
         body=_body("input", _ROLES),
         read=_read_responses,
-        read_tool=_tool_of_responses,
+        read_tool=partial(_flat_tool, "function"),
         write=_write_responses,
         events=_responses_events,
     ),

@@ -169,19 +169,7 @@ def parse_messages(content: Any, where: str = "messages") -> list[Message]:
     return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
 
 
-def check_mapping(message: Any, where: str) -> None:
-    """Raises InvalidInput for a message that is no mapping."""
-    if not isinstance(message, dict):
-        raise InvalidInput(
-            "a message must be a mapping with role and content",
-            field=where,
-            value=message,
-            remedy='send {"role": "user", "content": text}',
-        )
-
-
 def _parse_message(content: Any, where: str) -> Message:
-    check_mapping(content, where)
     try:
         sent = msgspec.convert(content, _Sent)
     except msgspec.ValidationError as error:

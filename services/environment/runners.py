@@ -14,13 +14,14 @@ from services.environment.user_server import PORT, is_url
 
 _THREADS = 1024
 _PROGRAMS = 64
+_PROGRAM_KINDS = ("agent", "harbor", "verifiers")
 _VERIFIERS = Path(__file__).with_name("verifiers_server.py")
 _VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
 
 
 def needs_gateway(config: EnvironmentSection) -> bool:
     """Whether episodes are programs that reach the model over HTTP."""
-    return config.name.partition(":")[0] in ("agent", "harbor", "verifiers")
+    return config.name.partition(":")[0] in _PROGRAM_KINDS
 
 
 def class_runner(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
@@ -40,41 +41,29 @@ def load_runner(config: EnvironmentSection, gateway: str, runtime: RuntimeSectio
         return class_runner(Environment.load(name), config)
 
     slots = config.workers or _PROGRAMS
-    if kind == "agent":
-        return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
     if kind == "openenv":
         return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
-    if kind == "harbor":
-        if runtime.kind == "local" or is_url(target):
-            raise ConfigError(
-                "the agents and tests of Harbor tasks run in containers",
-                field="runtime.kind",
-                value=runtime.kind,
-                remedy="set it to docker, kubernetes or, for tasks that need only Python and a "
-                "shell, sandbox, and write harbor:COMMAND",
-            )
+    if kind == "harbor" and (runtime.kind == "local" or is_url(target)):
+        raise ConfigError(
+            "the agents and tests of Harbor tasks run in containers",
+            field="runtime.kind",
+            value=runtime.kind,
+            remedy="set it to docker, kubernetes or, for tasks that need only Python and a shell, "
+            "sandbox, and write harbor:COMMAND",
+        )
+    if kind == "verifiers":
+        python, _, taskset = target.strip().rpartition(" ")
+        target = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
+        runtime = RuntimeSection()
+    if kind in _PROGRAM_KINDS:
         return ProgramRunner(
             name,
             target,
             slots=slots,
             gateway=gateway,
-            has_reward=True,
             section=runtime,
-            plays_tasks=True,
-        )
-    if kind == "verifiers":
-        python, _, taskset = target.strip().rpartition(" ")
-        if taskset.endswith(".toml") and not Path(taskset).is_file():
-            raise ConfigError(
-                f"there is no file {taskset}",
-                field=FIELD,
-                value=name,
-                remedy="name a file of the environment-server, by its path from the working "
-                "directory",
-            )
-        command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
-        return ProgramRunner(
-            name, command, slots=slots, gateway=gateway, section=RuntimeSection(), has_reward=True
+            has_reward=None if kind == "agent" else True,
+            plays_tasks=kind == "harbor",
         )
     raise ConfigError(
         f"there is no environment {name!r} to serve",
