@@ -136,13 +136,11 @@ class EpisodeRun:
             try:
                 answer = await self._session.call(self._chat, self._tools, key)
             except LimitReached:
-                outcome.stop_reason = self._session.stop_reason
                 return
 
             self._chat.append(answer.message)
             outcome.answer = answer.message.content
             if answer.finish_reason == "length":
-                outcome.stop_reason = self._session.stop_reason
                 return
 
             tool_calls = answer.message.tool_calls
@@ -154,7 +152,6 @@ class EpisodeRun:
             elif tool_calls:
                 if outcome.tool_calls + len(tool_calls) > self._limits.tool_calls:
                     self._session.stop_reason = "tool_calls"
-                    outcome.stop_reason = "tool_calls"
                     return
                 for tool_call in tool_calls:
                     self._chat.append(await self._tool_result(tool_call))

@@ -91,6 +91,7 @@ class EpisodeRunner(ABC):
         outcome = Outcome()
         try:
             await self._play(task, session, limits, outcome=outcome)
+            outcome.stop_reason = session.stop_reason or "done"
         except TimeoutError:
             outcome.status = "timeout"
             outcome.stop_reason = "deadline"

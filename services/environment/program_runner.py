@@ -132,7 +132,6 @@ class ProgramRunner(EpisodeRunner):
             reward = session.reward
         if reward is not None:
             outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
-        outcome.stop_reason = session.stop_reason or "done"
 
     async def _run_command(self, content: Json, session: Session, limits: EpisodeLimits) -> Any:
         """Runs the command in a container; returns its reward, that of a Harbor task's tests, or

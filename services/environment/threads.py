@@ -40,9 +40,13 @@ class _UserLoop:
         self._ended = asyncio.Event()
         in_daemon_thread(self._serve, "environment-loop")
 
-    def beat(self) -> "asyncio.Future[None]":
-        """Returns a future that is done when the loop has run its next callbacks."""
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop))
+    async def responds(self, within_s: float) -> bool:
+        """Returns whether the loop runs its next callbacks within some seconds, so is not
+        blocked.
+        """
+        beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop)
+        done, _ = await asyncio.wait((asyncio.wrap_future(beat),), timeout=within_s)
+        return bool(done)
 
     def end(self) -> None:
         """Cancels what runs in the loop and closes it, unless it is blocked."""
@@ -130,9 +134,8 @@ class Threads:
             if not limit.expired():  # the user's own
                 raise
             # If another coroutine blocks the loop, this one was lost and not too slow.
-            beat = user_loop.beat()
-            await asyncio.wait((beat,), timeout=_BEAT_S)
-            if not beat.done() and asyncio.current_task(user_loop.loop) is not call.task:
+            is_blocked = not await user_loop.responds(_BEAT_S)
+            if is_blocked and asyncio.current_task(user_loop.loop) is not call.task:
                 raise EnvironmentLost(_BLOCKED) from None
             raise timed_out(timeout_s) from None
         except asyncio.CancelledError:
@@ -151,9 +154,7 @@ class Threads:
         """
         while True:
             await asyncio.sleep(_BEAT_S)
-            beat = user_loop.beat()
-            await asyncio.wait((beat,), timeout=BLOCKED_S)
-            if beat.done():
+            if await user_loop.responds(BLOCKED_S):
                 continue
 
             self._user_loop = None
@@ -163,7 +164,8 @@ class Threads:
                 if call.task is not blocking and call.future is not None:
                     call.is_lost = True
                     call.future.cancel()
-            await beat
+            while not await user_loop.responds(BLOCKED_S):
+                pass
             self._end_hung()
             while user_loop.calls:  # noqa: ASYNC110
                 await asyncio.sleep(_BEAT_S)
