@@ -81,8 +81,8 @@ def _value(argument: tuple[str, str]) -> str:
 
 
 def _json(text: str) -> Any:
-    """Reads JSON with `?` for lone surrogates. Raises ValueError for what is no JSON or no number
-    elsewhere: Python reads NaN, reads 1e400 as infinity, and knows integers without bounds.
+    """Reads JSON, with `?` for lone surrogates. Raises ValueError also for what only Python takes
+    for JSON or a number: NaN, 1e400 (infinity), and integers beyond all floats.
     """
     try:
         value = json.loads(text, parse_int=_integer)
@@ -110,7 +110,7 @@ def _read_json(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _call(content: Any) -> Call:
-    """Returns a call in any of the words that the families use for its parts."""
+    """Returns the call in an object, whose keys differ between the families."""
     content = content if isinstance(content, dict) else {}
     name = content.get("name", content.get("tool_name"))
     if not isinstance(name, str):
@@ -128,8 +128,8 @@ def _mapping(arguments: Any) -> Json:
 
 
 def _read_bare(text: str, schemas: Schemas) -> list[Call]:
-    """Reads an object as `_read_json` does, if a mark says that it is a call or it names an
-    offered tool: an answer may be JSON too.
+    """Reads an object as `_read_json` does, if it begins with the mark of a call or names an
+    offered tool: other JSON is the answer itself.
     """
     content = text.strip()
     is_marked = content.startswith(_PYTHON_TAG)
@@ -149,7 +149,7 @@ _NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"
 
 
 def _named_json(head: str) -> Read:
-    """Returns a reader of a name, as `head` finds it, and a JSON object after it."""
+    """Returns a reader of calls that are a name, which `head` matches, and a JSON object."""
     pattern = re.compile(rf"\s*{head}\s*(\{{.*\}})(?:\s*```)?\s*\Z", re.DOTALL)
 
     def read(text: str, schemas: Schemas) -> list[Call]:

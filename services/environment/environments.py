@@ -91,7 +91,7 @@ class Environment:
             has_self = not isinstance(own, staticmethod | classmethod)
             bound = types.MethodType(method, object()) if has_self else method
             if method_name in _PARAMETERS:
-                _check_ours(bound, method_name, name)
+                _refuse_tool_name(bound, method_name, name)
             elif method_name != "reset":
                 tools[method_name] = _schema(bound, name)
 
@@ -131,9 +131,9 @@ class _Stateless:
         """Nothing begins."""
 
 
-def _check_ours(method: Callable[..., Any], method_name: str, name: str) -> None:
-    """Raises ConfigError for a tool with the name of a method that the server calls. For TRL, such
-    a method is a tool like any other.
+def _refuse_tool_name(method: Callable[..., Any], method_name: str, name: str) -> None:
+    """Raises ConfigError for a tool that has the name of a method that the server calls, as its
+    arguments show. For TRL, such a method is a tool like any other.
     """
     signature = inspect.signature(method)
     required = [each for each in signature.parameters.values() if each.default is each.empty]

@@ -1,5 +1,5 @@
-"""Containers that end when this server closes their standard input, which also happens when it is
-killed.
+"""Containers that are started by a command-line client, and exit when this server closes their
+standard input, which also happens when it is killed.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ FIRST_PROGRAM = f"read -r go && mkdir -p {EPISODE} && echo {READY.decode()} && e
 writes the line also sees what it prints, and ends when its input is closed."""
 
 
-def call(words: Sequence[str], value: str, *, remedy: str) -> str:
-    """Runs a command of the server's start; returns its output. Raises ConfigError."""
+def output_of(words: Sequence[str], value: str, *, remedy: str) -> str:
+    """Returns the output of a command that runs while the server starts. Raises ConfigError."""
     try:
         done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -82,7 +82,7 @@ class ClientContainer(Container, ABC):
         reader, self._held_open = os.pipe()
         os.write(self._held_open, b"go\n")
         try:
-            self._holder = await self.client(words, stdin=reader)
+            self._holder = await self.start_client(words, stdin=reader)
         finally:
             os.close(reader)
         while READY not in self._holder.output:
@@ -99,14 +99,14 @@ class ClientContainer(Container, ABC):
         await asyncio.to_thread(pack, spec.build, archive)
         await self.put(archive, WORKDIR)
 
-    async def client(self, words: Sequence[str], stdin: bytes | int = b"") -> RunningProgram:
+    async def start_client(self, words: Sequence[str], stdin: bytes | int = b"") -> RunningProgram:
         """Starts the client with the server's own environment, in which it finds its daemon."""
         command = [self.client_name, *words]
         return await RunningProgram.start(command, os.environ, home=self.home, stdin=stdin)
 
-    async def must(self, words: Sequence[str], stdin: str = "") -> None:
+    async def run_client(self, words: Sequence[str], stdin: str = "") -> None:
         """Runs the client. Raises EnvironmentLost when it fails."""
-        running = await self.client(words, stdin=stdin.encode())
+        running = await self.start_client(words, stdin=stdin.encode())
         status, shown = await running.finish()
         if status:
             command = f"{self.client_name} {' '.join(words)}"
@@ -122,7 +122,7 @@ class ClientContainer(Container, ABC):
     async def kill(self) -> None:
         """Removes the container. If that fails, it ends with its holder."""
         with contextlib.suppress(EnvironmentLost):
-            removing = await self.client([*self.remove, self.name])
+            removing = await self.start_client([*self.remove, self.name])
             await removing.finish()
         if self._held_open >= 0:
             os.close(self._held_open)

@@ -14,7 +14,7 @@ from services.environment.runtimes.client_container import (
     FIRST_PROGRAM,
     LABEL,
     ClientContainer,
-    call,
+    output_of,
 )
 from services.environment.runtimes.gate import Gate
 from services.environment.runtimes.runtime import Container, Runtime, Spec, Variables, tools_of
@@ -104,7 +104,7 @@ class DockerRuntime(Runtime):
         async with self._building[tag]:
             if tag not in self._built_tags:
                 # Docker's own cache makes this fast where an earlier server built it.
-                await container.must(["build", "--quiet", "--tag", tag, str(build)])
+                await container.run_client(["build", "--quiet", "--tag", tag, str(build)])
                 self._built_tags.add(tag)
         return tag
 
@@ -122,4 +122,4 @@ class DockerContainer(ClientContainer):
 
 def _docker(*words: str) -> str:
     """Runs Docker's client at the server's start; returns its output. Raises ConfigError."""
-    return call(["docker", *words], "docker", remedy=_DAEMON)
+    return output_of(["docker", *words], "docker", remedy=_DAEMON)

@@ -1,7 +1,7 @@
-"""Lets containers that reach nothing else reach this server's gateway: it serves there, too.
+"""The gateway at further addresses, for containers that can reach nothing else.
 
-Nothing stands between a container and the server, which therefore sees how each connection ends
-(`services.http.delivery`).
+The server itself listens there. So no proxy stands between a container and the server, which sees
+how each connection ends (`services.http.delivery`).
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from services.environment.runtimes.client_container import (
     FIRST_PROGRAM,
     LABEL,
     ClientContainer,
-    call,
+    output_of,
 )
 from services.environment.runtimes.runtime import (
     Container,
@@ -70,7 +70,7 @@ class KubernetesRuntime(Runtime):
                 )
         label = f"{LABEL}={self._owner}"
         words = ["kubectl", "delete", "pods", "--wait=false", "--selector", label]
-        call(words, "kubernetes", remedy=_ACCESS)
+        output_of(words, "kubernetes", remedy=_ACCESS)
 
     async def start(self, spec: Spec, home: Path) -> Container:
         """Starts a pod."""
@@ -83,8 +83,8 @@ class KubernetesRuntime(Runtime):
         manifest = json.dumps(self._manifest(spec, pod.name))
         ready = ["wait", f"pod/{pod.name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
         async with pod.killed_on_failure():
-            await pod.must(["create", "-f", "-"], stdin=manifest)
-            await pod.must(ready)
+            await pod.run_client(["create", "-f", "-"], stdin=manifest)
+            await pod.run_client(ready)
             await pod.hold(["attach", "--stdin", pod.name])
             await pod.fill(spec)
             for folder in tools_of(self._section):

@@ -15,8 +15,8 @@ from services.environment.runtimes.runtime import (
 
 
 class Processes(Container):
-    """The processes of an episode, with its folder as their only own place. They run in the
-    server's working directory.
+    """The processes of an episode, which share everything with the server but a folder of their
+    own. They run in the server's working directory.
     """
 
     def __init__(self, home: Path, env: Variables) -> None:
@@ -34,7 +34,7 @@ class LocalRuntime(Runtime):
     """Runs programs as this server's user, with the files and the network that this user has."""
 
     async def start(self, spec: Spec, home: Path) -> Container:
-        """Returns the place of an episode's processes."""
+        """Returns a container that is only a folder."""
         return Processes(home, spec.env)
 
 

@@ -158,7 +158,7 @@ class Runtime(ABC):
         """Starts a container. Raises EnvironmentLost or EpisodeFailed."""
 
     async def close(self) -> None:  # noqa: B027
-        """Removes what containers shared; most share nothing."""
+        """Ends what the containers of a runtime share; most share nothing."""
 
 
 def tools_of(section: RuntimeSection) -> list[str]:
