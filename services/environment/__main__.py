@@ -48,7 +48,7 @@ def run(settings: config.Config) -> None:
         service, settings.max_body_mb << 20, metrics, nodes=place.num_nodes
     )
     host, port = place.bind(topology.ENVIRONMENT, section.port)
-    tools = ",".join(service.environment.tools)
+    tools = ",".join(service.runner.tools)
     serve(app, host, port, f"environment={section.name} tools={tools}")
 
 

@@ -24,21 +24,23 @@ def needs_gateway(config: EnvironmentSection) -> bool:
     return config.name.partition(":")[0] in _PROGRAM_KINDS
 
 
-def class_runner(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
-    """Returns the runner for a class."""
-    return ClassRunner(environment, config.workers or _THREADS)
-
-
-def load_runner(config: EnvironmentSection, gateway: str, runtime: RuntimeSection) -> EpisodeRunner:
-    """Returns the runner that the settings name; programs run in `runtime`, and reach this server
-    at the URL `gateway`.
+def load_runner(
+    config: EnvironmentSection,
+    gateway: str,
+    runtime: RuntimeSection,
+    environment: Environment | None = None,
+) -> EpisodeRunner:
+    """Returns the runner that the settings name, or that of the caller's `environment`; programs
+    run in `runtime`, and reach this server at the URL `gateway`.
 
     Raises ConfigError when it cannot work here.
     """
     name = config.name
     kind, _, target = name.partition(":")
-    if kind == "python":
-        return class_runner(Environment.load(name), config)
+    if kind == "python" and environment is None:
+        environment = Environment.load(name)
+    if environment is not None:
+        return ClassRunner(environment, config.workers or _THREADS)
 
     slots = config.workers or _PROGRAMS
     if kind == "openenv":

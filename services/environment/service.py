@@ -23,7 +23,7 @@ from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
 from services.environment.messages import Json, encodable
-from services.environment.runners import class_runner, load_runner
+from services.environment.runners import load_runner
 from services.environment.session import Session, session_closed
 from services.environment.template import Template
 
@@ -81,21 +81,18 @@ class EpisodeService:
         environment: Environment | None = None,
         runtime: RuntimeSection | None = None,
     ) -> None:
-        self.environment = (
-            class_runner(environment, config)
-            if environment is not None
-            else load_runner(config, gateway, runtime or RuntimeSection())
-        )
-        if self.environment.tools and template.no_tools:
+        runtime = runtime or RuntimeSection()
+        self.runner = load_runner(config, gateway, runtime, environment)
+        if self.runner.tools and template.no_tools:
             raise ConfigError(
-                f"{self.environment.name} has tools, which the model's chat template cannot use: "
+                f"{self.runner.name} has tools, which the model's chat template cannot use: "
                 f"{template.no_tools}",
                 field="model.name",
                 value=template.name,
                 remedy="use a model that was trained with tools (docs/reference/models.md lists "
                 "templates), set model.chat_template, or use an environment that has only step()",
             )
-        if template.no_tools and self.environment.threads is None:
+        if template.no_tools and self.runner.threads is None:
             # A program's tools are known once it calls; its calls with tools get this reason.
             log.warning("episodes cannot offer tools to the model: %s", template.no_tools)
         self._template = template
@@ -105,7 +102,7 @@ class EpisodeService:
         self._sessions: dict[str, Session] = {}
         self._ended_sessions: OrderedDict[str, None] = OrderedDict()
         self._running = 0
-        self._gives_rewards = self.environment.has_reward
+        self._gives_rewards = self.runner.has_reward
         self._counts: Counter[EpisodeStatus] = Counter()
         self._refused_fields: set[str] = set()
 
@@ -237,7 +234,7 @@ class EpisodeService:
         field = (error.field or "").partition("[")[0]
         if field not in self._refused_fields:
             self._refused_fields.add(field)
-            log.warning("calls of %s are refused: %s", self.environment.name, error)
+            log.warning("calls of %s are refused: %s", self.runner.name, error)
         self._refused.labels(field).inc()
         session.refused_calls += 1
         # The trainer shows this text: the field alone would not say what to do.
@@ -254,11 +251,11 @@ class EpisodeService:
     def environments(self) -> list[Json]:
         """Returns the served environments, with the functions offered to the model."""
         served = {
-            "name": self.environment.name,
-            "tools": list(self.environment.tools.values()),
-            "has_steps": self.environment.has_steps,
-            "has_reward": self.environment.has_reward,
-            "gives_verdicts": self.environment.gives_verdicts,
+            "name": self.runner.name,
+            "tools": list(self.runner.tools.values()),
+            "has_steps": self.runner.has_steps,
+            "has_reward": self.runner.has_reward,
+            "gives_verdicts": self.runner.gives_verdicts,
         }
         return [served]
 
@@ -273,7 +270,7 @@ class EpisodeService:
 
     def problem(self) -> str | None:
         """Returns why no more episodes can run, or None."""
-        threads = self.environment.threads
+        threads = self.runner.threads
         return threads.problem if threads is not None else None
 
     async def close(self) -> None:
@@ -282,22 +279,22 @@ class EpisodeService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.environment.close()
+        await self.runner.close()
 
     def _hung_calls(self) -> dict[str, int]:
-        threads = self.environment.threads
+        threads = self.runner.threads
         if threads is None:
             return {"hung_calls": 0, "hung_calls_limit": 0}
         return {"hung_calls": threads.hung, "hung_calls_limit": threads.limit}
 
     def _check(self, request: EpisodeRequest) -> None:
         """Raises InvalidInput for an environment that is not served, or Overloaded."""
-        if request.task.env != self.environment.name:
+        if request.task.env != self.runner.name:
             raise InvalidInput(
                 "there is no such environment",
                 field="task.env",
                 value=request.task.env,
-                remedy=f"this server serves only {self.environment.name}",
+                remedy=f"this server serves only {self.runner.name}",
             )
         if self._running + request.n > MAX_EPISODES:
             raise Overloaded(
@@ -345,7 +342,7 @@ class EpisodeService:
                 continue
             did_nothing = episode.metrics["tool_calls"] == episode.metrics["tool_errors"]
             reached_limit = episode.stop_reason != "done"
-            if reached_limit or (self.environment.tools and did_nothing):
+            if reached_limit or (self.runner.tools and did_nothing):
                 episode.reward = 0.0
                 episode.components = {"reward": 0.0}
             else:
@@ -370,7 +367,7 @@ class EpisodeService:
         started = time.monotonic()
         session = self.open_session(request, index, attempt)
         try:
-            outcome = await self.environment.run(request.task, session, request.limits)
+            outcome = await self.runner.run(request.task, session, request.limits)
         finally:
             self.close_session(session)
         for call in session.unanswered():

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.integration
 
 
 async def play(server: Served, mode: str, **limits: Any) -> Episode:
-    request = request_for(server.service.environment.name, mode, **limits)
+    request = request_for(server.service.runner.name, mode, **limits)
     request.request_id = f"r{len(server.service._requests)}"
     (episode,) = await server.client.episodes(request)
     return episode
@@ -320,7 +320,7 @@ async def test_an_agent_behind_a_url() -> None:
         served(f"agent:{url}/ok", lambda _: "3") as server,
         serving(agent_app(told, release), sock),
     ):
-        kind: Any = server.service.environment
+        kind: Any = server.service.runner
         for mode, (status, reward, detail) in ANSWERS.items():
             kind._server._fixed_url = f"{url}/{mode}"
             episode = await play(server, "number", deadline_s=2 if mode == "hangs" else 100)

@@ -64,7 +64,7 @@ async def test_every_episode_of_a_group_has_its_own_environment_and_seed() -> No
 
 async def test_an_episode_that_changes_its_columns_changes_nothing_for_its_siblings() -> None:
     async with served(Deck, lambda _: "done") as server:
-        request = request_for(server.service.environment.name, n=3)
+        request = request_for(server.service.runner.name, n=3)
         request.task.columns["cards"] = [[1], [2]]
         episodes = await server.client.episodes(request)
         assert [episode.reward for episode in episodes] == [3.0, 3.0, 3.0]
@@ -96,7 +96,7 @@ async def test_several_turns_without_tools() -> None:
 
 async def test_answer_without_get_reward_is_left_to_be_graded() -> None:
     async with served(Ungraded, lambda _: "7") as server:
-        (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+        (episode,) = await server.client.episodes(request_for(server.service.runner.name))
         assert (episode.status, episode.reward, episode.answer) == ("ok", None, "7")
 
 
@@ -234,7 +234,7 @@ async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None
 
     environment = Environment.of(Slow, "python:slow:Slow")
     async with served(Calculator, lambda _: call("wait")) as server:
-        server.service.environment = ClassRunner(environment, 1)
+        server.service.runner = ClassRunner(environment, 1)
         running = asyncio.create_task(server.client.episodes(request_for("python:slow:Slow")))
         await begun.wait()
         assert len(server.service._sessions) == 1
@@ -474,9 +474,9 @@ async def test_methods_of_every_kind_are_tools(tool: str, result: str) -> None:
         return "done" if "<tool_response>" in text else call(tool, a=21)
 
     async with served(Kinds, reply) as server:
-        schema = server.service.environment.tools[tool]["function"]["parameters"]
+        schema = server.service.runner.tools[tool]["function"]["parameters"]
         assert list(schema["properties"]) == ["a"]
-        (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+        (episode,) = await server.client.episodes(request_for(server.service.runner.name))
         assert f"<tool_response>\n{result}\n</tool_response>" in episode.sequences[0].text
 
 

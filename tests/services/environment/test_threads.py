@@ -291,7 +291,7 @@ async def test_a_coroutine_that_blocks_stops_neither_the_server_nor_other_episod
     monkeypatch.setattr(threads_module, "BLOCKED_S", 0.2)
     Blocks.release.clear()
     async with served(Blocks, lambda _: "done") as server:
-        name = server.service.environment.name
+        name = server.service.runner.name
         requests = [request_for(name, prompt) for prompt in ("other", "block")]
         requests[1].request_id = "r2"
         other, blocks = [
@@ -311,7 +311,7 @@ async def test_a_coroutine_that_blocks_stops_neither_the_server_nor_other_episod
 
 async def test_a_crash_of_one_episode_leaves_the_others() -> None:
     async with served(Hangs, lambda _: "done") as server:
-        runner: Any = server.service.environment
+        runner: Any = server.service.runner
         numbers = iter(range(2))
         play = runner._play
 
@@ -369,7 +369,7 @@ def test_a_tool_that_sets_an_alarm_is_called_in_the_main_thread() -> None:
 
     async def play() -> Episode:
         async with served(Alarmed, reply) as server:
-            (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+            (episode,) = await server.client.episodes(request_for(server.service.runner.name))
             return episode
 
     with LoopThread("episodes") as loop:
