@@ -140,22 +140,26 @@ class EpisodeRun:
 
             self._chat.append(answer.message)
             outcome.answer = answer.message.content
+            # An answer that was cut ends the episode: its tool calls may not be whole.
             if answer.finish_reason == "length":
                 return
 
             tool_calls = answer.message.tool_calls
             if answer.problem:
+                # The model may write the call again. No id says which call this answers, so the
+                # message is the user's.
                 outcome.tool_errors += 1
                 self._chat.append(
                     user_message(f"The tool call could not be read. {answer.problem}")
                 )
             elif tool_calls:
+                # All calls of an answer or none, since the template needs a result for each.
                 if outcome.tool_calls + len(tool_calls) > self._limits.tool_calls:
                     self._session.stop_reason = "tool_calls"
                     return
                 for tool_call in tool_calls:
                     self._chat.append(await self._tool_result(tool_call))
-                    if self._environment.is_done(self._instance):
+                    if self._environment.is_done(self._instance):  # a step of OpenEnv may be last
                         return
             else:
                 new_messages = await self._step() if self._environment.has_steps else []
@@ -284,9 +288,11 @@ class EpisodeRun:
         try:
             result = await self._threads.run(function, name, timeout_s)
         except ValueError as error:
+            # Some libraries limit their time with an alarm, which only the main thread can set.
             if not needs_main_thread(error):
                 raise
             result = await asyncio.wrap_future(in_main_thread(function))
+        # Such as a partial or an object around a coroutine, which does not look like one.
         if inspect.isawaitable(result):
             return await self._threads.run_coroutine(lambda: result, name, timeout_s)
         return result
@@ -302,6 +308,7 @@ class ClassRunner(EpisodeRunner):
         self.has_reward = environment.has_reward
         self.gives_verdicts = environment.gives_verdicts
         self._environment = environment
+        # The built-in tool tests its sandbox before the first episode.
         prepare = getattr(environment.make, "_prepare", None)
         if prepare is not None:
             prepare()

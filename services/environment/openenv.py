@@ -97,6 +97,7 @@ class OpenEnvRunner(EpisodeRunner):
                 is_done=lambda instance: bool(instance.done),
             )
             run = EpisodeRun(environment, task, session, limits=limits, outcome=outcome)
+            # The deadline starts in `play`, so not while the episode waits for a slot.
             async with self._slots:
                 try:
                     await run.play()
@@ -200,7 +201,7 @@ class Connection:
     async def close(self) -> None:
         """Ends the episode."""
         socket = self._socket
-        self._socket = None
+        self._socket = None  # first: `_ask` connects again after this
         if socket is not None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 await socket.send_json({"type": "close"})

@@ -190,6 +190,8 @@ class ProgramRunner(EpisodeRunner):
             with suppress(EpisodeFailed):
                 parse_reward(_parsed(written, "the reward file"), "the program's reward is")
                 has_reward = True
+        # A program that gave its reward, or that a limit left without an answer, may end as it
+        # likes. Otherwise it failed; but first, a call without an answer is not its fault.
         if status and not has_reward and not session.stop_reason:
             _check_answered(session)
             shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
@@ -221,6 +223,7 @@ class ProgramRunner(EpisodeRunner):
             post.cancel()
 
         has_failed = answer.status_code >= 300
+        # As for a command: a limit may have left the program without an answer.
         if has_failed and not session.stop_reason:
             _check_answered(session)
             kind = EnvironmentLost if answer.status_code >= 500 else EpisodeFailed

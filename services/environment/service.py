@@ -92,7 +92,7 @@ class EpisodeService:
                 remedy="use a model that was trained with tools (docs/reference/models.md lists "
                 "templates), set model.chat_template, or use an environment that has only step()",
             )
-        if template.no_tools and self.runner.threads is None:
+        if template.no_tools and self.runner.threads is None:  # not a class, whose tools are known
             # A program's tools are known once it calls; its calls with tools get this reason.
             log.warning("episodes cannot offer tools to the model: %s", template.no_tools)
         self._template = template
@@ -340,6 +340,7 @@ class EpisodeService:
         for episode in ended:
             if episode.reward is not None:
                 continue
+            # Nothing to grade: no tool call worked, or a limit came before the first reward.
             did_nothing = episode.metrics["tool_calls"] == episode.metrics["tool_errors"]
             reached_limit = episode.stop_reason != "done"
             if reached_limit or (self.runner.tools and did_nothing):

@@ -79,7 +79,7 @@ class SessionTree:
             node, start, marks = stack.pop()
             end = start + len(node.messages)
             own_marks = _same_marks(node, messages[start:end])
-            if own_marks is None:
+            if own_marks is None:  # nothing below it can match either
                 continue
             marks += own_marks
             if (end, marks) > (best, best_marks):
@@ -88,6 +88,7 @@ class SessionTree:
                 best_node = node
             stack += [(child, end, marks) for child in reversed(node.children)]
 
+        # An answer among the new messages is one that no node has: the program rewrote it.
         new_messages = list(messages[best:])
         if any(message.role == "assistant" for message in new_messages):
             return None, list(messages)

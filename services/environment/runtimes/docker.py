@@ -56,6 +56,7 @@ class DockerRuntime(Runtime):
             _docker("network", "create", *options, _NETWORK)
         self._address = _docker("network", "inspect", f"--format={_ADDRESS}", _NETWORK)
         host = self._gate.host
+        # A name (of a certificate) is mapped to the bridge's address; a number cannot be.
         self._has_name = not (host.replace(".", "").isdecimal() or ":" in host)
         if not section.gateway and not self._has_name:
             # Containers reach this server only at its address in their own network.
