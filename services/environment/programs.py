@@ -26,6 +26,8 @@ from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """The server's environment variables that programs get; the others may be secrets."""
+_AUTHORITY = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+"""Where OpenSSL, requests and Node look for the authority of the run's certificates."""
 _OUT_OF_RESOURCES = frozenset(
     (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 )
@@ -157,8 +159,7 @@ class RunningProgram:
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         authority = tls().authority
         if authority:
-            for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"):
-                variables[name] = authority
+            variables |= dict.fromkeys(_AUTHORITY, authority)
         variables |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1", **env}
 
         try:

@@ -522,3 +522,20 @@ async def test_the_built_in_tool_runs_programs_in_the_sandbox() -> None:
         )
         missing = [name for name, text in texts.items() if text not in episode.sequences[0].text]
         assert missing == [], episode.sequences[0].text
+
+
+class Judged(Calculator):
+    """Declares verdicts, but gives rewards for single answers too."""
+
+    gives_verdicts = True
+
+    def get_turn_rewards(self) -> list[float]:
+        """Half a point for the only answer."""
+        return [0.5]
+
+
+async def test_a_reward_that_is_no_verdict_is_an_error_where_verdicts_are_declared() -> None:
+    async with served(Judged, lambda _: "3") as server:
+        (episode,) = await server.client.episodes(request_for(server.service.runner.name))
+        assert (episode.status, episode.reward) == ("error", None)
+        assert "gives_verdicts" in episode.detail
