@@ -60,24 +60,24 @@ class Broadcaster:
             is_first = not copy.buckets
             if is_first:
                 copy.fill(weights, version)  # which makes the buckets
-            sent = self._checksums.begin(copy.tensors())
-
             ready = [worker for worker in self._board.workers() if worker.state == "ready"]
             group = self._group_of(ready)
             broadcast = group.announcement(copy.buckets) if group else None
             manifest = WeightManifest(version=version, run_id=self._run_id, broadcast=broadcast)
             self._board.announce(manifest)
 
-            transfer = Transfer(group, copy.buckets, copy.flats, sent) if group else None
+            transfer = Transfer(group, copy.flats) if group else None
             if not is_first:
                 copy.fill(weights, version, transfer.put if transfer else lambda _: None)
             elif transfer:
                 for index in range(len(copy.flats)):
                     transfer.put(index)
+            if transfer:
+                transfer.finish()
+            # While engines still receive; those that are faster wait for it in `verify`.
+            self._checksums.prepare(copy.tensors())
 
         if group and transfer:
-            transfer.finish()
-            self._prepare(version)
             problem = self._problem(group, transfer)
             if problem:
                 log.error(
@@ -203,8 +203,3 @@ class Broadcaster:
     def _compare(self, version: int, sums: WeightChecksums) -> Comparison:
         with self._copy.reading(version) as tensors:
             return self._checksums.compare(tensors, sums.ranks)
-
-    def _prepare(self, version: int) -> None:
-        """Computes checksums that sending this version does not, while engines still receive it."""
-        with self._copy.reading(version) as tensors:
-            self._checksums.prepare(tensors)
