@@ -5,6 +5,7 @@ prompts once each, decodes one token for every running row, and removes finished
 batch.
 """
 
+import asyncio
 import logging
 import random
 import threading
@@ -157,6 +158,10 @@ class Engine:
             queue.append(run)
             self._wake.notify()
         return done
+
+    async def run(self, function: Callable[[Scheduler], _T], exclusive: bool = False) -> _T:
+        """Waits for `call` in an event loop, and returns what `function` returns."""
+        return await asyncio.wrap_future(self.call(function, exclusive))
 
     def _track(self, future: "Future[Any]") -> None:
         """Makes sure that the future gets an error if the thread ends before it is done."""

@@ -23,8 +23,6 @@ class SamplingParams:
         top_k: 0 for all tokens.
         stop_ids: tokens that end a completion, end-of-text included.
         stops: texts that end one.
-        returns_kept: whether the answer shows the tokens that truncation kept.
-        returns_experts: whether it shows the experts that computed its tokens.
     """
 
     max_new_tokens: int = 128
@@ -35,14 +33,8 @@ class SamplingParams:
     min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
-    returns_kept: bool = False
-    returns_experts: bool = False
     seed: int | None = None
     skip_special_tokens: bool = True
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def stop_in(self, last: Callable[[int], str]) -> str | None:
         """Returns the stop text that a completion has reached, or None; `last(n)` is the text of
@@ -116,7 +108,9 @@ class GenerationJob:
 
     Attributes:
         rid: its name in the answer.
-        logprobs: whether the answer shows them.
+        returns_logprobs: whether the answer shows them.
+        returns_kept: whether it shows the tokens that truncation kept.
+        returns_experts: whether it shows the experts that computed its tokens.
         adapter: name of the LoRA adapter to use; None: the model itself.
         done: resolves when every sequence is finished; fails with ServiceError.
     """
@@ -125,7 +119,9 @@ class GenerationJob:
     prompt: list[int]
     sampling: SamplingParams
     n: int = 1
-    logprobs: bool = False
+    returns_logprobs: bool = False
+    returns_kept: bool = False
+    returns_experts: bool = False
     adapter: str | None = None
     created: float = field(default_factory=time.monotonic)
     sequences: list[Sequence] = field(default_factory=list)

@@ -92,8 +92,8 @@ class Rows:
             state["top_p"][row] = sampling.top_p
             state["top_k"][row] = sampling.top_k or np.inf
             state["min_p"][row] = sampling.min_p
-            state["kept"][row] = sampling.top_k if sampling.returns_kept else 0
-            state["routed"][row] = sampling.returns_experts
+            state["kept"][row] = sampling.top_k if sequence.job.returns_kept else 0
+            state["routed"][row] = sequence.job.returns_experts
             state["stop"][row] = -1
             state["stop"][row, : len(sampling.stop_ids)] = sampling.stop_ids
             state["tokens"][row, :count] = sequence.tokens

@@ -112,7 +112,7 @@ class Scheduler:
                 owners += [index] * len(group.sequences)
 
             first = len(self.rows)
-            routed = any(sequence.job.sampling.returns_experts for sequence in sequences)
+            routed = any(sequence.job.returns_experts for sequence in sequences)
             logits = self.model.prefill(prompts, owners, first, routed=routed)
             if routed:
                 for sequence, owner in zip(sequences, owners, strict=True):

@@ -169,7 +169,6 @@ CALLS = [
     ),
     ("engine", "/generate", b'{"input_ids":%s}'),
     ("engine", "/generate", b'{"input_ids":[1],"sampling_params":%s}'),
-    ("engine", "/v1/chat/completions", b'{"messages":%s}'),
     ("engine", "/update_weights_from_distributed", b'{"names":[],"dtypes":[],"shapes":%s}'),
     ("trainer", "/workers/a", b"%s"),
     ("trainer", "/weights/1/verify", b'{"worker":"a","ranks":[%s]}'),

@@ -15,7 +15,7 @@ from common.wire.schemas import Float32
 from learning.device import choose_device
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
-from services.engine.protocol import GenerateBody, answer
+from services.engine.protocol import GenerateBody, SamplingFields, answer
 from services.engine.sampling import FIELDS, Inputs, uniforms
 from services.engine.scheduler import Scheduler
 
@@ -166,11 +166,11 @@ class ReplayEngine:
             sampling["min_new_tokens"] = min(limit, sampling["min_new_tokens"])
         body = GenerateBody(
             input_ids=span.prompt,
-            sampling_params=sampling,
+            sampling_params=SamplingFields(**sampling),
             return_logprob=True,
             return_sampling_mask=self._truncates,
         )
-        (job,) = body.jobs(self._model)
+        (job,) = body.jobs([span.prompt], self._model)
         job.start(0, lambda: "again")
         # As if the engine had been stopped there, to load these weights.
         (sequence,) = job.sequences

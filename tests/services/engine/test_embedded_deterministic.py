@@ -47,7 +47,9 @@ def running(
 
 
 def job(prompt: list[int], n: int = 1, **options: Any) -> GenerationJob:
-    return GenerationJob(f"job-{random.random()}", prompt, SamplingParams(**options), n)
+    returns_kept = options.pop("returns_kept", False)
+    sampling = SamplingParams(**options)
+    return GenerationJob(f"job-{random.random()}", prompt, sampling, n, returns_kept=returns_kept)
 
 
 def group(n: int = 8, seed: int = 5, **options: Any) -> GenerationJob:

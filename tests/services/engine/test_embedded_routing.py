@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
-from services.engine.protocol import BadRequest, GenerateBody, answer
+from services.engine.protocol import BadRequest, GenerateBody, SamplingFields, answer
 from tests.support.engines.engines import write_model
 from tests.support.models.tiny_models import with_tokenizer_of
 
@@ -51,11 +51,13 @@ def jobs(engine: Engine, tokens: int = 12, **more: Any) -> list[GenerationJob]:
     """Submits a request for three completions of each prompt."""
     body = GenerateBody(
         input_ids=PROMPTS,
-        sampling_params={"n": 3, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": 3},
+        sampling_params=SamplingFields(
+            n=3, max_new_tokens=tokens, ignore_eos=True, sampling_seed=3
+        ),
         return_logprob=True,
         **more,
     )
-    made = body.jobs(engine.model)
+    made = body.jobs(body.prompts(engine.model), engine.model)
     engine.submit(made)
     return made
 
@@ -119,11 +121,11 @@ def test_experts_are_refused_by_what_has_none(dense: Path, mixtures: list[Path])
     body = GenerateBody(input_ids=[20, 21], return_routed_experts=True)
     for reason, model in models.items():
         with pytest.raises(BadRequest, match=reason) as refused:
-            body.jobs(model)
+            body.jobs([[20, 21]], model)
         assert refused.value.field == "return_routed_experts"
 
 
 def test_a_part_of_the_experts_is_refused(dense: Path) -> None:
     body = GenerateBody.model_validate({"input_ids": [20, 21], "routed_experts_start_len": 1})
     with pytest.raises(BadRequest, match="routed_experts_start_len"):
-        body.jobs(Model(dense, 128))
+        body.prompts(Model(dense, 128))
