@@ -62,7 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _die() -> None:
-    """Ends the process, so that its supervisor starts a new engine."""
+    """Ends the process, so that the node's agent starts a new engine."""
     logging.shutdown()
     os._exit(_CRASHED)
 

@@ -39,7 +39,7 @@ class Engine:
 
     After `start`, the engine's thread owns `model` and `scheduler`; other threads change them only
     through `call`. When the thread ends with an error it calls `on_crash`, which may end the
-    process for a supervisor to restart; if that returns, every waiting and every later call gets
+    process for the node's agent to restart; if it returns, every waiting and every later call gets
     the `failure`.
     """
 
@@ -183,7 +183,7 @@ class Engine:
             self._fail_pending(NotReady("the engine is stopping", remedy="retry on another engine"))
         except BaseException as error:
             log.critical("the engine's thread died", exc_info=error)
-            # First: where a supervisor restarts the process, no caller may learn that the engine is
+            # First: where an agent restarts the process, no caller may learn that the engine is
             # lost.
             self.on_crash()
             with self._wake:

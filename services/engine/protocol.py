@@ -15,7 +15,6 @@ from common.wire.schemas import AtMost
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 
-MAX_N = 1024
 MAX_PROMPTS = 4096
 """Prompts of one request."""
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -35,7 +34,6 @@ _UNSUPPORTED = (
     "input_embeds",
 )
 """SGLang's top-level fields that would change the answer and are refused."""
-_Stop = Annotated[str, Field(max_length=1000)]
 
 
 class BadRequest(ServiceError):
@@ -57,67 +55,6 @@ def bad_request(error: ValidationError) -> BadRequest:
         value=first["input"],
         remedy="check its spelling and its type; the fields are described at /docs",
     )
-
-
-class SamplingFields(BaseModel):
-    """`sampling_params` of `/generate`."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
-
-    n: int = Field(1, ge=1, le=MAX_N)
-    max_new_tokens: int | None = Field(None, ge=0)
-    """None: 128, or what the context leaves; 0 only when the log-probabilities of the prompt are
-    requested."""
-    min_new_tokens: int = Field(0, ge=0)
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
-    """-1 or 0: all tokens."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    sampling_seed: int | None = None
-    stop: _Stop | Annotated[list[_Stop], AtMost(256)] = []
-    stop_token_ids: Annotated[list[int], AtMost(256)] = []
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-
-    def resolved(self, prompt_tokens: int, model: Model) -> SamplingParams:
-        """Returns the parameters for a prompt of this many tokens. Raises BadRequest when they do
-        not fit the context.
-        """
-        room = model.max_context_tokens - prompt_tokens
-        # As in SGLang, only a length that was asked for is refused; the default is cut.
-        limit = min(128, room) if self.max_new_tokens is None else self.max_new_tokens
-        if limit > room:
-            raise BadRequest(
-                f"the prompt of {prompt_tokens} tokens leaves room for {room} "
-                f"in the context of {model.max_context_tokens}",
-                field="max_new_tokens",
-                value=limit,
-                remedy="ask for fewer tokens, send a shorter prompt "
-                "or start the engine with a larger --max-context-tokens",
-            )
-        if self.min_new_tokens > limit:
-            raise BadRequest(
-                f"min_new_tokens is above max_new_tokens, {limit}",
-                field="min_new_tokens",
-                value=self.min_new_tokens,
-                remedy="lower min_new_tokens",
-            )
-
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        stop_ids = set() if self.ignore_eos else {*model.eos_ids, *self.stop_token_ids}
-        return SamplingParams(
-            max_new_tokens=limit,
-            min_new_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=min(max(self.top_k, 0), model.vocab_size),
-            min_p=self.min_p,
-            stops=tuple(filter(None, stops)),
-            stop_ids=tuple(token for token in sorted(stop_ids) if 0 <= token < model.vocab_size),
-            seed=self.sampling_seed,
-            skip_special_tokens=self.skip_special_tokens,
-        )
 
 
 class GenerateBody(BaseModel):
@@ -143,8 +80,8 @@ class GenerateBody(BaseModel):
     logprob_start_len: int = -1
     """Position from which the log-probabilities of the prompt are returned; -1: none."""
     sampling_params: Annotated[
-        SamplingFields, AtMost(16), WithJsonSchema(SamplingFields.model_json_schema())
-    ] = SamplingFields()
+        SamplingParams, AtMost(16), WithJsonSchema(SamplingParams.model_json_schema())
+    ] = SamplingParams()
     """Apply to every prompt, as do the fields below."""
     return_logprob: bool = False
     return_sampling_mask: bool = False
@@ -245,7 +182,7 @@ class GenerateBody(BaseModel):
             job = GenerationJob(
                 f"{rid}_{index}" if self.is_batch else rid,
                 prompt,
-                fields.resolved(len(prompt), model),
+                _fitted(fields, len(prompt), model),
                 n=fields.n,
                 returns_logprobs=self.return_logprob,
                 # Free with log-probabilities, so they need not be asked for.
@@ -255,6 +192,38 @@ class GenerateBody(BaseModel):
             )
             jobs.append(job)
         return jobs
+
+
+def _fitted(params: SamplingParams, prompt_tokens: int, model: Model) -> SamplingParams:
+    """Returns the parameters for a prompt of this many tokens. Raises BadRequest when they do not
+    fit the context.
+    """
+    room = model.max_context_tokens - prompt_tokens
+    limit = params.max_new_tokens
+    if "max_new_tokens" not in params.model_fields_set:  # SGLang cuts only its default
+        limit = min(limit, room)
+    if limit > room:
+        raise BadRequest(
+            f"the prompt of {prompt_tokens} tokens leaves room for {room} "
+            f"in the context of {model.max_context_tokens}",
+            field="max_new_tokens",
+            value=limit,
+            remedy="ask for fewer tokens, send a shorter prompt "
+            "or start the engine with a larger --max-context-tokens",
+        )
+    if params.min_new_tokens > limit:
+        raise BadRequest(
+            f"min_new_tokens is above max_new_tokens, {limit}",
+            field="min_new_tokens",
+            value=params.min_new_tokens,
+            remedy="lower min_new_tokens",
+        )
+
+    stop_ids: set[int] = set()
+    if not params.ignore_eos:
+        stop_ids = {*model.eos_ids, *params.stop_token_ids}
+    known_ids = [token for token in sorted(stop_ids) if 0 <= token < model.vocab_size]
+    return params.model_copy(update={"max_new_tokens": limit, "stop_token_ids": known_ids})
 
 
 def _check_prompt(prompt: Any, model: Model) -> None:

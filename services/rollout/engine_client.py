@@ -26,7 +26,7 @@ from services.rollout.api_key_launcher import run_module
 log = logging.getLogger(__name__)
 _ENV = {
     # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and
-    # supervisor.
+    # agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # In a log, a progress bar would be one endless line.
     "TQDM_DISABLE": "1",

@@ -9,6 +9,7 @@ import pytest
 
 from services.reward.functions import MathRewardFunction
 from trainer.api.evaluator import ModelEvaluator
+from trainer.evaluation.results import EvaluationResults
 
 pytestmark = pytest.mark.integration
 
@@ -20,13 +21,13 @@ ROWS = [
 ]
 
 
-def evaluated(model: str | Path, **options: Any) -> dict[str, Any]:
+def evaluated(model: str | Path, **options: Any) -> EvaluationResults:
     with closing(MathRewardFunction()) as reward:
         evaluator = ModelEvaluator(model, max_new_tokens=24, progress=False, **options)
         return evaluator.evaluate(ROWS, reward, k=2)
 
 
-def check(served: dict[str, Any], model_dir: Path) -> None:
+def check(served: EvaluationResults, model_dir: Path) -> None:
     local = evaluated(model_dir)
     assert all(local["responses"])
     assert served["responses"] == local["responses"]

@@ -18,12 +18,12 @@ from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 from common.errors import TooLarge, shorten
 from common.wire import codec, schemas
 from common.wire.schemas import AtMost, Wire
-from services.engine import control, distributed, openai, protocol
+from services.engine import control, distributed, protocol
 from services.http.app import create_app
 from tests.support.environments.own_environments import OPEN_SESSION
 from tests.support.services.apps import SERVICES, make, tiny
 
-_BODIES = (control, distributed, openai, protocol)
+_BODIES = (control, distributed, protocol)
 
 
 def kinds() -> list[type[Any]]:

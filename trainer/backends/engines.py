@@ -31,7 +31,7 @@ from services.rollout.engine_client import (
     engine_env,
     released_memory,
 )
-from services.rollout.process import Supervised, Timing
+from services.rollout.supervision import SupervisedProcess, Timing
 from trainer.backends.backend import BackendContext
 from trainer.weights.versions import Weights, version_name, write_version
 
@@ -139,7 +139,7 @@ class OwnSGLang:
         self._lost: str | None = None
         self._up = asyncio.Event()
         self._api = EngineClient("engine", self.url)
-        self._child = Supervised(
+        self._child = SupervisedProcess(
             "engine",
             self._launch,
             self._api.unhealthy_reason,

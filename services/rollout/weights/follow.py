@@ -23,18 +23,13 @@ from common.process.progress import Progress, bounded
 from common.settings.config import Config
 from common.wire.schemas import WeightManifest
 from services.rollout.engine_client import EngineClient, adapters_kept, released_memory
-from services.rollout.loops import wait_event
-from services.rollout.nodes import EngineNodes
-from services.rollout.process import Supervised
+from services.rollout.engine_nodes import EngineNodes
+from services.rollout.loops import RateLimitedWarnings, wait_event
 from services.rollout.state import NodeState
+from services.rollout.supervision import SupervisedProcess
 from services.rollout.weights.receive import BroadcastReceiver
-from services.rollout.weights.store import (
-    Download,
-    TrainerClient,
-    WeightId,
-    WeightsGone,
-    WeightStore,
-)
+from services.rollout.weights.store import WeightStore
+from services.rollout.weights.trainer_client import TrainerClient, WeightId, WeightsGone
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
@@ -63,7 +58,7 @@ class WeightFollower:
         *,
         trainer: TrainerClient,
         api: EngineClient,
-        engine: Supervised,
+        engine: SupervisedProcess,
         changed: Callable[[], None],
         name: str,
         metrics: Metrics,
@@ -92,7 +87,6 @@ class WeightFollower:
         self._failed_broadcasts = 0
         self._lost_downloads = 0
         """Interrupted downloads in a row."""
-        self._download = Download(0)
         self._loading: asyncio.Task[str] | None = None
         self._partial = False
         """Whether the engine may hold part of a version."""
@@ -127,7 +121,7 @@ class WeightFollower:
         """What the node does to get to the wanted version; empty when it does nothing."""
         if not self._state.updating:
             return ""
-        return "the engine loads them" if self._loading else str(self._download)
+        return "the engine loads them" if self._loading else str(self._store.download)
 
     def engine_up(self) -> None:
         """Continues loading once the engine is healthy."""
@@ -247,8 +241,6 @@ class WeightFollower:
 
     async def _update(self, manifest: WeightManifest) -> None:
         wanted = WeightId.of(manifest)
-        if wanted != self._state.wanted:
-            self._download = Download(sum(file.size for file in manifest.files))
         self._state.wanted = wanted
         self._state.updating = True
         self._state.asleep = False
@@ -264,9 +256,8 @@ class WeightFollower:
                 manifest = await self._with_files()
                 wanted = WeightId.of(manifest)
                 self._state.wanted = wanted
-                self._download = Download(sum(file.size for file in manifest.files))
             self._nodes.want(manifest)
-            path = await self._store.fetch(manifest, self._trainer, self._download)
+            path = await self._store.fetch(manifest)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest = (manifest, path)
             self._lost_downloads = 0
@@ -425,17 +416,3 @@ class WeightFollower:
             self._engine.restart(
                 f"restarted after {self._state.failed_loads} failed weight updates; {reason}"
             )
-
-
-class RateLimitedWarnings:
-    """Logs repeated warnings at most once a minute per topic and level."""
-
-    def __init__(self) -> None:
-        self._logged: dict[tuple[str, int], float] = {}
-
-    def warn(self, topic: str, text: str, level: int = logging.WARNING) -> None:
-        """Logs `text` unless this topic was logged at this level in the last minute."""
-        now = time.monotonic()
-        if now - self._logged.get((topic, level), -60.0) >= 60:
-            self._logged[topic, level] = now
-            log.log(level, "%s", text)

@@ -9,7 +9,7 @@ import math
 from common.errors import ServiceError
 from common.wire.schemas import Broadcast, WeightChecksums, WeightManifest
 from services.rollout.engine_client import EngineClient
-from services.rollout.weights.store import TrainerClient
+from services.rollout.weights.trainer_client import TrainerClient
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.engine.engine import Engine
-from services.engine.jobs import GenerationJob
+from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
-from services.engine.protocol import BadRequest, GenerateBody, SamplingFields, answer
+from services.engine.protocol import BadRequest, GenerateBody, answer
 from tests.support.engines.engines import write_model
 from tests.support.models.tiny_models import with_tokenizer_of
 
@@ -51,7 +51,7 @@ def jobs(engine: Engine, tokens: int = 12, **more: Any) -> list[GenerationJob]:
     """Submits a request for three completions of each prompt."""
     body = GenerateBody(
         input_ids=PROMPTS,
-        sampling_params=SamplingFields(
+        sampling_params=SamplingParams(
             n=3, max_new_tokens=tokens, ignore_eos=True, sampling_seed=3
         ),
         return_logprob=True,

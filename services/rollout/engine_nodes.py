@@ -1,7 +1,7 @@
 """The nodes of an engine that is larger than one of them, as its first node sees them.
 
 Such an engine has a process on every node. They start, load weights and end together: the agent of
-the first node decides, and the agents of the others (`member`) ask for its orders and report.
+the first node decides, and the agents of the others (`further_node`) ask for its orders and report.
 
     first node ── order: which start, which weights ──►  other nodes
                ◄── report: prepared, running, ended ──
@@ -145,14 +145,14 @@ class EngineNodes:
 
     def want(self, manifest: WeightManifest) -> None:
         """Tells the nodes to fetch a version, which this node is fetching as well."""
-        self._give(weights=_weights(manifest))
+        self._give(weights=weights_for_nodes(manifest))
 
     async def hold(self, manifest: WeightManifest, path: Path) -> None:
         """Returns when every node can read this version at `path`.
 
         Raises Stuck, which names the nodes that lack it, when they make no progress.
         """
-        weights = _weights(manifest, path)
+        weights = weights_for_nodes(manifest, path)
         self._give(weights=weights)
         waits = Progress(
             f"the other nodes of the engine to fetch weights {manifest.version}",
@@ -191,7 +191,7 @@ class EngineNodes:
         return None
 
 
-def _weights(manifest: WeightManifest, path: Path | None = None) -> EngineWeights:
+def weights_for_nodes(manifest: WeightManifest, path: Path | None = None) -> EngineWeights:
     """Returns an order for weights. A broadcast reaches all nodes through the engine itself."""
     return EngineWeights(
         manifest=manifest.model_copy(update={"broadcast": None}),
