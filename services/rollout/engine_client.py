@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import BaseModel
 
 from common.clients.base import Client
 from common.clients.rollout import OTHER_ENGINE
@@ -327,6 +328,35 @@ def to_options(options: dict[str, object]) -> list[str]:
     return words
 
 
+class _Info(BaseModel):
+    weight_version: str
+
+
+class _RankPlace(BaseModel):
+    tp_rank: int
+
+
+class _RankSums(BaseModel):
+    checksums: dict[str, str]
+    parallelism_info: list[_RankPlace] = []
+    """Set where each group of data-parallel attention answers for all ranks."""
+
+
+class _Sums(BaseModel):
+    ranks: list[_RankSums]
+
+
+class _Card(BaseModel):
+    id: str
+    root: str
+    parent: str | None = None
+    """The model that an adapter belongs to."""
+
+
+class _Cards(BaseModel):
+    data: list[_Card]
+
+
 class EngineClient(Client):
     """Client for the control calls of one engine, sent directly because the router does not forward
     them.
@@ -339,8 +369,7 @@ class EngineClient(Client):
 
     async def weight_version(self) -> str:
         """Returns the label of the weights that the engine serves. Raises ServiceError."""
-        response = await self.request("GET", "/model_info", deadline_s=30)
-        return str(_field(response, "weight_version"))
+        return (await self.json("GET", "/model_info", _Info, deadline_s=30)).weight_version
 
     async def load(
         self, directory: Path, version: str, timeout_s: float, whole: bool = True
@@ -358,13 +387,7 @@ class EngineClient(Client):
             await self._wake("weights", timeout_s)
 
             body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
-            response = await self.request(
-                "POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s
-            )
-            if _field(response, "success") is not True:
-                reason = f"the engine did not load weights {version}: {shorten(response.text)}"
-                raise LoadFailed(reason, field="/update_weights_from_disk", remedy=OTHER_ENGINE)
-
+            await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
             await self._wake("kv_cache", timeout_s)  # only now, because loading needs extra memory
         except ServiceError:
             if whole and not self.asleep:
@@ -384,7 +407,7 @@ class EngineClient(Client):
         Raises ServiceError when the engine may still hold the memory.
         """
         await self.pause()
-        await self._once("/release_memory_occupation", {"tags": memory}, timeout_s)
+        await self.control("/release_memory_occupation", {"tags": memory}, timeout_s)
         self.asleep = list(memory)
 
     async def _wake(self, memory: str, timeout_s: float) -> None:
@@ -392,7 +415,7 @@ class EngineClient(Client):
         asked twice.
         """
         if memory in self.asleep:
-            await self._once("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
+            await self.control("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
             self.asleep.remove(memory)
 
     async def resume(self) -> None:
@@ -404,38 +427,26 @@ class EngineClient(Client):
 
         Raises LoadFailed when the engine refuses or does not answer.
         """
-        response = await self._once(path, body, timeout_s)
-        if _field(response, "success") is not True:
-            raise _refused(path, response)
-
-    async def _once(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
         try:
             response = await self.http.post(path, json=body, timeout=timeout_s)
         except (httpx.TransportError, OSError) as error:
             reason = f"the engine did not answer {path}: {error or type(error).__name__}"
             raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE) from None
         if not response.is_success:
-            raise _refused(path, response)
-        return response
+            reason = f"the engine refused {path}: {shorten(response.text)}"
+            raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE)
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
         """Returns, for each process of the engine in the order of their ranks, the checksums of all
         tensors by their names in the engine. Raises ServiceError.
         """
-        response = await self.request(
-            "POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s
-        )
-        try:
-            by_rank: dict[int, dict[str, str]] = {}
-            for index, rank in enumerate(response.json()["ranks"]):
-                # Each group of data-parallel attention answers for all ranks.
-                place = rank.get("parallelism_info")
-                number = place[0]["tp_rank"] if place else index
-                by_rank[number] = dict(rank["checksums"])
-            return [by_rank[number] for number in sorted(by_rank)]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            reason = f"the engine's answer has no checksums: {shorten(response.text)}"
-            raise LoadFailed(reason, field="/weights_checker", remedy=OTHER_ENGINE) from None
+        body = {"action": "checksum"}
+        found = await self.json("POST", "/weights_checker", _Sums, json=body, deadline_s=timeout_s)
+        by_rank: dict[int, dict[str, str]] = {}
+        for index, rank in enumerate(found.ranks):
+            place = rank.parallelism_info
+            by_rank[place[0].tp_rank if place else index] = rank.checksums
+        return [by_rank[number] for number in sorted(by_rank)]
 
     async def confirm(self, version: str) -> None:
         """Raises LoadFailed unless the engine serves this version."""
@@ -486,34 +497,12 @@ class EngineClient(Client):
             await self.request("POST", path, json=body, deadline_s=timeout_s)
         except ServiceError:
             loaded = await self.adapters()
-            is_loaded = body["lora_name"] in loaded
-            if is_loaded != wanted:
+            if (body["lora_name"] in loaded) != wanted:
                 raise
             return loaded
         return await self.adapters()
 
     async def adapters(self) -> dict[str, str]:
         """Returns the directories of the loaded LoRA adapters by name."""
-        response = await self.request("GET", "/v1/models", deadline_s=30)
-        directories: dict[str, str] = {}
-        for card in response.json()["data"]:
-            is_adapter = card.get("parent") is not None
-            if is_adapter:
-                directories[str(card["id"])] = str(card["root"])
-        return directories
-
-
-def _refused(path: str, response: httpx.Response) -> LoadFailed:
-    return LoadFailed(
-        f"the engine refused {path}: {shorten(response.text)}", field=path, remedy=OTHER_ENGINE
-    )
-
-
-def _field(response: httpx.Response, name: str) -> object:
-    """Returns a field of the engine's answer. Raises LoadFailed when it is missing."""
-    try:
-        value: object = response.json()[name]
-    except (ValueError, KeyError, TypeError):
-        reason = f"the engine's answer to {response.url.path} has no {name}"
-        raise LoadFailed(reason, field=name, value=response.text, remedy=OTHER_ENGINE) from None
-    return value
+        cards = (await self.json("GET", "/v1/models", _Cards, deadline_s=30)).data
+        return {card.id: card.root for card in cards if card.parent is not None}

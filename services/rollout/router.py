@@ -4,6 +4,8 @@ import importlib.util
 import math
 import sys
 
+from pydantic import BaseModel
+
 from common.clients.base import Client
 from common.errors import ConfigError, ServiceError
 from common.process.security import tls, token
@@ -96,6 +98,16 @@ def router_env() -> dict[str, str]:
     return {"SSL_CERT_FILE": authority} if authority else {}
 
 
+class _Worker(BaseModel):
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class _Workers(BaseModel):
+    workers: list[_Worker]
+
+
 class RouterClient(Client):
     """Client for the router's list of workers."""
 
@@ -108,20 +120,13 @@ class RouterClient(Client):
         The router needs a moment, so call it again until then. Raises ServiceError for an
         unexpected response.
         """
-        try:
-            response = await self.request("GET", "/workers", deadline_s=3)
-            own: dict[
-                str, bool
-            ] = {}  # whether the engine is healthy, by the ids it is listed under
-            for worker in response.json()["workers"]:
-                if str(worker["url"]).rstrip("/") == url.rstrip("/"):
-                    own[str(worker["id"])] = bool(worker["is_healthy"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ServiceError(
-                f"{self.service}: unexpected answer to /workers: {error!r}",
-                field="/workers",
-                remedy="run the same version in every task",
-            ) from None
+        listed = await self.json("GET", "/workers", _Workers, deadline_s=3)
+        # Whether the engine is healthy, by the ids that it is listed under.
+        own = {
+            worker.id: worker.is_healthy
+            for worker in listed.workers
+            if worker.url.rstrip("/") == url.rstrip("/")
+        }
 
         if not wanted:
             for worker_id in own:

@@ -79,22 +79,14 @@ class ServersClient(RolloutClient):
         ]
         return "; ".join(named) or None
 
-    async def _exchange(
-        self,
-        method: str,
-        path: str,
-        timeout: httpx.Timeout,
-        arguments: dict[str, Any],
-        *,
-        moved: Callable[[int], None],
-    ) -> httpx.Response:
+    async def _exchange(self, *arguments: Any, **options: Any) -> httpx.Response:
         self._check()
         now = time.monotonic()
         server = min(self._servers, key=lambda server: (server.rests_until > now, server.running))
         server.running += 1
         answered = False
         try:
-            response = await server.client._exchange(method, path, timeout, arguments, moved=moved)
+            response = await server.client._exchange(*arguments, **options)
             answered = not self._is_retryable(response)
             return response
         finally:
@@ -111,17 +103,9 @@ class OwnEngineClient(EngineClient):
         super().__init__("engine", server.url)
         self._server = server
 
-    async def _exchange(
-        self,
-        method: str,
-        path: str,
-        timeout: httpx.Timeout,
-        arguments: dict[str, Any],
-        *,
-        moved: Callable[[int], None],
-    ) -> httpx.Response:
+    async def _exchange(self, *arguments: Any, **options: Any) -> httpx.Response:
         self._server.check_alive()
-        return await super()._exchange(method, path, timeout, arguments, moved=moved)
+        return await super()._exchange(*arguments, **options)
 
 
 class OwnSGLang:

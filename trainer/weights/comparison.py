@@ -8,7 +8,6 @@ each of which is rebuilt from the tensors that were sent, in the layouts that SG
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from torch import Tensor
 
@@ -95,7 +94,7 @@ class Checksums:
                 key = (name, rank, len(ranks))
                 if self._is_right(key, checksum, tensors):
                     # A rank may hold only some of the experts.
-                    seen.update(chain.from_iterable(part.names for part in self._layouts[key]))
+                    seen.update(self._layouts[key].names)
                 else:
                     seen.update(parts)
                     wrong.append(name)
@@ -122,4 +121,4 @@ class Checksums:
         return False
 
     def _of(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> str:
-        return self._digest(*(part.of(tensors) for part in layout))
+        return self._digest(*layout.of(tensors))
