@@ -69,7 +69,7 @@ class FirstNodeAgent(Agent):
             topology,
             metrics,
             probe=self._engine_api.unhealthy_reason,
-            heartbeat_s=min(_HEARTBEAT_S, config.trainer.fence_after_s / _REPORTS),
+            heartbeat_s=min(_HEARTBEAT_S, config.limits.fence_after_s / _REPORTS),
         )
         self.state = NodeState()
         self._registered = False

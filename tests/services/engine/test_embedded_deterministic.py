@@ -53,7 +53,9 @@ def job(prompt: list[int], n: int = 1, **options: Any) -> GenerationJob:
 
 
 def group(n: int = 8, seed: int = 5, **options: Any) -> GenerationJob:
-    return job(PROMPT, n, **{"sampling_seed": seed, "max_new_tokens": 60, "temperature": 0.9, **options})
+    return job(
+        PROMPT, n, **{"sampling_seed": seed, "max_new_tokens": 60, "temperature": 0.9, **options}
+    )
 
 
 def mates(count: int, seed: int) -> list[GenerationJob]:
