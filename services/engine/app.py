@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from itertools import chain
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
@@ -20,11 +19,8 @@ from services.http.app import SMALL_BYTES, create_app
 from services.http.openapi import OBJECT, described
 
 
-def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
-    """Returns the app of an engine, which starts and stops the engine.
-
-    `/server_info` shows the process's `arguments`.
-    """
+def make_app(engine: Engine) -> FastAPI:
+    """Returns the app of an engine, which starts and stops the engine."""
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -47,7 +43,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     )
     add_control(app, engine)
     add_distributed(app, engine)
-    add_info(app, engine, arguments or {})
+    add_info(app, engine)
 
     generated = {"anyOf": [OBJECT, {"type": "array", "items": OBJECT}]}
 

@@ -175,5 +175,5 @@ class BlockPasses:
         """Computes the tokens of a block."""
         chosen = np.stack([values[block.members] for values in (tokens, rows, positions)])
         of_block, of_rows, at = torch.from_numpy(chosen).to(self._cache.device)
-        self._cache.begin_block(of_rows, at, block.columns)
+        self._cache.begin_tokens(at, block.columns, of_rows)
         return self._forward(of_block, at, needs_logits)

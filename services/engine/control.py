@@ -128,7 +128,7 @@ def add_control(app: FastAPI, engine: Engine) -> None:
     add_call(app, "/unload_lora_adapter", UnloadBody, control.unload_adapter)
 
 
-def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
+def add_info(app: FastAPI, engine: Engine) -> None:
     """Adds the calls that change nothing."""
 
     @app.get("/model_info")
@@ -151,10 +151,10 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
-        """The process's arguments and load."""
+        """The kind of engine, and whether it is paused."""
         return {
-            **arguments,
             "engine": "embedded",
+            "model_path": str(engine.model.path),
             "version": app.version,
             "tp_size": 1,
             "dp_size": 1,

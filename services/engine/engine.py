@@ -10,7 +10,6 @@ import logging
 import random
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -36,6 +35,21 @@ row runs, when some do."""
 class Engine:
     """Continuous batching over one model. Public methods may be called from any thread and return
     at once.
+
+        engine = Engine(Model(directory, max_context_tokens=2048), max_running=3)
+        engine.start()
+        job = GenerationJob("b", [5, 6], SamplingParams(max_new_tokens=8), n=2)
+        engine.submit([job])
+        first, second = job.done.result()      # two completions (`Sequence`)
+
+    What its thread does when job A (n = 1) runs, and B (n = 2) and C (n = 1) arrive together:
+
+        step  rows      what happens
+        1     A         B and C arrive; the thread waits a few ms for more of them (`_gather`)
+        2     A B1 B2   B's prompt is computed once, for both rows; C finds no free row and waits
+        3     A B1 B2   every row gets its next token
+        4     B2 B1     A met a stop token: the last row fills its gap (`Rows.remove`)
+        5     B2 B1 C   C's prompt is computed, and all rows get their next token
 
     After `start`, the engine's thread owns `model` and `scheduler`; other threads change them only
     through `call`. When the thread ends with an error it calls `on_crash`, which may end the
@@ -127,7 +141,7 @@ class Engine:
                     remedy=f"retry later; at most {self.max_waiting} may wait",
                 )
             for job in jobs:
-                job.start(self._random.getrandbits(64), lambda: uuid.uuid4().hex)
+                job.start(self._random.getrandbits(64))
                 self._track(job.done)
             self._incoming += size
             self._arrived = True
@@ -203,6 +217,7 @@ class Engine:
         with self._wake:
             while not (self._calls or self._stopping or self._exclusive or scheduler.can_step):
                 self._wake.wait()
+            # Without a free row, requests can only wait: gathering them would hold up the others.
             if self._arrived and self.running < scheduler.max_running:
                 self._gather()
             self._arrived = False
@@ -211,6 +226,7 @@ class Engine:
         while self._exclusive and not self.running:
             self._exclusive.popleft()()
         if not scheduler.paused:
+            # New rows would put off a call that waits until none runs, for ever under load.
             scheduler.step(admit=not self._exclusive)
 
     def _gather(self) -> None:

@@ -1,6 +1,7 @@
 """The engine's work: a job is one prompt, its sequences are the requested completions."""
 
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -137,12 +138,12 @@ class GenerationJob:
     sequences: list[Sequence] = field(default_factory=list)
     done: "Future[list[Sequence]]" = field(default_factory=Future)
 
-    def start(self, default_seed: int, new_id: Callable[[], str]) -> None:
+    def start(self, default_seed: int) -> None:
         """Creates the sequences; `default_seed` is for requests without a seed."""
         self.done.set_running_or_notify_cancel()  # from here on only the engine may resolve it
         seed = default_seed if self.sampling.sampling_seed is None else self.sampling.sampling_seed
         for index in range(self.n):
-            name = self.rid if self.n == 1 else new_id()
+            name = self.rid if self.n == 1 else uuid.uuid4().hex
             key = stream_key(sample_seed(seed, index))
             self.sequences.append(Sequence(self, name, key))
 

@@ -19,7 +19,7 @@ from services.http.app import read_json
 from services.http.disconnect import cancel_on_disconnect
 from services.http.openapi import OBJECT, described
 
-SCORED_LOGITS = 1 << 27
+SCORED_LOGITS = 1 << 26
 """Maximum logits in memory when prompts are scored, unless a single prompt has more."""
 _B = TypeVar("_B", bound=BaseModel)
 

@@ -21,7 +21,7 @@ from common.process.topology import ROLLOUT, TRAINER, Topology
 from common.settings.config import Config
 from services.http.app import listen
 from services.rollout.engine_client import engine_env
-from services.rollout.loops import RateLimitedWarnings, wait_event
+from services.rollout.loops import RateLimitedWarnings, stop, wait_event
 from services.rollout.supervision import SupervisedProcess, Timing
 from services.rollout.weights.store import WeightStore
 from services.rollout.weights.trainer_client import TrainerClient
@@ -154,10 +154,3 @@ class Agent(ABC):
         """
         host, port = self._topology.bind(ROLLOUT, port)
         listen(host, port).close()
-
-
-async def stop(*tasks: asyncio.Task[None]) -> None:
-    """Cancels the loops and waits for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

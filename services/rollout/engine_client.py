@@ -3,6 +3,7 @@ API.
 """
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -396,6 +397,23 @@ class EngineClient(Client):
 
         await self.resume()
         await self.confirm(version)
+
+    async def load_version(
+        self,
+        manifest: WeightManifest,
+        directory: Path,
+        *,
+        keep: int,
+        timeout_s: float,
+        whole: bool = True,
+    ) -> None:
+        """Loads a model or an adapter, of which it keeps the newest `keep`. `timeout_s` is that of
+        an adapter: whoever loads a model, which takes as long as it is large, ends the call.
+        """
+        if manifest.kind == "adapter":
+            await self.load_adapter(directory, manifest, keep=keep, timeout_s=timeout_s)
+        else:
+            await self.load(directory, str(manifest.version), math.inf, whole)
 
     async def pause(self) -> None:
         """Stops generating; requests wait. Raises ServiceError."""

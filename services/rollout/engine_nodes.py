@@ -100,14 +100,16 @@ class EngineNodes:
         report, at = self._reports.get(name, (None, 0.0))
         return None if time.monotonic() - at > self._silent_s else report
 
-    def _describe(self, names: Sequence[str]) -> str:
-        """Returns the names of nodes, with what each says."""
-        described = []
-        for name in names:
+    def _missing(self, is_ready: Callable[[EngineNodeReport], bool]) -> list[str]:
+        """Returns the nodes that are silent or not ready, with what each says."""
+        missing: list[str] = []
+        for name in self.names:
             report = self._said(name)
-            said = "does not report" if report is None else report.detail
-            described.append(f"{name} ({said})" if said else name)
-        return ", ".join(described)
+            if report is None:
+                missing.append(f"{name} (does not report)")
+            elif not is_ready(report):
+                missing.append(f"{name} ({report.detail})" if report.detail else name)
+        return missing
 
     async def start(self, start: EngineStart, say: Callable[[str], None]) -> None:
         """Returns when all nodes were told to start their process of the engine.
@@ -116,24 +118,15 @@ class EngineNodes:
         cannot get the weights.
         """
         self._give(start=start)
-        told = ""
-        while True:
-            reports = {name: self._said(name) for name in self.names}
-            for name, report in reports.items():
+        told: list[str] = []
+        while missing := self._missing(lambda report: report.prepared == start.id):
+            for name in self.names:
+                report = self._said(name)
                 if report is not None and report.cannot_start == start.id:
                     raise NodeCannotStart(f"{name} cannot start: {report.detail}")
-
-            missing = [
-                name
-                for name, report in reports.items()
-                if report is None or report.prepared != start.id
-            ]
-            if not missing:
-                break
-            waited = f"waits for {self._describe(missing)}"
-            if waited != told:
-                told = waited
-                say(waited)
+            if missing != told:
+                told = missing
+                say(f"waits for {', '.join(missing)}")
             await self.news(_TELL_S)
 
         self._went_at = time.monotonic()
@@ -160,17 +153,9 @@ class EngineNodes:
             field="rollout.stuck_after_s",
             remedy="look at the logs of these nodes",
         )
-        while True:
-            reports = {name: self._said(name) for name in self.names}
-            missing = [
-                name
-                for name, report in reports.items()
-                if report is None or report.holds != weights.key
-            ]
-            if not missing:
-                return
-            done = sum(report.progress for report in reports.values() if report is not None)
-            waits.saw(done, self._describe(missing))
+        while missing := self._missing(lambda report: report.holds == weights.key):
+            reports = [self._said(name) for name in self.names]
+            waits.saw(sum(each.progress for each in reports if each), ", ".join(missing))
             waits.check()
             await self.news(waits.pause_s)
 

@@ -24,10 +24,10 @@ from common.process.topology import ROLLOUT, Topology, assigned_gpus
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
 from common.wire.schemas import MAX_DETAIL_CHARS, EngineStart, WeightManifest, WorkerReport
-from services.rollout.agent import Agent, Loop, stop
+from services.rollout.agent import Agent, Loop
 from services.rollout.engine_client import EngineClient, engine_command
 from services.rollout.engine_nodes import EngineNodes, NodeCannotStart, weights_for_nodes
-from services.rollout.loops import wait_event
+from services.rollout.loops import stop, wait_event
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
 from services.rollout.supervision import SupervisedProcess, Timing
@@ -113,9 +113,6 @@ class FirstNodeAgent(Agent):
             self._refuse_taken_port(self._config.rollout.router_port)
             return router_command(self._config, self._topology)
 
-        async def up() -> None:
-            self._wake_router.set()
-
         return SupervisedProcess(
             "router",
             launch,
@@ -123,8 +120,6 @@ class FirstNodeAgent(Agent):
             env=router_env() | self._topology.proxy_env(os.environ),
             log_file=self._config.state_dir / "logs" / f"{self.name}.router.log",
             timing=Timing(max_backoff_s=5, hang_s=self._config.rollout.hang_timeout_s),
-            on_up=up,
-            on_down=lambda _: self._wake_router.set(),
         )
 
     def problem(self) -> str | None:
@@ -139,9 +134,6 @@ class FirstNodeAgent(Agent):
     def report(self) -> WorkerReport:
         """Returns what the trainer is told of this node."""
         serves = self.state.serves
-        received = self._follower.received
-        checksum = received[1] if received and received[0] == serves else ""
-
         return WorkerReport(
             name=self.name,
             url=self.url,
@@ -155,7 +147,6 @@ class FirstNodeAgent(Agent):
             nodes_per_engine=self._config.rollout.nodes_per_engine,
             gpus=_gpus(self._config.rollout),
             incarnation=self._follower.incarnation,
-            checksum=checksum,
         )
 
     def status(self) -> FirstNodeStatus:

@@ -1,8 +1,7 @@
 """Supervises a child process: starts it, probes it, kills it when it hangs or a start gets stuck,
 and starts it again.
 
-    engine = SupervisedProcess("engine", launch, probe, env={}, log_file=log, timing=Timing(),
-                               on_up=up, on_down=down)
+    engine = SupervisedProcess("engine", launch, probe, env={}, log_file=log, timing=Timing())
     await engine.run()    # until cancelled, or until it has failed several times in a row
 """
 
@@ -72,8 +71,8 @@ class SupervisedProcess:
         env: Mapping[str, str],
         log_file: Path,
         timing: Timing,
-        on_up: Callable[[], Awaitable[None]],
-        on_down: Callable[[str], None],
+        on_up: Callable[[], Awaitable[None]] | None = None,
+        on_down: Callable[[str], None] = lambda _: None,
         shown: bool = True,
         stuck_field: str | None = None,
     ) -> None:
@@ -188,6 +187,7 @@ class SupervisedProcess:
         stable = was_up and time.monotonic() - self._up_since > self._timing.stable_s
         self._ends = 1 if stable else self._ends + 1
         self._failed_starts = 0 if was_up else self._failed_starts + 1
+        # A signal comes from outside (memory, a person): it is no error of the child's own.
         ended_itself = self._status is not None and 0 < self._status < SIGNALLED
         self._own_crashes = self._own_crashes + 1 if ended_itself and not stable else 0
         self._on_down(reason)
@@ -219,14 +219,15 @@ class SupervisedProcess:
                 problem = await self._probe()
                 now = time.monotonic()
                 # If a round took longer, this process was stopped or starved, which says nothing
-                # about the child.
+                # about the child: it counts as one slow probe.
                 unhealthy_s += min(now - before, 2 * self._timing.probe_s + _PROBE_S)
                 before = now
 
                 if problem is None:
                     unhealthy_s = 0.0
                     if not self.up and not ended.done():
-                        await self._on_up()
+                        if self._on_up is not None:
+                            await self._on_up()
                         self.up = True
                         self._up_since = time.monotonic()
                 elif self.up and unhealthy_s > self._timing.hang_s:

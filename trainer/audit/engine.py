@@ -171,7 +171,7 @@ class ReplayEngine:
             return_sampling_mask=self._truncates,
         )
         (job,) = body.jobs([span.prompt], self._model)
-        job.start(0, lambda: "again")
+        job.start(0)
         # As if the engine had been stopped there, to load these weights.
         (sequence,) = job.sequences
         sequence.tokens = list(span.earlier)

@@ -379,16 +379,14 @@ class WeightBoard:
         manifest: WeightManifest,
         limit_s: float,
         say: Callable[[str], None],
-        restore: Callable[[], None] = lambda: None,
     ) -> list[WorkerReport]:
         """Waits until the rollout nodes serve `manifest`; returns those that do not and have made
         no progress for `limit_s` seconds. A node may take as long as it makes progress.
 
         The first call waits for as many nodes as the agents report. Later calls do not wait for a
         node that was returned before until it has caught up by itself. A node that has fallen
-        silent is returned at once: its engine may still run with old weights. Every look calls
-        `restore`, which writes the files again if they were deleted. Raises PublishFailed when no
-        node serves the manifest.
+        silent is returned at once: its engine may still run with old weights. Raises PublishFailed
+        when no node serves the manifest.
         """
         arrivals = Progress("the rollout nodes", limit_s)
         nodes: dict[str, _NodeProgress] = {}
@@ -396,7 +394,6 @@ class WeightBoard:
         tell_after_s = 10.0
         while True:
             self._check_served()
-            restore()
             alive = {worker.report.name: worker for worker in self._alive()}
             serving = {name for name, each in alive.items() if _serves(each.report, manifest)}
             self._excluded -= serving
@@ -409,7 +406,7 @@ class WeightBoard:
             )
             all_there = self._complete or len(alive) >= expected
             if serving and not missing and all_there:
-                return self._exclude_silent()
+                return self._exclude_silent()  # they may still generate with old weights
 
             arrivals.saw(len(alive))
             for name, worker in others.items():

@@ -12,7 +12,6 @@ from pathlib import Path
 from common.errors import Conflict
 from common.process.progress import Progress
 from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
-from learning.weight_group import digest_all
 from trainer.weights.board import WeightBoard
 from trainer.weights.comparison import Checksums, Comparison
 from trainer.weights.host_copy import BUCKET_BYTES, HostCopy
@@ -60,6 +59,7 @@ class Broadcaster:
             is_first = not copy.buckets
             if is_first:
                 copy.fill(weights, version)  # which makes the buckets
+            # Others get files: an engine that starts or fails cannot join a group.
             ready = [worker for worker in self._board.workers() if worker.state == "ready"]
             group = self._group_of(ready)
             broadcast = group.announcement(copy.buckets) if group else None
@@ -197,8 +197,7 @@ class Broadcaster:
                 field="checksums",
                 value=f"{comparison.compared} of {comparison.total} compared",
             )
-        by_rank = {str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)}
-        return WeightVerdict(checksum=digest_all(by_rank), compared=str(comparison))
+        return WeightVerdict(compared=str(comparison))
 
     def _compare(self, version: int, sums: WeightChecksums) -> Comparison:
         with self._copy.reading(version) as tensors:

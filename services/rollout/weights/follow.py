@@ -5,7 +5,6 @@ and `transfer` send them.
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -81,8 +80,6 @@ class WeightFollower:
         self.refused: WeightId | None = None
         """The newest weights that an engine did not load: none starts with them, as a start
         compares files with nothing, and would accept what a load refuses."""
-        self.received: tuple[WeightId, str] | None = None
-        """The weights that the engine received by broadcast, and their checksum."""
         self._process_id = secrets.token_hex(4)
         self._failed_broadcasts = 0
         self._lost_downloads = 0
@@ -131,7 +128,6 @@ class WeightFollower:
         """Cancels a load into an engine that has ended."""
         self._receiver.reset()
         self._partial = False
-        self.received = None
         self._api.asleep = []
         if self._loading is not None:
             self._loading.cancel()
@@ -162,13 +158,15 @@ class WeightFollower:
         deadline_s = self._poll_s + (3 if self._shared_memory else 10)
         while True:
             manifest = await self._ask(self._poll_s, deadline_s)
+            # With shared GPUs, a trainer that does not answer may be starting and need them.
             if self._shared_memory and (manifest is None or manifest.asleep):
                 await self._release_memory()
                 if manifest is None or not self._state.asleep:
                     await asyncio.sleep(0.2)
                 continue
 
-            if manifest is None or self._is_served(manifest):
+            is_served = manifest is not None and WeightId.of(manifest) == self._state.serves
+            if manifest is None or (is_served and not self._api.asleep):
                 await asyncio.sleep(0.2)
                 continue
 
@@ -177,12 +175,10 @@ class WeightFollower:
                 self._gpus_free.set()
             if self._state.serves == self._state.wanted:
                 continue
+            # It failed, or the engine is down: it tries again later, or when the engine is up.
             self._wake.clear()
             pause = max(0.2, self._state.backoff_s) if self._engine.up else 2.0
             await wait_event(self._wake, pause)
-
-    def _is_served(self, manifest: WeightManifest) -> bool:
-        return WeightId.of(manifest) == self._state.serves and not self._api.asleep
 
     async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
         """Returns the trainer's newest version; None when it has none or does not answer."""
@@ -256,7 +252,7 @@ class WeightFollower:
                 manifest = await self._with_files()
                 wanted = WeightId.of(manifest)
                 self._state.wanted = wanted
-            self._nodes.want(manifest)
+            self._nodes.want(manifest)  # so that the other nodes fetch at the same time
             path = await self._store.fetch(manifest)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest = (manifest, path)
@@ -324,16 +320,14 @@ class WeightFollower:
         start = self._engine.starts
         try:
             work = self._receiver.receive(manifest, broadcast)
-            checksum = await self._into_engine("broadcast", work)
-            if checksum is not None:
-                self.received = (wanted, checksum)
+            if await self._into_engine("broadcast", work) is not None:
                 self._update_done(wanted)
                 return True
         except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
             self._partial = True
             self._failed(wanted, "broadcast", error)
 
-        self._failed_broadcasts += 1
+        self._failed_broadcasts += 1  # another incarnation: the next group is a new one
         self._changed()
         if self._is_still_up(start) and not await self._receiver.abandon(broadcast):
             self._engine.restart(
@@ -346,18 +340,13 @@ class WeightFollower:
         """Loads this version into the engine and returns its name. Raises ServiceError when the
         engine refuses.
         """
-        if manifest.kind == "adapter":
-            # Small: its time does not depend on its size.
-            await self._api.load_adapter(
-                path, manifest, keep=self._adapters_kept, timeout_s=self._stuck_after_s
-            )
-        else:
-            await self._api.load(
-                path,
-                str(manifest.version),
-                timeout_s=math.inf,  # `_into_engine` ends it without progress
-                whole=not self._partial,
-            )
+        await self._api.load_version(
+            manifest,
+            path,
+            keep=self._adapters_kept,
+            timeout_s=self._stuck_after_s,
+            whole=not self._partial,
+        )
         return path.name
 
     async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
@@ -410,6 +399,7 @@ class WeightFollower:
         log.error("this node is stale and receives no traffic: %s", reason, extra=facts)
         if stage == "load":
             self.refused = wanted
+        # An engine that went on would serve a mixture of two versions, or nothing at all.
         if stage == "load" and (self._partial or self._api.asleep):
             self._engine.restart(f"it may hold a part of a version; {reason}")
         elif self._state.must_restart:

@@ -119,6 +119,7 @@ class WeightStore:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
+        # Only a complete version has its final name, whenever this process is killed.
         self._forget(target)  # another run's version, or other content
         partial.rename(target)
         self._stored.append((manifest, target))

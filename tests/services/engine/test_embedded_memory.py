@@ -144,7 +144,7 @@ async def test_calls_that_would_end_sglang_are_refused(
 
 async def test_bad_weights_leave_the_engine_asleep(client: EngineClient, tmp_path: Path) -> None:
     await client.sleep(["kv_cache", "weights"], LIMIT_S)
-    with pytest.raises(ServiceError, match="no such directory"):
+    with pytest.raises(ServiceError, match="cannot be read"):
         await client.load(tmp_path / "nothing", "3", LIMIT_S)
     assert client.asleep == ["kv_cache"]  # the agent starts it again
     load = (await client.http.get("/server_info")).json()["internal_states"][0]

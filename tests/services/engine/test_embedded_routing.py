@@ -113,13 +113,14 @@ def test_what_is_computed_again_has_new_experts(engine: Engine, mixtures: list[P
         assert all(len(sequence.versions) == 2 for sequence in job.sequences)
 
 
-def test_experts_are_refused_by_what_has_none(dense: Path, mixtures: list[Path]) -> None:
+def test_experts_are_refused_by_what_has_none(dense: Path) -> None:
     models = {
         "no layer with experts": Model(dense, 128),
-        "a deterministic engine": Model(mixtures[0], 128, deterministic=True),
+        "a deterministic engine": Model(dense, 128, deterministic=True),
     }
     body = GenerateBody(input_ids=[20, 21], return_routed_experts=True)
     for reason, model in models.items():
+        model.reserve(4)  # which tries it
         with pytest.raises(BadRequest, match=reason) as refused:
             body.jobs([[20, 21]], model)
         assert refused.value.field == "return_routed_experts"

