@@ -4,8 +4,15 @@ from the last ones.
 A delta is a sequence of blocks, one for each `_WORDS` words of the file: a header (number of
 entries, bytes of the payload), then the deflated payload: for every entry its gap to the previous
 one (one byte), then for every entry the difference of the words (two bytes). Entries of difference
-0 bridge gaps that do not fit in a byte. Deltas are not trusted: whoever applies one must compare
-the checksum of the whole result.
+0 bridge gaps that do not fit in a byte.
+
+    words before   5 5 5 5 5 5 5 5
+    words after    5 5 6 5 5 5 5 4
+    gaps           2, 4           (unchanged words before each entry)
+    differences    1, -1          (modulo 65,536)
+
+Deltas are not trusted: whoever applies one must compare the checksum of the whole result.
+`trainer.weights.versions` writes them, `services.rollout.weights.store` applies them.
 """
 
 import struct

@@ -429,9 +429,7 @@ class EngineOrder(Wire):
 
 
 class EngineNodeReport(Wire):
-    """State of a further node of an engine (`POST /engine/nodes/{name}` of the first node's
-    agent).
-    """
+    """State of a further node of an engine (`POST /engine/nodes` of the first node's agent)."""
 
     name: _Name
     prepared: _Name = ""

@@ -67,8 +67,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
     def begin_prefill(self, lengths: Sequence[int], first: int, owners: Sequence[int]) -> None:
-        """Starts a pass over prompts of `lengths`, padded on the right, whose `owners` are rows
-        `first` and up.
+        """Starts a pass over prompts of `lengths`, padded on the right. Row `first` + i is to hold
+        the prompt `owners[i]`.
         """
         self.length = max(lengths)
         self.before = 0

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from learning.batch_independence import check_batch_independence, next_logprobs
 from learning.parking import storages
 from learning.routing import Experts, Routers
-from services.engine.attention import exchange
+from services.engine.attention import replace_attention
 from services.engine.blocks import BlockPasses, attended_columns
 from services.engine.cache import SlotCache
 from services.engine.failures import SGLANG, described, remedy
@@ -61,7 +61,7 @@ class Decoder:
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and not deterministic:
             self.graphs = StepGraphs(self._step, recorder(), self.device)
-        self._exchanged = exchange(module, self.config, max_context_tokens)
+        self._attends_to_slots = replace_attention(module, self.config, max_context_tokens)
         self.routers: Routers | None = None
         self.no_routed_experts = "this model has not been tried"
         """Why it cannot return the experts of tokens; empty if it can."""
@@ -187,10 +187,12 @@ class Decoder:
         *,
         routed: bool = False,
     ) -> Tensor:
-        """Computes prompts and copies those of `owners` to rows `first` and up. Returns the next
-        logits [owners, V].
+        """Computes prompts and stores their keys and values in rows `first` and up. Returns the
+        next logits [owners, V].
 
-        If `routed`, `prompt_experts` are then those of these prompts.
+        `owners` has the prompt of each row: with prompts a and b, the owners 0, 0, 1 put a into two
+        rows, for two completions, and b into the third. If `routed`, `prompt_experts` are then
+        those of these prompts.
         """
         if self.blocks is not None:
             return self.blocks.prefill(prompts, owners, first)
@@ -272,7 +274,7 @@ class Decoder:
         tokens = state[0].long()
         positions = state[1].long()
         self.cache.begin_tokens(positions, columns)
-        mask = None if self._exchanged else self.cache.mask(None)
+        mask = None if self._attends_to_slots else self.cache.mask(None)
         with self._recording(routed) as routers:
             logits = self._forward(tokens[:, None], positions[:, None], mask)
             sampled = sample(logits, state, plain, kept=kept)
@@ -282,7 +284,7 @@ class Decoder:
 
     def _forward_block(self, tokens: Tensor, positions: Tensor, needs_logits: bool) -> Tensor:
         """Computes one token for each of `positions` [B]; see `services.engine.blocks.Forward`."""
-        mask = None if self._exchanged else self.cache.mask(None)
+        mask = None if self._attends_to_slots else self.cache.mask(None)
         arguments = (tokens[:, None], positions[:, None], mask)
         if needs_logits:
             return self._forward(*arguments)
@@ -311,7 +313,7 @@ class Decoder:
     ) -> Any:
         """Returns the outputs of the model or of its decoder, `module`."""
         options: dict[str, SlotCache] = {}
-        if self._exchanged:  # transformers takes a 4-D mask as final and makes none
+        if self._attends_to_slots:  # transformers takes a 4-D mask as final and makes none
             mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
             options["slots"] = cache
         return module(
@@ -332,6 +334,6 @@ def _by_prompt(routers: Routers, lengths: Sequence[int]) -> list[Experts]:
 
 
 def _read(found: Tensor) -> NDArray[np.float64]:
-    """Waits for the device."""
+    """Returns a result as numpy, once the device has computed it."""
     read: NDArray[np.float64] = found.cpu().numpy()
     return read

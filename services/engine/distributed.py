@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI, Request, Response
-from pydantic import ValidationError
 from torch import Tensor
 
 from common.errors import ServiceError
@@ -161,7 +160,7 @@ class WeightUpdates:
                 )
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
             found = await _until_left(left, lambda: self._receive(group, bucket))
-        except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
+        except (RuntimeError, ValueError, ServiceError) as error:
             self._failure = f"Failed to receive weights: {error}"
             if isinstance(error, ServiceError):
                 raise

@@ -1,5 +1,5 @@
 """Loads weights from safetensors files or memory, checked before anything is copied: a bad update
-changes nothing.
+changes nothing. The files are those of `trainer.weights.versions`.
 """
 
 from collections.abc import Iterator

@@ -5,7 +5,6 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query
 
-from common.errors import InvalidInput
 from common.process.metrics import Metrics
 from common.wire.schemas import EngineNodeReport, EngineOrder
 from services.http.app import create_app
@@ -56,15 +55,8 @@ def _add_nodes(app: FastAPI, nodes: EngineNodes) -> None:
         """
         return await nodes.order_after(after, wait_s)
 
-    @app.post("/engine/nodes/{name}")
-    async def report(name: str, report: EngineNodeReport) -> dict[str, str]:
+    @app.post("/engine/nodes")
+    async def report(report: EngineNodeReport) -> dict[str, str]:
         """Records the state of a node. 404 for a node that is not of this engine."""
-        if name != report.name:
-            raise InvalidInput(
-                "path and body name different nodes",
-                field="name",
-                value=report.name,
-                remedy=f"send {name}",
-            )
         nodes.report(report)
         return {"status": "noted"}

@@ -46,11 +46,10 @@ _CPU_OPTIONS = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "mem-fraction-static": 0.3,
+    "skip-server-warmup": True,
+    "sleep-on-idle": True,  # otherwise the idle scheduler keeps a core busy
+    "enable-fp32-lm-head": False,  # everything is float32
 }
-_CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
-"""Without `--sleep-on-idle` the idle scheduler keeps a core busy."""
-_FP32_HEAD = "--enable-fp32-lm-head"
-_DETERMINISTIC = "--enable-deterministic-inference"
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
 tokens."""
@@ -68,19 +67,6 @@ def first_node(config: Config, topology: Topology) -> int:
     return topology.node_rank - topology.node_rank % config.rollout.nodes_per_engine
 
 
-def _check_nodes(config: Config, topology: Topology) -> None:
-    """Raises ConfigError when the rollout nodes cannot be divided into engines."""
-    size = config.rollout.nodes_per_engine
-    if topology.num_nodes % size:
-        raise ConfigError(
-            f"the {topology.num_nodes} nodes of rollout-server cannot be divided into engines of "
-            f"{size} nodes",
-            field="rollout.nodes_per_engine",
-            value=size,
-            remedy=f"set num_nodes of rollout-server to a multiple of {size}",
-        )
-
-
 def engine_command(
     config: Config,
     topology: Topology,
@@ -96,8 +82,19 @@ def engine_command(
     engines.
     """
     rollout = config.rollout
-    _check_nodes(config, topology)
+    nodes = rollout.nodes_per_engine
+    if topology.num_nodes % nodes:
+        raise ConfigError(
+            f"the {topology.num_nodes} nodes of rollout-server cannot be divided into engines of "
+            f"{nodes} nodes",
+            field="rollout.nodes_per_engine",
+            value=nodes,
+            remedy=f"set num_nodes of rollout-server to a multiple of {nodes}",
+        )
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
+    # Engines must sample different answers, and the nodes of one the same.
+    first = first_node(config, topology)
+    seed = config.seed * topology.num_nodes + first
     options: dict[str, object] = {
         "model-path": model_path,
         "host": host,
@@ -105,67 +102,55 @@ def engine_command(
         "weight-version": weight_version,
         "max-running-requests": rollout.max_running_requests,
         "dtype": config.model.dtype,
+        "enable-fp32-lm-head": config.model.fp32_head,
+        "enable-deterministic-inference": config.reproducible,
     }
-    # Engines must sample different answers, and the nodes of one the same.
-    first = first_node(config, topology)
-    seed = config.seed * topology.num_nodes + first
     if rollout.engine == "embedded":
-        return _embedded_command(config, options, seed)
-    if rollout.nodes_per_engine > 1:
-        options["nnodes"] = rollout.nodes_per_engine
+        options["max-context-tokens"] = rollout.max_context_tokens
+        options["seed"] = seed
+        options["device"] = rollout.device
+        return [sys.executable, "-m", "services.engine", *to_options(options)]
+
+    options["random-seed"] = seed
+    if nodes > 1:
+        options["nnodes"] = nodes
         options["node-rank"] = topology.node_rank - first
         options["dist-init-addr"] = dist_init_addr
-    return _sglang_command(config, options, seed)
+    options |= _sglang_options(config, model_path)
+    command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
+    # The operator's own arguments come last, so that they win.
+    return [*command, *to_options(options), *rollout.engine_args]
 
 
-def _embedded_command(config: Config, options: dict[str, object], seed: int) -> list[str]:
-    options["max-context-tokens"] = config.rollout.max_context_tokens
-    options["seed"] = seed
-    options["device"] = config.rollout.device
-
-    command = [sys.executable, "-m", "services.engine", *to_options(options)]
-    if config.model.fp32_head:
-        command.append(_FP32_HEAD)
-    if config.reproducible:
-        command.append(_DETERMINISTIC)
-    return command
-
-
-def _sglang_command(config: Config, options: dict[str, object], seed: int) -> list[str]:
+def _sglang_options(config: Config, model_path: str) -> dict[str, object]:
+    """Returns the options that only SGLang has, or has with another value."""
     rollout = config.rollout
-    on_cpu = rollout.device == "cpu"
-    options["tp-size"] = rollout.tensor_parallel_size
-    options["random-seed"] = seed
-    options["load-format"] = "safetensors"  # never a pickle
-    if on_cpu:
+    files = tls()
+    options: dict[str, object] = {
+        "tp-size": rollout.tensor_parallel_size,
+        "load-format": "safetensors",  # never a pickle
+        "context-length": _sglang_context_length(config, model_path),
+        "ssl-certfile": files.certificate or None,
+        "ssl-keyfile": files.key or None,
+        "enable-metrics": True,
+        "enable-memory-saver": rollout.colocate,
+        "trust-remote-code": config.model.trust_remote_code,
+        "enable-return-routed-experts": config.trainer.routing_replay,
+    }
+    if rollout.device == "cpu":
         options |= _CPU_OPTIONS
         options["max-total-tokens"] = rollout.max_running_requests * rollout.max_context_tokens
-    context_length = _sglang_context_length(config, str(options["model-path"]))
-    if context_length is not None:
-        options["context-length"] = context_length
-    files = tls()
-    if files.certificate:
-        options["ssl-certfile"] = files.certificate
-        options["ssl-keyfile"] = files.key
-
-    flags = ["--enable-metrics"]
-    if rollout.colocate:
-        flags.append("--enable-memory-saver")
-    if on_cpu:
-        flags += _CPU_FLAGS
-    elif config.model.fp32_head:
-        flags.append(_FP32_HEAD)
-    if config.model.trust_remote_code:
-        flags.append("--trust-remote-code")
-    if config.reproducible:
-        flags.append(_DETERMINISTIC)
-    if config.trainer.routing_replay:
-        flags.append("--enable-return-routed-experts")
-    flags += _lora_options(config)
-    flags += rollout.engine_args
-
-    command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
-    return command + to_options(options) + flags
+    if config.lora.publishes_adapter:
+        options |= {
+            "enable-lora": True,
+            "lora-strict-loading": True,
+            "lora-backend": "torch_native" if rollout.device == "cpu" else None,
+            "max-lora-rank": config.lora.rank,
+            # The model without an adapter counts as one.
+            "max-loras-per-batch": adapters_kept(config) + 1,
+            "lora-target-modules": config.lora.target_modules or ["all"],
+        }
+    return options
 
 
 def engine_env(config: Config) -> dict[str, str]:
@@ -227,34 +212,11 @@ def _sglang_python(rollout: RolloutSection) -> Path:
 
 
 def _sglang_context_length(config: Config, model_path: str) -> int | None:
-    """Returns the context length to give SGLang; None for the model's own.
+    """Returns the context length to give SGLang: up to which it computes a model as transformers
+    does. None for the model's own.
 
-    Raises ConfigError when completions can be longer than SGLang computes them correctly.
-    """
-    bound = _sglang_bound(model_path)
-    if bound is None:
-        return None
-    tokens, reason = bound
-    lengths = {
-        "sampling.max_new_tokens": config.sampling.max_new_tokens,
-        "evaluation.max_new_tokens": config.evaluation.max_new_tokens or 0,
-    }
-    for field, length in lengths.items():
-        if length >= tokens:
-            raise ConfigError(
-                f"{reason}, and completions can be longer",
-                field=field,
-                value=length,
-                remedy=f"lower it to less than {tokens}, or set rollout.engine=embedded",
-            )
-    return tokens
-
-
-def _sglang_bound(model_path: str) -> tuple[int, str] | None:
-    """Returns up to how many tokens SGLang computes a model as transformers does, and the reason;
-    None for all lengths.
-
-    Raises ConfigError for a model that it computes differently at any length.
+    Raises ConfigError for a model that it computes differently at any length, and when completions
+    can be longer.
     """
     model_config = text_config(model_path)
     if is_dynamic(model_config):
@@ -264,42 +226,34 @@ def _sglang_bound(model_path: str) -> tuple[int, str] | None:
             value=model_path,
             remedy="set rollout.engine=embedded, or use another model",
         )
-    bounds: list[tuple[int, str]] = []
+    reasons: dict[int, str] = {}
     window = model_config.get("sliding_window")
     ignores_windows = model_config.get("model_type") in _WITHOUT_WINDOWS
     if window and ignores_windows and model_config.get("use_sliding_window", True):
-        reason = f"SGLang ignores the attention window of this model, {window} tokens"
-        bounds.append((window, reason))
-
+        reasons[window] = f"SGLang ignores the attention window of this model, {window} tokens"
     switches_at = switch_length(model_config)
     if switches_at:
-        reason = (
+        reasons[switches_at] = (
             "SGLang changes the LongRoPE factors of a whole batch "
             f"when a sequence of it exceeds {switches_at} tokens"
         )
-        bounds.append((switches_at, reason))
-    return min(bounds, default=None)
+    if not reasons:
+        return None
 
-
-def _lora_options(config: Config) -> list[str]:
-    """Returns the SGLang options for serving adapters of the configured size."""
-    if not config.lora.publishes_adapter:
-        return []
-    options: dict[str, object] = {
-        "max-lora-rank": config.lora.rank,
-        # The model without an adapter counts as one.
-        "max-loras-per-batch": adapters_kept(config) + 1,
+    tokens = min(reasons)
+    lengths = {
+        "sampling.max_new_tokens": config.sampling.max_new_tokens,
+        "evaluation.max_new_tokens": config.evaluation.max_new_tokens or 0,
     }
-    if config.rollout.device == "cpu":
-        options["lora-backend"] = "torch_native"
-    targets = config.lora.target_modules or ["all"]
-    return [
-        "--enable-lora",
-        "--lora-strict-loading",
-        *to_options(options),
-        "--lora-target-modules",
-        *targets,
-    ]
+    for field, length in lengths.items():
+        if length >= tokens:
+            raise ConfigError(
+                f"{reasons[tokens]}, and completions can be longer",
+                field=field,
+                value=length,
+                remedy=f"lower it to less than {tokens}, or set rollout.engine=embedded",
+            )
+    return tokens
 
 
 def adapters_kept(config: Config) -> int:
@@ -321,11 +275,19 @@ def released_memory(config: Config) -> list[str]:
     return ["kv_cache"] if config.lora.publishes_adapter else ["kv_cache", "weights"]
 
 
-def to_options(options: dict[str, object]) -> list[str]:
-    """Returns the options as command-line words `--name value`."""
+def to_options(options: Mapping[str, object]) -> list[str]:
+    """Returns the options as command-line words: `--name value`, for a list with all its values,
+    for True without one; nothing for None and False.
+    """
     words: list[str] = []
     for name, value in options.items():
-        words += (f"--{name}", str(value))
+        if value is None or value is False:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, list):
+            words += value
+        elif value is not True:
+            words.append(str(value))
     return words
 
 

@@ -64,8 +64,7 @@ class FirstNodeClient(Client):
 
     async def report(self, report: EngineNodeReport) -> None:
         """Says how this node is. Raises ServiceError."""
-        path = f"/engine/nodes/{report.name}"
-        await self.request("POST", path, json=report.model_dump(), deadline_s=5)
+        await self.request("POST", "/engine/nodes", json=report.model_dump(), deadline_s=5)
 
 
 class FurtherNodeAgent(Agent):

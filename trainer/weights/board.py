@@ -353,26 +353,25 @@ class WeightBoard:
         """The number of workers that are alive and in this state."""
         return sum(worker.state == state for worker in self.workers())
 
-    def _exclude_silent(self) -> list[WorkerReport]:
-        """Excludes the workers that fell silent, and says so."""
-        silent: list[WorkerReport] = []
-        with self._lock:
-            for name, worker in self._workers.items():
-                if worker.silence_s < _SILENT_S or name in self._excluded:
-                    continue
-                silent.append(worker.report)
-                log.error(
-                    "%s: no report for %.0f s: its agent hangs, is cut off or is gone; it gets no "
-                    "requests, and training continues without it until it reports",
-                    name,
-                    worker.silence_s,
-                )
-        return self._exclude(silent)
-
-    def _exclude(self, workers: list[WorkerReport]) -> list[WorkerReport]:
+    def _go_on_without(self, behind: Iterable[_Worker] = ()) -> list[WorkerReport]:
+        """Excludes nodes that are `behind` and those that fell silent; returns their reports."""
         self._complete = True
-        self._excluded.update(worker.name for worker in workers)
-        return workers
+        with self._lock:
+            silent = [
+                worker
+                for name, worker in self._workers.items()
+                if worker.silence_s >= _SILENT_S and name not in self._excluded
+            ]
+        for worker in silent:
+            log.error(
+                "%s: no report for %.0f s: its agent hangs, is cut off or is gone; it gets no "
+                "requests, and training continues without it until it reports",
+                worker.report.name,
+                worker.silence_s,
+            )
+        excluded = [worker.report for worker in (*behind, *silent)]
+        self._excluded.update(report.name for report in excluded)
+        return excluded
 
     def wait_confirmed(
         self,
@@ -406,7 +405,7 @@ class WeightBoard:
             )
             all_there = self._complete or len(alive) >= expected
             if serving and not missing and all_there:
-                return self._exclude_silent()  # they may still generate with old weights
+                return self._go_on_without()  # silent nodes may still generate with old weights
 
             arrivals.saw(len(alive))
             for name, worker in others.items():
@@ -435,8 +434,7 @@ class WeightBoard:
                     waited,
                     extra=logs.event(_BEHIND),
                 )
-                behind = [worker.report for worker in missing.values()]
-                return [*self._exclude(behind), *self._exclude_silent()]
+                return self._go_on_without(missing.values())
 
             now = time.monotonic()
             if now - told > tell_after_s:

@@ -3,7 +3,7 @@ them.
 
 The embedded engine uses the names in the files. SGLang reports checksums of its own parameters,
 each of which is rebuilt from the tensors that were sent, in the layouts that SGLang uses
-(`layouts.py`).
+(`layouts.py`). The checksums come from `services.rollout.weights.receive`.
 """
 
 from collections.abc import Mapping, Sequence

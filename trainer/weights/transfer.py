@@ -1,5 +1,6 @@
 """The trainer's end of a process group with the engines, and the transfer of one version through
-it. The engines' end is `services.rollout.weights.receive`.
+it. The engines' end is `services.engine.distributed`, or SGLang's own; their agents have them join
+(`services.rollout.weights.receive`).
 """
 
 import logging

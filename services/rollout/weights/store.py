@@ -1,5 +1,5 @@
 """Weight versions on the node: fetched from the trainer, verified, and kept on disk as model
-directories. The other end is `trainer.weights.publisher`, which writes and serves them.
+directories. The other end is `trainer.weights.versions`, which writes them.
 
 A directory gets its final name, such as `v000012`, once it holds every file of its version with the
 right size and checksum. Unchanged files are hard links to an earlier version; for others only the
