@@ -180,19 +180,15 @@ def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
     `jobgroup/setup.sh` completes; without these wheels SGLang looks for the system's toolkit.
     """
     programs = python.absolute().parent
-    path = env.get("PATH", os.defpath)
-    named = env.get("CUDA_HOME") or env.get("CUDA_PATH")
     wheels = sorted(programs.parent.glob("lib/python3*/site-packages/nvidia/cu*/bin/nvcc"))
-    if named:
-        home = Path(named)
-    elif wheels:
-        home = wheels[-1].parents[1]
-    else:
+    home = env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    if not home and wheels:
+        home = str(wheels[-1].parents[1])
+
+    path = env.get("PATH", os.defpath)
+    if not home:
         return {"PATH": os.pathsep.join((str(programs), path))}
-    return {
-        "PATH": os.pathsep.join((str(programs), str(home / "bin"), path)),
-        "CUDA_HOME": str(home),
-    }
+    return {"PATH": os.pathsep.join((str(programs), f"{home}/bin", path)), "CUDA_HOME": home}
 
 
 def _sglang_python(rollout: RolloutSection) -> Path:

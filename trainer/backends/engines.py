@@ -176,8 +176,9 @@ class OwnSGLang:
         stack.push_async_callback(self._api.close)
         self._run = asyncio.create_task(self._child.run())
         up = asyncio.create_task(self._up.wait())
-        stack.push_async_callback(stop, self._run, up)
+        stack.push_async_callback(stop, self._run)
         await asyncio.wait({self._run, up}, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
         if self._run.done():
             self._run.result()
 
