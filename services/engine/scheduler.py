@@ -212,9 +212,10 @@ class Scheduler:
         stopped = [self.rows.sequences[row] for row in rows]
         self._take_out(rows)
         for sequence in stopped:
-            self._finish(sequence, _aborted(ABORTED))
+            self._finish(sequence, {"type": "abort", "message": ABORTED})
         for sequence in self._filter_queue(matches):
-            self._finish(sequence, _aborted(ABORTED if sequence.tokens else ABORTED_WAITING))
+            message = ABORTED if sequence.tokens else ABORTED_WAITING
+            self._finish(sequence, {"type": "abort", "message": message})
 
     def _filter_queue(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
         """Removes the matching sequences from the queue and returns them."""
@@ -366,7 +367,3 @@ def _not_finite(version: str) -> LogitsNotFinite:
     return LogitsNotFinite(
         "the model's logits are not finite", field="weight_version", value=version, remedy=remedy
     )
-
-
-def _aborted(message: str) -> dict[str, Any]:
-    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

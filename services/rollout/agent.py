@@ -56,6 +56,8 @@ class Agent(ABC):
         self._warnings = RateLimitedWarnings()
         self._wake_report = asyncio.Event()
         self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
+        self._clients: list[Client] = [self._trainer]
+        """Closed at the end."""
         directory = config.state_dir / "rollout" / self.name / "weights"
         self._store = WeightStore(directory, self._trainer)
         self._starts = metrics.counter(
@@ -84,10 +86,6 @@ class Agent(ABC):
     @abstractmethod
     def _processes(self) -> list[Loop]:
         """Returns the supervision of the node's processes."""
-
-    @abstractmethod
-    def _clients(self) -> list[Client]:
-        """Returns the clients to close at the end."""
 
     @abstractmethod
     async def _leave(self) -> None:
@@ -120,7 +118,7 @@ class Agent(ABC):
             await stop(*loops)
             await self._leave()
             await stop(*processes)
-            for client in self._clients():
+            for client in self._clients:
                 await client.close()
 
     def _start(self, loop: Loop) -> asyncio.Task[None]:
