@@ -115,6 +115,7 @@ class Agent(ABC):
         try:
             yield
         finally:
+            # First the loops, which would register the engine again; then nobody sends it anything.
             await stop(*loops)
             await self._leave()
             await stop(*processes)
@@ -132,7 +133,7 @@ class Agent(ABC):
                     log.exception("a loop of the agent failed")
                     error = ServiceError(f"internal error: {error!r}", remedy="see the log above")
                 self.fatal = self.fatal or error
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # the server then leaves `running`
 
         return asyncio.create_task(guarded())
 
@@ -151,4 +152,4 @@ class Agent(ABC):
         the process that is about to start.
         """
         host, port = self._topology.bind(ROLLOUT, port)
-        listen(host, port).close()
+        listen(host, port).close()  # it raises

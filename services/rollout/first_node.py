@@ -247,6 +247,7 @@ class FirstNodeAgent(Agent):
         weights = None
         if self._started_with is not None:
             weights = weights_for_nodes(*self._started_with)
+        # A new port for every start: a process that hangs may still hold the last one.
         host = self._topology.host(ROLLOUT, self._topology.node_rank)
         self._starts_ordered += 1
         return EngineStart(
