@@ -132,7 +132,7 @@ def build_run(
     if config.trainer.audit:
         run.audit = Audit(run_dir if leader else None, run.run_id)
         engine = backend.engine_kind if leader else ""
-        run.audit.begin(policy, engine, backend.given() if leader else ())
+        run.audit.begin(policy, engine, backend.given if leader else ())
     run.publish_first()
     return run
 
@@ -256,7 +256,7 @@ class _Leader:
                 step=policy.step,
                 tracked=self.metrics.tracked,
                 run_id=self.run_id,
-                data=self.backend.data(),
+                data=self.backend.data,
                 verdicts=self.verdicts.decided,
                 files=(*STEP_FILES, "audit") if config.trainer.audit else STEP_FILES,
                 words=listener.words,
@@ -310,7 +310,7 @@ class _Leader:
 
     def _gpus(self, ranks: Ranks) -> int | None:
         """Counts the GPUs of trainer and engines; None when unknown."""
-        engines = self.backend.engine_gpus()
+        engines = self.backend.engine_gpus
         own = ranks.world_size if ranks.on_gpu else 0
         return None if engines is None else own + engines
 
