@@ -16,7 +16,6 @@ not started again, and one that was interrupted goes on from its newest checkpoi
 sweep, start it again.
 """
 
-import hashlib
 import itertools
 import math
 import os
@@ -146,11 +145,10 @@ def read(path: Path) -> Sweep:
         ) from None
     if not isinstance(content, dict):
         raise _wrong("FILE", content, "this is not a mapping")
-    for name in content:
-        if name not in _FIELDS:
-            raise _wrong(
-                str(name), content[name], f"there is no such field among {', '.join(_FIELDS)}"
-            )
+    for name in content.keys() - set(_FIELDS):
+        raise _wrong(
+            str(name), content[name], f"there is no such field among {', '.join(_FIELDS)}"
+        )
 
     jobgroup = packaged(Path(str(content.get("jobgroup") or _JOBGROUP)), "jobgroup")
     if not jobgroup.is_file():
@@ -201,8 +199,7 @@ def _points(settings: Settings, grid: object, points: object) -> Iterator[Point]
         if texts in taken.values():
             raise _wrong("points", name, "two runs have the same settings")
         if name in taken:  # it leaves out sections, special characters and what is too long
-            digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
-            name = f"{name},{digest[:8]}"
+            name = f"{name},{len(taken)}"
         taken[name] = texts
         yield Point(name, settings | own)
 

@@ -464,24 +464,19 @@ class Client:
 
 def _detail(response: httpx.Response) -> dict[str, Any]:
     """Returns message, field, value, remedy and code of an error; only a message when the body has
-    another shape.
+    another shape, such as SGLang's.
     """
     try:
-        detail = response.json()["error"]
-        return {"message": detail["message"]} | {
-            key: detail.get(key) for key in ("field", "value", "remedy", "code")
-        }
-    except (ValueError, KeyError, TypeError):
-        return {"message": shorten(_message_of_engine(response) or response.text)}
-
-
-def _message_of_engine(response: httpx.Response) -> str:
-    """Returns the message of an error in SGLang's shape; empty when it has another one."""
-    try:
         body = response.json()
-        return str(body.get("message") or body.get("error_message") or "")
-    except (ValueError, AttributeError):
-        return ""
+        error = body.get("error")
+        if isinstance(error, dict):
+            return {name: error.get(name) for name in ("field", "value", "remedy", "code")} | {
+                "message": error["message"]
+            }
+        said = body.get("message") or body.get("error_message")
+    except (ValueError, KeyError, AttributeError):
+        said = None
+    return {"message": shorten(str(said or response.text))}
 
 
 def _retry_reason(response: httpx.Response) -> str:

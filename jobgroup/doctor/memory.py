@@ -44,12 +44,11 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     if not jobs:
         return
     name = jobs[0].config.model.name
-    if name not in plan.shapes and plan.makes_model(jobs[0]):
-        yield Result(TITLE, "ok", "not estimated: the built-in model is made later, and is small")
-        return
     if name not in plan.shapes:
-        found = f"not estimated: the config.json of {name} cannot be read"
-        yield Result(TITLE, "warn", found, "see the line of the model")
+        # Otherwise the line of the model says why its config.json cannot be read.
+        if plan.makes_model(jobs[0]):
+            found = "not estimated: the built-in model is made later, and is small"
+            yield Result(TITLE, "ok", found)
         return
     try:
         shape = ModelShape.of(plan.shapes[name])
@@ -72,23 +71,6 @@ def check_fit(plan: Plan) -> Iterator[Result]:
         yield _on_cpu(jobs, shape)
 
 
-def _estimate(
-    job: PlannedTask,
-    shape: ModelShape,
-    ranks: int,
-    *,
-    width: int | None = None,
-    size: int | None = None,
-) -> TrainerMemory:
-    """Estimates a process of the trainer or of critic-server, on a GPU of `size` bytes unless it
-    runs on a CPU.
-    """
-    config = job.config if job.name == TRAINER else critic_only(job.config)
-    if size is not None:
-        config = fastest_fit(shape, config, ranks, FITS_SHARE * size)
-    return trainer_memory(shape, config, ranks, width=width)
-
-
 def parts(estimate: TrainerMemory) -> str:
     """Lists the parts of an estimate that are not empty."""
     return ", ".join(f"{name} {gb(size)}" for name, size in vars(estimate).items() if size)
@@ -102,9 +84,11 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
         return
 
     ranks = 1
+    config = critic_only(job.config)
     if job.name == TRAINER:
         ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
-    estimate = _estimate(job, shape, ranks, size=size)
+        config = job.config
+    estimate = trainer_memory(shape, fastest_fit(shape, config, ranks, FITS_SHARE * size), ranks)
     found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {parts(estimate)}"
     title = f"memory of {job.name}"
     yield fits(title, found, needed=estimate.total, available=size, fix=_SMALLER)
@@ -165,9 +149,11 @@ def _on_cpu(jobs: list[PlannedTask], shape: ModelShape) -> Result:
             needed = _PROCESS + weights + cache
             found = f"weights {gb(weights)}, KV cache of {tokens:,} tokens"
         else:
+            is_trainer = job.name == TRAINER
+            config = job.config if is_trainer else critic_only(job.config)
+            ranks = job.num_nodes if is_trainer else 1
             # The overhead of a GPU is no part of a process on a CPU.
-            ranks = job.num_nodes if job.name == TRAINER else 1
-            estimate = replace(_estimate(job, shape, ranks, width=_FP32), overhead=0)
+            estimate = replace(trainer_memory(shape, config, ranks, width=_FP32), overhead=0)
             needed = estimate.total + _PROCESS
             found = parts(estimate)
         lines.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")

@@ -4,6 +4,7 @@ if it does not fit.
 Uses the estimates of `common.models.memory`; needs neither the model's weights nor a GPU.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -35,8 +36,6 @@ _TOGETHER = "RLHF_TRAINER__CONTEXT_PARALLEL_SIZE"
 _EXPERTS = "RLHF_TRAINER__EXPERT_PARALLEL_SIZE"
 _OFFLOAD = "RLHF_TRAINER__OFFLOAD_OPTIMIZER"
 _LORA = "RLHF_LORA__RANK"
-_MOST_TIMES = 16
-"""Up to this many times the GPUs are looked for when none of the settings suffices."""
 
 
 def predict(
@@ -117,56 +116,24 @@ def _estimate(
         return None
 
 
-def _of_host(
-    shape: ModelShape, env: Mapping[str, str], gpus: int, changes: Mapping[str, str]
-) -> str:
-    """Returns what offloading needs in CPU memory; empty without it."""
-    if _OFFLOAD not in changes:
-        return ""
-    needed = trainer_host_bytes(shape, load([], {**env, **changes}), gpus, min(gpus, _NODE))
-    return f", and {gb(needed)} of CPU memory on a node"
-
-
 def _changes(shape: ModelShape, env: Mapping[str, str], gpus: int, *, room: int) -> str:
-    """Returns the settings with which the trainer fits with a tenth to spare, after cheaper ones
-    that fit tightly; or how much is missing and how many GPUs would do.
+    """Returns the cheapest settings with which the trainer fits with a tenth to spare, after
+    cheaper ones that fit tightly; or how much is missing.
     """
-    found: list[tuple[int, str, Mapping[str, str]]] = []
     tight = ""
+    smallest = math.inf
     for changes in _savings(shape, env, gpus):
         estimate = _estimate(shape, env, gpus, changes, room=room)
         if estimate is None:
             continue
+        words = " ".join(f"--env {name}={value}" for name, value in changes.items())
+        found = f"{words} ({gb(estimate.total)})"
         if estimate.total <= FITS_SHARE * room:
-            host = _of_host(shape, env, gpus, changes)
-            return f"{tight}{_words(changes)} ({gb(estimate.total)}{host})"
+            return f"{tight}{found}"
         if estimate.total <= room and not tight:
-            tight = f"tight: {_words(changes)} ({gb(estimate.total)}); or "
-        found.append((estimate.total, f"{gb(estimate.held)} between updates", changes))
-    total, held, smallest = min(found, key=lambda each: each[0])
-    missing = (
-        f"{tight}nothing fits with a tenth to spare: the smallest is {gb(total)}, {held}, "
-        f"with {_words(smallest)}"
+            tight = f"tight: {found}; or "
+        smallest = min(smallest, estimate.total)
+    return (
+        f"{tight}nothing fits with a tenth to spare, the smallest takes {gb(smallest)}: use more "
+        "or larger GPUs, or a smaller model"
     )
-    enough = _enough(shape, env, gpus, room=room)
-    more = f"{enough} such GPUs fit" if enough else "use a smaller model"
-    return f"{missing}; {more}, or larger GPUs"
-
-
-def _words(changes: Mapping[str, str]) -> str:
-    return " ".join(f"--env {name}={value}" for name, value in changes.items())
-
-
-def _enough(shape: ModelShape, env: Mapping[str, str], gpus: int, *, room: int) -> str:
-    """Returns how many GPUs fit without offloading or an adapter, and with what settings; empty
-    when even many more do not.
-    """
-    step = _NODE if gpus >= _NODE else gpus
-    for more in range(gpus + step, _MOST_TIMES * gpus + 1, step):
-        for changes in _savings(shape, env, more):
-            if _OFFLOAD in changes or _LORA in changes:
-                continue
-            estimate = _estimate(shape, env, more, changes, room=room)
-            if estimate is not None and estimate.total <= FITS_SHARE * room:
-                return f"{more} ({_words(changes)}: {gb(estimate.total)})"
-    return ""

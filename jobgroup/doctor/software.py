@@ -19,7 +19,6 @@ from services.rollout.router import chosen_router
 _EXTRA = dict.fromkeys((DATA, REWARD, REPLAY, ENVIRONMENT), "services")
 _EXTRA |= {ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
-_SHOWN = 6
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
 _CUDA = 13
 """CUDA version of the pinned wheels."""
@@ -71,9 +70,7 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
         # Builds (`+cpu`) are ignored.
         if installed.get(name, pin).partition("+")[0] != pin:
             other.append(f"{name} {installed[name]} ({pin} is pinned)")
-    found = ", ".join(other[:_SHOWN]) or "in the pinned versions"
-    if len(other) > _SHOWN:
-        found += f" and {len(other) - _SHOWN} more"
+    found = ", ".join(other) or "in the pinned versions"
     yield expect("packages", not other, found, fix, otherwise="warn")
 
 
