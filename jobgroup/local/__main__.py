@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with choose_addresses(group) as placement, _own_directories(group, log_dir):
             if options.clear:
                 _clear(Path(options.clear), log_dir)
-            screen = Screen(_nodes(group), followed)
+            nodes = [host.partition(".")[0] for host in placement.hosts]
+            screen = Screen(nodes, followed)
             if yaml != Path(options.yaml):
                 screen.say(f"there is no file {options.yaml} here: this is {yaml} of the package")
             return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
@@ -136,10 +137,6 @@ def _own_directories(group: JobGroup, log_dir: Path) -> Iterator[None]:
             RunLock(of_run.parent, name, "RUN_DIR").refuse_held()
             stack.enter_context(RunLock(of_run, name, "RUN_DIR"))
         yield
-
-
-def _nodes(group: JobGroup) -> list[str]:
-    return [f"{task.name}-{rank}" for task in group.tasks for rank in range(task.num_nodes)]
 
 
 def _run(
@@ -303,14 +300,13 @@ def _node_count(text: str) -> tuple[str, int]:
 
 
 def _log_dir(option: str | None, group: JobGroup) -> Path:
-    if option:
-        log_dir = Path(option).resolve()
-        make_directory(log_dir, "--log-dir")
-    else:
-        run_dir = _run_dir(group)
-        make_directory(run_dir, "RUN_DIR")
-        log_dir = (run_dir / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").resolve()
-        make_directory(log_dir, "RUN_DIR")
+    field = "--log-dir"
+    if option is None:
+        field = "RUN_DIR"
+        make_directory(_run_dir(group), field)
+        option = str(_run_dir(group) / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    log_dir = Path(option).resolve()
+    make_directory(log_dir, field)
     return log_dir
 
 
@@ -324,14 +320,12 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     lines = [f"{nodes} nodes of {len(tasks)} tasks; logs in {log_dir}"]
     if any(task.setup for task in tasks):
         lines.append("the tasks' setup is not run: their environment must already exist")
-    names = [task.name for task in tasks if task.ignored]
+    names = ", ".join(task.name for task in tasks if task.ignored)
     if names:
-        mounts = "volumes and file_mounts"
-        lines.append(f"{mounts} of {', '.join(names)} are only for a cluster and not mounted here")
-    unset = sorted({name for task in tasks for name in task.on_volumes})
-    if unset:
-        told = f"{' and '.join(unset)} of the YAML name folders on volumes"
-        lines.append(f"{told}: here the defaults count, or --env")
+        lines.append(
+            f"volumes and file_mounts of {names} are only for a cluster: here the default folders "
+            "count, or --env"
+        )
     return lines
 
 
