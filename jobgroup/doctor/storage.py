@@ -77,7 +77,7 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]
     if shape and config.lora.rank:
         trained = shape.lora_parameters(config.lora.rank, config.lora.target_modules)
 
-    kept = trainer.keep_checkpoints + 2  # the best one, and the one being written
+    kept = config.checkpoint.keep + 2  # the best one, and the one being written
     if config.algorithm.needs_critic and config.critic.location == "trainer":
         kept *= 2
     width = 2 if config.model.dtype == "bfloat16" and job.gpus else 4
@@ -147,7 +147,7 @@ def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result
             f"{gb(left)} free, {gb(needed)} needed ({parts})",
             needed=needed,
             available=left,
-            fix="free space, use a larger disk, or lower trainer.keep_checkpoints, "
+            fix="free space, use a larger disk, or lower checkpoint.keep, "
             "trainer.keep_groups_mb or replay.capacity",
         )
         yield replace(result, state="warn") if running and result.fix else result
