@@ -71,14 +71,6 @@ def choose_addresses(group: JobGroup) -> Placement:
 
 def _hosts(group: JobGroup, block: int, own_address: bool) -> dict[str, LocalHost]:
     hosts: dict[str, LocalHost] = {}
-    nodes = sum(task.num_nodes for task in group.tasks)
-    if not own_address and nodes > _SHIFTED_NODES:
-        raise ConfigError(
-            "too many nodes for one address",
-            field="num_nodes",
-            value=nodes,
-            remedy=f"at most {_SHIFTED_NODES}",
-        )
     for number, task in enumerate(group.tasks, start=1):
         for rank in range(task.num_nodes):
             # Shifts of ten keep neighbouring ports (8000, 8002, 8003) apart.
