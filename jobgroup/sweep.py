@@ -37,8 +37,8 @@ from rich.console import Console
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, positive, run
 from common.process.storage import make_directory, storing
-from common.settings.config import load, names
-from common.settings.sources import packaged, read_yaml, unknown, variable, yaml_problem
+from common.settings.config import load
+from common.settings.sources import packaged, read_yaml, variable, yaml_problem
 from jobgroup import spec
 from trainer.cli.compare import compare
 from trainer.dashboard.run_list import RunList
@@ -169,32 +169,13 @@ def _wrong(field: str, value: object, problem: str) -> ConfigError:
     )
 
 
-def _refuse_unknown(field: str, settings: Settings) -> None:
-    """Raises ConfigError for names that are no settings."""
-    for name, value in settings.items():
-        if name in names():
-            continue
-        if isinstance(value, dict):
-            raise ConfigError(
-                f"{name} is a section, not a setting",
-                field=f"{field}.{name}",
-                value=_text(value),
-                remedy=f"write each setting by its full name: {name}.{next(iter(value), 'name')}",
-            )
-        raise unknown(names(), str(name), f"{field}.{name}", _text(value))
-
-
 def _points(file: "_File") -> Iterator[Point]:
     """Yields the runs of the grid, then those of the list."""
-    _refuse_unknown("settings", file.settings)
-    _refuse_unknown("grid", file.grid)
     varying: list[Settings] = []
     if file.grid:
         for values in itertools.product(*file.grid.values()):
             varying.append(dict(zip(file.grid, values, strict=True)))
-    for number, own in enumerate(file.points):
-        _refuse_unknown(f"points[{number}]", own)
-        varying.append(own)
+    varying += file.points
     if not varying:
         raise _wrong("grid", file.grid, "nothing varies: give a grid or points")
     if len(varying) > _MOST_POINTS:

@@ -13,6 +13,7 @@ from common.models.memory import (
     critic_only,
     engine_memory,
     fastest_fit,
+    form,
     trainer_host_bytes,
     trainer_memory,
 )
@@ -88,10 +89,8 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
     if job.name == TRAINER:
         ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
         config = job.config
-    estimate = trainer_memory(shape, fastest_fit(shape, config, ranks, FITS_SHARE * size), ranks)
-    found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {parts(estimate)}"
     title = f"memory of {job.name}"
-    yield fits(title, found, needed=estimate.total, available=size, fix=_SMALLER)
+    yield judge_trainer(title, shape, config, ranks, room=size, fix=_SMALLER)
 
     if job.name == TRAINER and not plan.inside:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
@@ -99,6 +98,19 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
         fix = "less offloading, LoRA, or a machine with more"
         yield fits(f"CPU {title}", found, needed=needed, available=left, fix=fix)
+
+
+def judge_trainer(
+    name: str, shape: ModelShape, config: Config, ranks: int, *, room: int, fix: str
+) -> Result:
+    """Judges an update on `ranks` GPUs of `room` bytes."""
+    decided = fastest_fit(shape, config, ranks, FITS_SHARE * room)
+    estimate = trainer_memory(shape, decided, ranks)
+    found = (
+        f"{gb(estimate.total)} of {gb(room)} on each of {ranks} GPUs with {form(decided)}: "
+        f"{parts(estimate)}"
+    )
+    return fits(name, found, needed=estimate.total, available=room, fix=fix)
 
 
 def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Result:

@@ -15,13 +15,12 @@ from common.models.memory import (
     ModelShape,
     TrainerMemory,
     fastest_fit,
-    form,
     trainer_host_bytes,
     trainer_memory,
 )
 from common.settings.config import load
-from jobgroup.doctor.memory import judge_engine, parts
-from jobgroup.doctor.report import Result, fits, gb
+from jobgroup.doctor.memory import judge_engine, judge_trainer
+from jobgroup.doctor.report import Result, gb
 
 SIZES = (24, 40, 48, 80, 141, 180)
 """GB of usual GPUs: 4090 and L4, A100, L40S, A100 and H100, H200, B200."""
@@ -63,15 +62,7 @@ def predict(
 
     for size in (only_gb,) if only_gb else SIZES:
         room = int(size * 1e9)
-        decided = fastest_fit(shape, config, gpus, FITS_SHARE * room)
-        estimate = trainer_memory(shape, decided, gpus)
-        result = fits(
-            f"trainer on {size:g} GB",
-            f"{gb(estimate.total)} with {form(decided)}: {parts(estimate)}",
-            needed=estimate.total,
-            available=room,
-            fix="",
-        )
+        result = judge_trainer(f"trainer on {size:g} GB", shape, config, gpus, room=room, fix="")
         if result.state != "ok":
             result = replace(result, fix=_changes(shape, env, gpus, room=room))
         yield result

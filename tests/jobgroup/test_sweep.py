@@ -102,7 +102,7 @@ def test_other_settings_are_another_run_even_if_their_names_are_alike(
     ("text", "told"),
     [
         ("grid: {seed: [1, 1.0]}", "two runs have the same settings"),
-        ("grid: {trainer.learning_rat: [1]}", "optimizer.learning_rate"),
+        ("grid: {trainer.learning_rat: [1]}", "no setting trainer.learning_rat"),
         ("grid: {optimizer.learning_rate: 1.0e-4}", "grid.optimizer.learning_rate|not a list"),
         ("grid: {algorithm.clip_low: [0.2, -1]}", "clip_low=-1"),
         ("grid: {seed: [0, 0]}", "two runs have the same settings"),
