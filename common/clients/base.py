@@ -336,23 +336,14 @@ class Client:
         if self._store_mark is not None:
             headers[STORE_HEADER] = str(self._store_mark)
         url = self.base_url.rstrip("/") + path
-        limits = timeout.as_dict()
-        if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
-            content = arguments.get("content", b"")
-            if isinstance(content, str):
-                content = content.encode()
-            response = await self._transport.exchange(
-                method, url, headers, content=content, limits=limits, moved=moved
-            )
-        else:
-            request = httpx.Request(
-                method,
-                _url(url),
-                extensions={"timeout": limits, "moved": moved},
-                **(arguments | {"headers": headers}),
-            )
-            response = await self._transport.handle_async_request(request)
-            response.request = request
+        request = httpx.Request(
+            method,
+            _url(url),
+            extensions={"timeout": timeout.as_dict(), "moved": moved},
+            **(arguments | {"headers": headers}),
+        )
+        response = await self._transport.handle_async_request(request)
+        response.request = request
         try:
             await _not_compressed(response)
             await response.aread()
