@@ -183,12 +183,12 @@ MISTAKES = [
     Mistake(
         "one value in the place of a list",
         "jobgroup.sweep FOLDER/scalar.yaml",
-        "grid.optimizer.learning_rate|not a list of values|--help",
+        "grid.optimizer.learning_rate|not a list",
     ),
     Mistake(
         "sections within sections",
         "jobgroup.sweep FOLDER/nested.yaml",
-        "settings.trainer|a section, not a setting|trainer.max_steps",
+        "settings.trainer|no setting trainer|--help-all",
     ),
     Mistake(
         "the directory of another sweep",

@@ -19,9 +19,8 @@ sweep, start it again.
 import asyncio
 import itertools
 import math
-import os
 import re
-import subprocess
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,11 +33,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from common.errors import ConfigError, ServiceError
+from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
 from common.process.storage import make_directory, storing
-from common.settings.config import load
-from common.settings.sources import packaged, read_yaml, variable, yaml_problem
+from common.settings.config import load, names
+from common.settings.sources import packaged, read_yaml, unknown, variable, yaml_problem
 from jobgroup import spec
 from trainer.cli.compare import compare
 from trainer.dashboard.run_list import RunList
@@ -46,10 +45,9 @@ from trainer.dashboard.runs import RunReader
 
 _EPILOG = """\
 examples:
-  rlhf sweep sweep.yaml --list                      # the runs, without starting one
+  rlhf sweep sweep.yaml --list                      # the runs and their variables, without a start
   rlhf sweep sweep.yaml                             # one run after the other
   rlhf sweep sweep.yaml --parallel 2 --runs runs/lr
-  rlhf sweep sweep.yaml --cluster --runs /shared/lr # a job group a run, by SkyPilot
 
 The runs are on the dashboard's page meanwhile: rlhf dashboard RUNS
 """
@@ -89,14 +87,20 @@ class Sweep:
     config: str
     points: tuple[Point, ...]
 
-    def environment(self, point: Point, run_dir: Path) -> dict[str, str]:
-        """Returns the variables that give a run its settings."""
-        return _environment(point.settings, self.config) | {"RUN_DIR": str(run_dir)}
+    def options(self, point: Point, run_dir: Path) -> list[str]:
+        """Returns the options of `rlhf local` and `sky jobs launch` that give a run its
+        settings.
+        """
+        variables = _environment(point.settings, self.config) | {"RUN_DIR": str(run_dir)}
+        words = []
+        for name, value in variables.items():
+            words += ["--env", f"{name}={value}"]
+        return words
 
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "FILE [--runs DIR] [--parallel N] [--cluster | --list]"
+    usage = "FILE [--runs DIR] [--parallel N | --list]"
     made = CommandParser("rlhf sweep", __doc__ or "", usage, _EPILOG)
     add = made.add_argument
     add("file", type=Path, metavar="FILE", help="the file of the sweep")
@@ -108,14 +112,7 @@ def parser() -> CommandParser:
         metavar="N",
         help="runs at a time on this machine (default 1)",
     )
-    where = made.add_mutually_exclusive_group()
-    where.add_argument(
-        "--cluster",
-        action="store_true",
-        help="launch every run with SkyPilot, which queues them; DIR is then on a volume of the "
-        "job group",
-    )
-    where.add_argument("--list", action="store_true", help="print the points and end")
+    add("--list", action="store_true", help="print every run with its variables, and end")
     return made
 
 
@@ -128,10 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if arguments.list:
         for point in sweep.points:
-            _say(console, point.name)
-        return
-    if arguments.cluster:
-        _launch(sweep, runs, console)
+            options = sweep.options(point, runs / point.name)
+            _say(console, f"{point.name}: {shlex.join(options)}")
         return
 
     _keep_copy(arguments.file, runs)
@@ -169,13 +164,24 @@ def _wrong(field: str, value: object, problem: str) -> ConfigError:
     )
 
 
+def _refuse_unknown(field: str, settings: Settings) -> None:
+    """Raises ConfigError for names that are no settings, sections included."""
+    for name, value in settings.items():
+        if name not in names():
+            raise unknown(names(), str(name), f"{field}.{name}", _text(value))
+
+
 def _points(file: "_File") -> Iterator[Point]:
     """Yields the runs of the grid, then those of the list."""
+    for field, settings in (("settings", file.settings), ("grid", file.grid)):
+        _refuse_unknown(field, settings)
     varying: list[Settings] = []
     if file.grid:
         for values in itertools.product(*file.grid.values()):
             varying.append(dict(zip(file.grid, values, strict=True)))
-    varying += file.points
+    for number, own in enumerate(file.points):
+        _refuse_unknown(f"points[{number}]", own)
+        varying.append(own)
     if not varying:
         raise _wrong("grid", file.grid, "nothing varies: give a grid or points")
     if len(varying) > _MOST_POINTS:
@@ -281,9 +287,7 @@ async def _run_point(
     make_directory(run_dir, "--runs")
     log = run_dir / "console.log"
     command = [sys.executable, "-m", "jobgroup.local", str(sweep.jobgroup)]
-    command += ["--follow", "ppo-trainer"]
-    for name, value in sweep.environment(point, run_dir).items():
-        command += ["--env", f"{name}={value}"]
+    command += ["--follow", "ppo-trainer", *sweep.options(point, run_dir)]
     began = time.monotonic()
     with log.open("ab") as output:
         _say(console, f"{label}: started, its output is in {log}")
@@ -311,29 +315,6 @@ def _say(console: Console, text: str) -> None:
 
 def _finished(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists() and RunReader(run_dir).summary().state == "finished"
-
-
-def _launch(sweep: Sweep, runs: Path, console: Console) -> None:
-    """Launches every run as a managed job group. Raises ServiceError when SkyPilot refuses one."""
-    prefix = re.sub("[^a-z0-9]+", "-", runs.name.lower()).strip("-")
-    for index, point in enumerate(sweep.points):
-        name = f"{prefix}-{index}"
-        command = ["sky", "jobs", "launch", str(sweep.jobgroup), "--name", name, "--yes"]
-        command += ["--detach-run"]
-        for key, value in sweep.environment(point, runs / point.name).items():
-            command += ["--env", f"{key}={value}"]
-        _say(console, f"[{index + 1}/{len(sweep.points)}] {point.name}: job group {name}")
-        try:
-            status = subprocess.run(command, check=False, env=os.environ).returncode
-        except FileNotFoundError:
-            raise ConfigError(
-                "there is no program sky",
-                field="--cluster",
-                remedy="install SkyPilot (docs/how-to/clusters.md), or leave --cluster out",
-            ) from None
-        if status != 0:
-            raise ServiceError(f"sky jobs launch ended with status {status} for {point.name}")
-    console.print("sky jobs queue shows them")
 
 
 if __name__ == "__main__":

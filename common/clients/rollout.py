@@ -2,10 +2,8 @@
 
 import asyncio
 import base64
-import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NotRequired, TypedDict, Unpack
 
@@ -15,6 +13,7 @@ import orjson
 
 from common.clients.base import Client
 from common.errors import NotFound, ServiceError
+from common.wire.codec import without_collection
 from common.wire.schemas import Completion, Float32, Int32, UInt8
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class RolloutClient(Client):
         contents = await self._contents(input_ids, options, name)
         await self._may_parse()
         completions = []
-        with _without_cycle_collection():  # until the answers' lists are freed
+        with without_collection():  # until the answers' lists are freed
             for answer in _parsed(contents, options["n"]):
                 completion = completion_from_answer(answer, version, _truncates(options))
                 if options.get("routed_experts"):
@@ -120,7 +119,7 @@ class RolloutClient(Client):
         """
         contents = await self._contents(input_ids, options, lora_path, logprobs=logprobs)
         await self._may_parse()
-        with _without_cycle_collection():
+        with without_collection():
             return _parsed(contents, options["n"])
 
     async def _contents(
@@ -251,22 +250,6 @@ def _parsed(contents: list[bytes], n: int) -> list[dict[str, Any]]:
         reason = f"asked for {n} completions, got {len(answers)}"
         raise GenerationFailed(reason, field="/generate", value=len(answers), remedy=OTHER_ENGINE)
     return answers
-
-
-@contextmanager
-def _without_cycle_collection() -> Iterator[None]:
-    """Pauses the garbage collector: the many lists of an answer would trigger scan after scan of
-    the whole heap.
-
-    These took ten times as long as the parsing (`python -m benchmarks.collector`).
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
