@@ -13,7 +13,6 @@ import httpx
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.clients.base import Client
 from common.clients.critic import CriticClient
 from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
@@ -41,7 +40,7 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
-from trainer.backends.backend import BackendContext
+from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.observe.audit import Given
 from trainer.policy.scorer import stop_token_ids
@@ -65,7 +64,7 @@ class Problems:
 
 
 @dataclass
-class InProcessBackend:
+class InProcessBackend(Backend):
     """The `Backend` of one process: the services' apps behind ASGI, and engines that load weights
     from this disk.
 
@@ -79,6 +78,15 @@ class InProcessBackend:
     engine: str | Sequence[str] = "embedded"
     environment: Environment | None = None
     _engine_gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        parts: dict[Given, object] = {
+            "prompts": self.problems,
+            "rewards": self.rewards,
+            "environment": self.environment,
+        }
+        self.given = [name for name, part in parts.items() if part is not None]
+        self.data = "" if self.problems is None else "rows of the caller"
 
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
@@ -115,28 +123,10 @@ class InProcessBackend:
 
     @property
     def engine_kind(self) -> Literal["embedded", "sglang"]:
-        """See `Backend`."""
         return "embedded" if self.engine == "embedded" else "sglang"
 
-    def given(self) -> list[Given]:
-        """See `Backend`."""
-        parts: dict[Given, object] = {
-            "prompts": self.problems,
-            "rewards": self.rewards,
-            "environment": self.environment,
-        }
-        return [name for name, part in parts.items() if part is not None]
-
-    def agents(self) -> list[Client]:
-        """Returns an empty list: there are no agents."""
-        return []
-
-    def data(self) -> str:
-        """See `Backend`."""
-        return "" if self.problems is None else "rows of the caller"
-
+    @property
     def engine_gpus(self) -> int | None:
-        """See `Backend`. The embedded engine is on the trainer's GPU."""
         return self._engine_gpus
 
     @staticmethod

@@ -82,3 +82,30 @@ async def test_an_ended_child_has_the_grace_that_it_was_given(
     await ready.wait()
     assert await running.end(grace_s) == status
     assert not alive(running.pid)
+
+
+async def test_what_the_command_leaves_in_its_group_ends_with_it(tmp_path: Path) -> None:
+    output = Output(tmp_path / "log", _ignore, on_loss=_ignore)
+    running = await Child.start(
+        ["/bin/sh", "-c", "sleep 600 & echo $!; exit 3"], output, env=os.environ
+    )
+    assert await asyncio.wait_for(running.wait(), 60) == 3
+    await running.end()
+    assert not alive(int(output.last_lines[0]))
+
+
+async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    output = Output(tmp_path / "log", _ignore, on_loss=_ignore)
+    running = await Child.start(["/no/such/program"], output, env=os.environ)
+    assert await running.wait() == 127
+    await running.end()
+    assert b"/no/such/program" in output.last_lines[0]
+
+
+async def test_an_endless_line_without_a_newline_does_not_stop_the_child(tmp_path: Path) -> None:
+    output = Output(tmp_path / "log", _ignore, on_loss=_ignore)
+    code = "import sys; sys.stdout.write('x' * 1_000_000); sys.stdout.flush()"
+    running = await Child.start([sys.executable, "-c", code], output, env=os.environ)
+    assert await asyncio.wait_for(running.wait(), 60) == 0
+    await running.end()
+    assert output.log_file.stat().st_size == 1_000_000

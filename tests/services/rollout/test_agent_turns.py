@@ -63,7 +63,8 @@ def says(cluster: Cluster, state: str) -> bool:
 def generating(node: Node) -> bool | None:
     """Returns whether the engine generates, or None without an engine."""
     with suppress(httpx.TransportError):
-        return httpx.get(node.engine_url + "/ready", timeout=10, trust_env=False).is_success
+        answer = httpx.get(node.engine_url + "/server_info", timeout=10, trust_env=False)
+        return not answer.json()["internal_states"][0]["paused"]
     return None
 
 
