@@ -42,11 +42,10 @@ class Output:
     Args:
         log_file: file to append to; its directory is created if needed.
         on_lines: gets the lines as they come, without their ends.
-        on_data: gets the same bytes before `on_lines`, however they are cut: progress bars have no
-            lines.
+        on_data: gets the bytes as they come, before `on_lines`: progress bars have no lines.
         on_loss: gets the reason, once, when the log file cannot be written, as on a full disk. The
             output is still read, or the child would block on it.
-        redacted: whether the values of secret variables are replaced.
+        redacted: whether the values of secret variables are replaced in the log and the lines.
     """
 
     def __init__(
@@ -64,31 +63,29 @@ class Output:
         self._on_lines = on_lines
         self._on_data = on_data
         self._on_loss = on_loss
-        self._redactor = SecretRedactor(None if redacted else {})
+        self._redactor = SecretRedactor() if redacted else None
         self._file = log_file.open("ab", buffering=0)
         self._has_lost = False
-        self._partial = b""
 
     async def copy(self, stream: asyncio.StreamReader) -> None:
         """Copies everything from `stream`, until its end, and closes the log file."""
+        partial = b""
         with self._file:
             while data := await stream.read(_READ_BYTES):
-                self._take(self._redactor.feed(data))
-            self._take(self._redactor.end())
-        if self._partial:
-            self._pass_on([self._partial])
+                self._on_data(data)
+                *lines, partial = (partial + data).split(b"\n")
+                if len(partial) > _READ_BYTES:  # a line without end is passed on in pieces
+                    lines.append(partial)
+                    partial = b""
+                if lines:
+                    self._pass_on(lines, end=b"\n")
+            if partial:
+                self._pass_on([partial], end=b"")
 
-    def _take(self, data: bytes) -> None:
-        self._append(data)
-        self._on_data(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > _READ_BYTES:
-            lines.append(self._partial)
-            self._partial = b""
-        if lines:
-            self._pass_on(lines)
-
-    def _pass_on(self, lines: list[bytes]) -> None:
+    def _pass_on(self, lines: list[bytes], end: bytes) -> None:
+        if self._redactor is not None:
+            lines = [self._redactor.redact_bytes(line) for line in lines]
+        self._append(b"\n".join(lines) + end)
         self.last_lines.extend(lines)
         self._on_lines(lines)
 
