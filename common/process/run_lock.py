@@ -126,7 +126,6 @@ class RunLock:
         alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
         if locked is False or (before and not alone and self._lives(before)):
             raise self._in_use(self._read() or before)
-
         # Of two waiting runs that take over at the same moment, the last one to write has it; the
         # other one's next heartbeat sees that.
         self._write()

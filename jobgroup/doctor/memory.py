@@ -1,9 +1,8 @@
-"""Whether the model fits the GPUs, or the CPU memory, of the tasks, using the estimates of
+"""Whether the model fits the GPUs of the tasks, and the CPU memory beside them, by the estimates of
 `common.models.memory`.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from common.errors import ConfigError
 from common.models.memory import (
@@ -19,7 +18,6 @@ from common.models.memory import (
 )
 from common.process.topology import CRITIC, ROLLOUT, TRAINER
 from common.settings.config import Config
-from jobgroup.doctor.gpus import needs_cuda
 from jobgroup.doctor.machine import available_memory
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, failed, fits, gb
@@ -30,9 +28,6 @@ _STATIC = 0.85
 sets it."""
 _PROMPT = 512
 """Tokens of a long prompt."""
-_PROCESS = 600 << 20
-"""Bytes of a torch process on a CPU before it loads a model (docs/how-to/clusters.md)."""
-_FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "
     "parallel.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"
@@ -65,11 +60,9 @@ def check_fit(plan: Plan) -> Iterator[Result]:
                 yield from _on_gpu(job, shape, plan)
             except ConfigError as error:
                 yield failed(f"memory of {job.name}", error)
-    elif needs_cuda(plan):
-        fix = "--plan judges a model for a cluster's GPUs"
-        yield Result(TITLE, "warn", "not judged: there is no GPU here", fix)
-    elif not plan.inside:  # else the group's processes already have their memory
-        yield _on_cpu(jobs, shape)
+    else:
+        found = "not judged: there is no GPU here, and --plan judges a model for a cluster's"
+        yield Result(TITLE, "ok", found)
 
 
 def parts(estimate: TrainerMemory) -> str:
@@ -143,33 +136,3 @@ def _static_share(config: Config) -> float:
     if "--mem-fraction-static" not in arguments[:-1]:
         return _STATIC
     return float(arguments[arguments.index("--mem-fraction-static") + 1])
-
-
-def _on_cpu(jobs: list[PlannedTask], shape: ModelShape) -> Result:
-    """Judges all processes of all tasks in the memory of this machine, where everything is
-    float32.
-    """
-    left, bound = available_memory()
-    lines = []
-    total = 0
-    for job in jobs:
-        if job.name == ROLLOUT:
-            rollout = job.config.rollout
-            tokens = rollout.max_running_requests * rollout.max_context_tokens
-            weights = _FP32 * shape.parameters
-            cache = 2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim * tokens
-            needed = _PROCESS + weights + cache
-            found = f"weights {gb(weights)}, KV cache of {tokens:,} tokens"
-        else:
-            is_trainer = job.name == TRAINER
-            config = job.config if is_trainer else critic_only(job.config)
-            ranks = job.num_nodes if is_trainer else 1
-            # The overhead of a GPU is no part of a process on a CPU.
-            estimate = replace(trainer_memory(shape, config, ranks, width=_FP32), overhead=0)
-            needed = estimate.total + _PROCESS
-            found = parts(estimate)
-        lines.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")
-        total += job.num_nodes * needed
-    fix = f"{_SMALLER}; lower rollout.max_running_requests, or use fewer nodes"
-    found = f"{gb(total)} of {gb(left)} {bound}: {'; '.join(lines)}"
-    return fits(TITLE, found, needed=total, available=left, fix=fix)
