@@ -47,8 +47,8 @@ PORTS: dict[str, dict[str, str]] = {
     ENVIRONMENT: {"environment.port": ENVIRONMENT},
     TRAINER: {"trainer.port": TRAINER},
 }
-"""For each task the settings of the ports on which its nodes listen, with the Prometheus job of
-what answers `/metrics` there; empty for requests only."""
+"""The settings of the ports on which the nodes of a task listen. The value is the Prometheus job
+that reads `/metrics` there; empty where there is no such page."""
 _FIRST_NODE_ONLY = (ROUTER, TRAINER)
 
 

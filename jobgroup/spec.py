@@ -142,6 +142,7 @@ def load(
             field="execution",
             remedy="add it beside `name`",
         )
+    # SkyPilot would set a misspelt variable, and the run would go on with the default.
     for name in env:
         known_variable(name, documents, "--env")
     head = validated(_Header, header, "header")
@@ -334,6 +335,7 @@ def _environment(
     for key, default in declared.items():
         name = key.removeprefix("secrets:")
         values[name] = given.get(name, default or os.environ.get(name, default))
+    # `--secret` may also name a variable that the task does not declare.
     values |= secrets
     for name, value in values.items():
         variable(name, f"{task.name}.envs")

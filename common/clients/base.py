@@ -232,6 +232,7 @@ class Client:
                 retry_after_s = parse_retry_after(response)
 
             self._warn(start, f"{method} {path}: {reason}", problem)
+            # With jitter: hundreds of clients that lost the same service must not return at once.
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, patience.left_s)))
             delay = min(delay * 2, _MAX_BACKOFF_S)
@@ -280,6 +281,8 @@ class Client:
         while True:
             works = await self._works_on(attempt)
             now = time.monotonic()
+            # While bytes move the request has not arrived as a whole, and the service does not know
+            # it yet.
             if works is False and now - patience.moved_at >= _SILENT_S:
                 lost += 1
                 self._warn(start, f"{call}, on which it does not work: trying another connection")

@@ -362,9 +362,11 @@ def _version_spans(
 ) -> list[tuple[int, int, int]]:
     """Returns which weights sampled which tokens, as (version, start, end)."""
     whole = {"start": 0, "end": tokens}
+    # Only an answer across an update of the weights has several spans.
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], **whole}]
     if adapter_version is None:
         return [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
+    # An engine that serves adapters keeps the weights of its start, so its label must be theirs.
     if all(span["version"] == BASE_VERSION for span in spans):
         return [(adapter_version, 0, tokens)]
     raise ValueError(f"an adapter of the weights {BASE_VERSION} was used on {spans}")

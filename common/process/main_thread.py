@@ -21,6 +21,7 @@ def wait_for(future: "Future[Any]", seconds: float) -> bool:
     """
     global _has_waited, _works
     is_main = threading.current_thread() is threading.main_thread()
+    # Work that itself waits for a loop must not begin further work inside of it.
     if not is_main or _works:
         return bool(wait((future,), seconds).done)
 

@@ -231,6 +231,7 @@ def _array(kind: Any, value: object) -> Any:
     if len(value) % dtype.itemsize:
         raise ValueError(f"raw arrays have {dtype.itemsize} bytes a number, got {len(value)} bytes")
     array = np.frombuffer(value, dtype)
+    # The limits that JSON's types state above; bytes have no types, so they are checked here.
     if dtype.kind == "f":
         if not np.isfinite(array).all():
             raise ValueError("numbers have to be finite, got NaN or infinity")
@@ -325,6 +326,7 @@ def _of_completion(completion: Completion) -> _Problems:
     )
     yield from _of_kept_tokens(completion)
 
+    # Each span begins where the one before it ends: [[3, 0, 5], [4, 5, 9]] covers 9 tokens.
     reached = 0
     for _, start, end in completion.weight_versions:
         if start != reached or end <= start:
@@ -362,6 +364,8 @@ def _of_kept_tokens(completion: Completion) -> _Problems:
     if counts.min() < 0 or counts.sum(dtype=np.int64) != len(kept):
         yield ".kept_counts", "their sum is the length of kept_tokens"
 
+    # With counts [2, 0, 3], `kept` has the tokens of the first, then those of the third: the token
+    # itself, repeated as often, is compared with them, and each stretch needs one hit.
     hits = np.repeat(completion.token_ids, counts) == kept
     first = np.cumsum(counts) - counts
     if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():

@@ -60,7 +60,7 @@ class PlannedTask(spec.Task):
 
 
 _MAKE_TINY = "trainer.tiny_model"
-"""In the setup of a task that makes the built-in model."""
+"""The setup of a task that makes the built-in model has this word."""
 
 
 @dataclass

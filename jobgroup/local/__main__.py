@@ -59,7 +59,7 @@ python -m trainer --help lists the settings: section.name is the variable RLHF_S
 _FILES = 8192
 _TOKEN_FILE = "api_token"  # noqa: S105
 _OURS = re.compile(r"-m (trainer|services)\b")
-"""In the command of a task whose process reads our settings."""
+"""Matches the command of a task whose process reads our settings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

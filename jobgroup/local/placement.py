@@ -54,6 +54,7 @@ def choose_addresses(group: JobGroup) -> Placement:
     """
     own_address = psutil.LINUX
     blocks = range(1, 255) if own_address else range(100)
+    # At random, so that runs that start at the same moment rarely try the same block.
     for block in random.sample(blocks, len(blocks)):
         place = ("127.0.0.1", _LOCK_PORT - block)
         if own_address:
