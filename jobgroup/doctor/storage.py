@@ -119,13 +119,16 @@ def check_folder(folder: Path, sqlite: bool = False) -> Result:
 
     kind = file_system(place)
     found = f"written and synced in {1000 * seconds:.0f} ms, {kind}"
-    if sqlite and (kind in _NETWORK or kind.startswith("fuse")):
-        found += ": SQLite's locks and log need one machine's own file system"
-        fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
-        return Result(title, "warn", found, fix)
-    if sqlite and kind in ("overlay", "tmpfs"):
-        found += ": the prompts' cursor and the replay store are gone with its container"
-        return Result(title, "warn", found, "mount a block volume if they must outlive it")
+    if sqlite:
+        problem = fix = ""
+        if kind in _NETWORK or kind.startswith("fuse"):
+            problem = "SQLite's locks and log need one machine's own file system"
+            fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
+        elif kind in ("overlay", "tmpfs"):
+            problem = "the prompts' cursor and the replay store are gone with its container"
+            fix = "mount a block volume if they must outlive it"
+        if problem:
+            return Result(title, "warn", f"{found}: {problem}", fix)
     fix = "use a faster disk: every stored group waits for a sync"
     return expect(title, seconds <= 1, found, fix, otherwise="warn")
 
