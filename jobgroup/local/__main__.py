@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,7 +147,9 @@ def _run(
     made = _make_token(tasks, log_dir)
     for line in [*_notices(tasks, log_dir), *_addresses(group, placement, log_dir, made)]:
         screen.say(line)
-    _write_scrape_configuration(group, placement, log_dir)
+    token_file = _TOKEN_FILE if token() else None  # beside the file
+    scraped = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
+    (log_dir / "prometheus.yml").write_text(scraped, encoding="utf-8")
     _raise_file_limit()
 
     environments = _environments(group, placement)
@@ -361,14 +363,6 @@ def _addresses(group: JobGroup, placement: Placement, log_dir: Path, made: str) 
             given = f"#token={made}" if made else ""
             lines.append(f"dashboard, once the trainer has started: {url}/dashboard/{given}")
     return lines
-
-
-def _write_scrape_configuration(group: JobGroup, placement: Placement, log_dir: Path) -> None:
-    """Writes `prometheus.yml` for the tasks; none for wrong settings, which a task reports."""
-    token_file = _TOKEN_FILE if token() else None  # beside it
-    with suppress(ConfigError):
-        text = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
-        (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")
 
 
 def _summary(runner: Runner) -> Iterator[str]:
