@@ -74,11 +74,11 @@ class Output:
             while data := await stream.read(_READ_BYTES):
                 self._on_data(data)
                 *lines, partial = (partial + data).split(b"\n")
-                if len(partial) > _READ_BYTES:  # a line without end is passed on in pieces
-                    lines.append(partial)
-                    partial = b""
                 if lines:
                     self._pass_on(lines, end=b"\n")
+                if len(partial) > _READ_BYTES:  # a line without end is passed on in pieces
+                    self._pass_on([partial], end=b"")
+                    partial = b""
             if partial:
                 self._pass_on([partial], end=b"")
 

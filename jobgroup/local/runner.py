@@ -182,7 +182,7 @@ class Runner:
             assert self._signal is not None
             return SIGNALLED + self._signal
         finally:
-            launcher.kill_children()  # there are some only if a launcher was killed
+            launcher.end_children()  # there are some only if a launcher was killed
             # A signal that the loop handles while it closes raises OSError.
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
