@@ -339,10 +339,7 @@ def trainer_memory(
         reference=whole_model if has_reference else 0,
         # Weights, gradients and AdamW's two moments.
         critic=4 * whole_model if has_critic else 0,
-        gathered=peak.gathered,
-        reducing=peak.reducing,
-        activations=peak.activations,
-        logits=peak.logits,
+        **peak._asdict(),
         overhead=_OVERHEAD,
     )
 

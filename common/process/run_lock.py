@@ -64,22 +64,6 @@ class RunLock:
         self._ended = threading.Event()
         self._thief: dict[str, Any] | None = None
 
-    def refuse_held(self) -> None:
-        """Raises ConfigError when a process of this machine holds the directory, without taking
-        it.
-        """
-        if not self._path.exists():
-            return
-        self._file = os.open(self._path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._in_use(self._read()) from None
-        except OSError:
-            return  # a file system without locks
-        finally:
-            os.close(self._file)
-
     @classmethod
     def of_new_run(cls, directory: Path, name: str) -> Self:
         """Returns the lock for a new run, whose id begins with `name`."""

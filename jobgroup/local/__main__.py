@@ -134,7 +134,8 @@ def _own_directories(group: JobGroup, log_dir: Path) -> Iterator[None]:
         stack.enter_context(RunLock(log_dir, name, "--log-dir"))
         of_run = (_run_dir(group) / "logs").resolve()
         if log_dir != of_run and any("RUN_DIR" in task.env for task in group.tasks):
-            RunLock(of_run.parent, name, "RUN_DIR").refuse_held()
+            with RunLock(of_run.parent, name, "RUN_DIR"):
+                pass  # no other run has it now; the trainer of this one takes it when it starts
             stack.enter_context(RunLock(of_run, name, "RUN_DIR"))
         yield
 
