@@ -233,12 +233,8 @@ def _check(points: Sequence[Point], config: str) -> None:
         try:
             load([], _environment(point.settings, config))
         except ConfigError as error:
-            raise ConfigError(
-                f"{error.message} (run {point.name})",
-                field=error.field,
-                value=error.value,
-                remedy=error.remedy,
-            ) from None
+            error.add_note(f"in the run {point.name}")
+            raise
 
 
 def _keep_copy(file: Path, runs: Path) -> None:

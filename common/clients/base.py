@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from common.clients.network import Network
 from common.clients.unreachable import Problem, problem_of, problem_of_status
@@ -118,6 +118,14 @@ class _Patience:
         if self._attempt is not None and not self._attempt.expired():
             now = asyncio.get_running_loop().time()
             self._attempt.reschedule(now + self._limit_s + _GRACE_S)
+
+
+class _Unhealthy(BaseModel):
+    """What `/health` says of a service that cannot serve now."""
+
+    reason: str
+    progress: int = 0
+    lost: bool = False
 
 
 class Client:
@@ -441,15 +449,13 @@ class Client:
             raise self._error(response)
         self.problem = problem_of_status(response.status_code)
         try:
-            answer = response.json()
-            reason = str(answer["reason"])
-            self.progress = int(answer.get("progress", 0))
-            lost = answer.get("lost") is True
-        except (ValueError, KeyError, TypeError, AttributeError):
+            said = _Unhealthy.model_validate_json(response.content)
+        except ValidationError:
             return f"HTTP {response.status_code}"
-        if lost:
-            raise ServiceLost(f"{self.service}: {reason}", about={"service": self.service})
-        return reason
+        self.progress = said.progress
+        if said.lost:
+            raise ServiceLost(f"{self.service}: {said.reason}", about={"service": self.service})
+        return said.reason
 
     async def flush(self, deadline_s: float | None = None) -> None:
         """Asks the service to make everything durable; returns when that is done."""

@@ -120,8 +120,9 @@ def test_a_wrong_file_is_refused_before_anything_starts(
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         main([str(path), "--runs", str(tmp_path / "runs")])
+    found = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     for part in told.split("|"):
-        assert part in str(caught.value)
+        assert part in found
     assert not (tmp_path / "runs").exists()
 
 
