@@ -87,6 +87,7 @@ class AdapterRegistry:
         """Merges this adapter into the weights; None restores the base model's weights exactly."""
         if name == self.active:
             return
+        # Copied back, not subtracted: rounding would leave another base after every change.
         for weight, tensor in self._base.items():
             self._weights[weight].copy_(tensor)
         self._base = {}

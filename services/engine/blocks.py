@@ -55,7 +55,9 @@ def blocks_of(positions: Indices) -> Iterator[Block]:
 
     Tokens that attend to the fewest columns come first, and others keep their order. So if the
     tokens of a row are given in the order of their positions, none is computed before one that it
-    attends to.
+    attends to. With blocks of two tokens, and widths of 4 and 8 columns:
+
+        positions  0 1 2 5 3 6   ->   (0, 1) and (2, 3) of width 4, (5, 6) of width 8
     """
     columns = np.array([attended_columns(position) for position in positions.tolist()], np.int64)
     for width in np.unique(columns).tolist():
@@ -118,6 +120,7 @@ class BlockPasses:
         longest = max(self._cache.longest, attended_columns(int(lengths.max()) - 1))
         self._cache.reserve(first + len(owners), longest)
 
+        # Only the last token of a prompt needs the head, whose product is the largest of all.
         before_ends = np.delete(tokens, ends, axis=1)
         for block in blocks_of(before_ends[_POSITION]):
             self._run(block, before_ends, needs_logits=False)

@@ -109,6 +109,7 @@ class Control:
         """
         name = body.lora_name
         await self._engine.run(lambda scheduler: scheduler.retire_adapter(name))
+        # Requests that name it keep it to their end, in the batch or in the queue.
         while not await self._engine.run(  # noqa: ASYNC110
             lambda scheduler: scheduler.drop_adapter(name)
         ):

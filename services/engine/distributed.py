@@ -167,6 +167,7 @@ class WeightUpdates:
             raise RequestRefused(
                 self._failure, field="group_name", value=body.group_name, remedy=_AGAIN
             ) from None
+        # Received for a session that another call has ended, and perhaps begun again, meanwhile.
         if session is not self._staged:
             raise RequestRefused("the session has ended", field="session", remedy=_AGAIN)
         session.update(found)
@@ -216,6 +217,7 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
     gone.cancel()
     if done.done():
         return done.result()
+    # Nobody waits for its error any more: asyncio must not log it as one that was never retrieved.
     result.add_done_callback(lambda future: future.exception())
     raise RequestRefused(
         "the group was destroyed meanwhile", field="group_name", remedy=_JOIN_AGAIN

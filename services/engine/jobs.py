@@ -87,6 +87,11 @@ class Sequence:
     finish: dict[str, Any] | None = None
     version: str = ""
 
+    @property
+    def so_far(self) -> list[int]:
+        """The prompt, and the tokens that a retracted sequence has generated already."""
+        return self.job.prompt + self.tokens
+
     def note_version(self, version: str, position: int) -> None:
         """Records that tokens from `position` on come from `version`."""
         if not self.versions or self.versions[-1][0] != version:
@@ -146,20 +151,3 @@ class GenerationJob:
             name = self.rid if self.n == 1 else uuid.uuid4().hex
             key = stream_key(sample_seed(seed, index))
             self.sequences.append(Sequence(self, name, key))
-
-
-@dataclass(eq=False)
-class PrefillGroup:
-    """Sequences that wait for one prefill of the same tokens."""
-
-    sequences: list[Sequence]
-
-    @property
-    def adapter(self) -> str | None:
-        return self.sequences[0].job.adapter
-
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt, and the tokens that a retracted sequence has generated already."""
-        first = self.sequences[0]
-        return first.job.prompt + first.tokens

@@ -200,7 +200,8 @@ def _fitted(params: SamplingParams, prompt_tokens: int, model: Model) -> Samplin
     """
     room = model.max_context_tokens - prompt_tokens
     limit = params.max_new_tokens
-    if "max_new_tokens" not in params.model_fields_set:  # SGLang cuts only its default
+    # As in SGLang: the default is cut to the context, a length that was asked for is refused.
+    if "max_new_tokens" not in params.model_fields_set:
         limit = min(limit, room)
     if limit > room:
         raise BadRequest(

@@ -147,7 +147,7 @@ class Rows:
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Removes rows and fills the gaps with the last ones. Returns (target, source) of the rows
-        that moved.
+        that moved: of A B C D E without A and D, ([0], [4]) leaves E B C.
         """
         gone = set(rows)
         keep = len(self) - len(rows)

@@ -17,7 +17,7 @@ from torch import UntypedStorage
 
 from common.errors import ServiceError
 from services.engine.adapters import AdapterRegistry, BadAdapter
-from services.engine.jobs import ABORTED, ABORTED_WAITING, GenerationJob, PrefillGroup, Sequence
+from services.engine.jobs import ABORTED, ABORTED_WAITING, GenerationJob, Sequence
 from services.engine.model import Model
 from services.engine.rows import Rows
 from services.engine.weights import copy_tensors, load_into
@@ -64,7 +64,8 @@ class Scheduler:
         self.waiting = 0
         self.rows = Rows(self.max_running)
         self.adapters = AdapterRegistry(model.module)
-        self._queue: deque[PrefillGroup] = deque()
+        self._queue: deque[list[Sequence]] = deque()
+        """Sequences that wait for one prefill of the same tokens."""
 
     @property
     def can_step(self) -> bool:
@@ -84,7 +85,7 @@ class Scheduler:
                 continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
-                self._queue.append(PrefillGroup(job.sequences[start : start + self.max_running]))
+                self._queue.append(job.sequences[start : start + self.max_running])
 
     def step(self, admit: bool) -> None:
         """Prefills what fits (if `admit`), then decodes one token for every running row."""
@@ -104,12 +105,12 @@ class Scheduler:
             batch = self._next_batch()
             if not batch:
                 return
-            prompts = [group.tokens for group in batch]
+            prompts = [group[0].so_far for group in batch]
             sequences: list[Sequence] = []
             owners: list[int] = []  # the prompt of each sequence
             for index, group in enumerate(batch):
-                sequences += group.sequences
-                owners += [index] * len(group.sequences)
+                sequences += group
+                owners += [index] * len(group)
 
             first = len(self.rows)
             routed = any(sequence.job.returns_experts for sequence in sequences)
@@ -120,27 +121,27 @@ class Scheduler:
             self.prefilled.inc(sum(map(len, prompts)))
             self.rows.add(sequences, [len(prompts[owner]) for owner in owners])
             for group in batch:
-                for index, sequence in enumerate(group.sequences):
+                for index, sequence in enumerate(group):
                     sequence.note_version(self.weight_version, len(sequence.tokens))
                     sequence.cached_tokens = len(sequence.job.prompt) if index else 0
             self._advance(first, self.model.sample(logits, self.rows.inputs(first)))
 
-    def _next_batch(self) -> list[PrefillGroup]:
-        batch: list[PrefillGroup] = []
+    def _next_batch(self) -> list[list[Sequence]]:
+        batch: list[list[Sequence]] = []
         longest = 0
         free = self.max_running - len(self.rows)
         if not self.rows.sequences:  # nothing that runs depends on what is merged now
-            self.adapters.merge(self._queue[0].adapter)
-        while self._queue and len(self._queue[0].sequences) <= free:
+            self.adapters.merge(self._queue[0][0].job.adapter)
+        while self._queue and len(self._queue[0]) <= free:
             group = self._queue[0]
-            longest = max(longest, len(group.tokens))
+            longest = max(longest, len(group[0].so_far))
             if batch and (len(batch) + 1) * longest > PREFILL_TOKENS:
                 break  # prompts are padded to the longest; a single one may exceed the limit
-            if group.adapter != self.adapters.active:
+            if group[0].job.adapter != self.adapters.active:
                 break  # all rows share the weights: wait until they are done
             batch.append(self._queue.popleft())
-            free -= len(group.sequences)
-            self.waiting -= len(group.sequences)
+            free -= len(group)
+            self.waiting -= len(group)
         return batch
 
     def _advance(self, first: int, sampled: NDArray[np.float64]) -> None:
@@ -212,17 +213,18 @@ class Scheduler:
         stopped = [self.rows.sequences[row] for row in rows]
         self._take_out(rows)
         for sequence in stopped:
-            self._finish(sequence, _aborted(ABORTED))
+            self._finish(sequence, {"type": "abort", "message": ABORTED})
         for sequence in self._filter_queue(matches):
-            self._finish(sequence, _aborted(ABORTED if sequence.tokens else ABORTED_WAITING))
+            message = ABORTED if sequence.tokens else ABORTED_WAITING
+            self._finish(sequence, {"type": "abort", "message": message})
 
     def _filter_queue(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
         """Removes the matching sequences from the queue and returns them."""
         removed: list[Sequence] = []
+        left = [[sequence for sequence in group if not matches(sequence)] for group in self._queue]
         for group in self._queue:
-            removed += [sequence for sequence in group.sequences if matches(sequence)]
-            group.sequences = [sequence for sequence in group.sequences if not matches(sequence)]
-        self._queue = deque(group for group in self._queue if group.sequences)
+            removed += [sequence for sequence in group if matches(sequence)]
+        self._queue = deque(group for group in left if group)
         self.waiting -= len(removed)
         return removed
 
@@ -248,7 +250,7 @@ class Scheduler:
             # In front of the queue, in their order; their prompt is computed again with what they
             # have generated, so they continue under whatever weights are loaded meanwhile.
             sequence.retractions += 1
-            self._queue.appendleft(PrefillGroup([sequence]))
+            self._queue.appendleft([sequence])
         self.waiting += len(sequences)
 
     def resume(self) -> None:
@@ -354,7 +356,7 @@ class Scheduler:
     def drop_adapter(self, name: str) -> bool:
         """Unloads a retired adapter; returns False while requests use it."""
         running = any(sequence.job.adapter == name for sequence in self.rows.sequences)
-        waiting = any(group.adapter == name for group in self._queue)
+        waiting = any(group[0].job.adapter == name for group in self._queue)
         if running or waiting:
             return False
         self.adapters.drop(name)
@@ -366,7 +368,3 @@ def _not_finite(version: str) -> LogitsNotFinite:
     return LogitsNotFinite(
         "the model's logits are not finite", field="weight_version", value=version, remedy=remedy
     )
-
-
-def _aborted(message: str) -> dict[str, Any]:
-    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

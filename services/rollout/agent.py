@@ -56,6 +56,8 @@ class Agent(ABC):
         self._warnings = RateLimitedWarnings()
         self._wake_report = asyncio.Event()
         self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
+        self._clients: list[Client] = [self._trainer]
+        """Closed at the end."""
         directory = config.state_dir / "rollout" / self.name / "weights"
         self._store = WeightStore(directory, self._trainer)
         self._starts = metrics.counter(
@@ -86,10 +88,6 @@ class Agent(ABC):
         """Returns the supervision of the node's processes."""
 
     @abstractmethod
-    def _clients(self) -> list[Client]:
-        """Returns the clients to close at the end."""
-
-    @abstractmethod
     async def _leave(self) -> None:
         """Says that the node ends, before its processes do."""
 
@@ -117,10 +115,11 @@ class Agent(ABC):
         try:
             yield
         finally:
+            # First the loops, which would register the engine again; then nobody sends it anything.
             await stop(*loops)
             await self._leave()
             await stop(*processes)
-            for client in self._clients():
+            for client in self._clients:
                 await client.close()
 
     def _start(self, loop: Loop) -> asyncio.Task[None]:
@@ -134,7 +133,7 @@ class Agent(ABC):
                     log.exception("a loop of the agent failed")
                     error = ServiceError(f"internal error: {error!r}", remedy="see the log above")
                 self.fatal = self.fatal or error
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # the server then leaves `running`
 
         return asyncio.create_task(guarded())
 
@@ -153,4 +152,4 @@ class Agent(ABC):
         the process that is about to start.
         """
         host, port = self._topology.bind(ROLLOUT, port)
-        listen(host, port).close()
+        listen(host, port).close()  # it raises

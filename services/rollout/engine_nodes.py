@@ -168,6 +168,7 @@ class EngineNodes:
             return None
         for name in self.names:
             report, at = self._reports.get(name, (None, 0.0))
+            # A report from before the start says nothing about the process that was started then.
             silent_s = time.monotonic() - max(at, self._went_at)
             if silent_s > self._silent_s:
                 return f"{name} has not reported for {silent_s:.0f} s"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from common.clients.base import Client
 from common.clients.rollout import BASE_VERSION
 from common.errors import ServiceError, shorten
 from common.process import progress
@@ -78,6 +77,7 @@ class FirstNodeAgent(Agent):
         """The weights that the engine was started with; None for the base model."""
         self._wake_router = asyncio.Event()
         self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
+        self._clients += [self._engine_api, self._router_api]
 
         others = range(topology.node_rank + 1, topology.node_rank + rollout.nodes_per_engine)
         self.nodes = EngineNodes(
@@ -175,9 +175,6 @@ class FirstNodeAgent(Agent):
             processes.append(self.router.run())
         return processes
 
-    def _clients(self) -> list[Client]:
-        return [self._trainer, self._engine_api, self._router_api]
-
     async def _send_report(self) -> None:
         await self._trainer.report(self.report())
 
@@ -250,6 +247,7 @@ class FirstNodeAgent(Agent):
         weights = None
         if self._started_with is not None:
             weights = weights_for_nodes(*self._started_with)
+        # A new port for every start: a process that hangs may still hold the last one.
         host = self._topology.host(ROLLOUT, self._topology.node_rank)
         self._starts_ordered += 1
         return EngineStart(

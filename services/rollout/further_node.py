@@ -94,6 +94,7 @@ class FurtherNodeAgent(Agent):
 
         agent_url = topology.url(ROLLOUT, rollout.agent_port, first)
         self._first = FirstNodeClient(self.first_node, agent_url)
+        self._clients += [self._first, self._engine_api]
 
     def problem(self) -> str | None:
         """Returns why this node's part of the engine does not work, or None."""
@@ -134,9 +135,6 @@ class FurtherNodeAgent(Agent):
 
     def _processes(self) -> list[Loop]:
         return [self.engine.run()]
-
-    def _clients(self) -> list[Client]:
-        return [self._trainer, self._first, self._engine_api]
 
     async def _send_report(self) -> None:
         await self._first.report(self.report())

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from common.errors import NotFound, ServiceError, TooLarge
+from common.errors import NotFound, ServiceError
 from common.process import logs, watchdog
 from common.process.daemon_threads import in_daemon_thread
 from common.process.progress import Progress, moved
@@ -42,7 +42,6 @@ _SILENT_S = 30.0
 _QUIET_S = 8.0
 """A worker that has not reported for this long may hang; agents report every five seconds."""
 _FORGOTTEN_S = 600.0
-_MAX_WORKERS = 1000
 
 
 class PublishFailed(ServiceError):
@@ -315,13 +314,6 @@ class WeightBoard:
                 for name, worker in self._workers.items()
                 if worker.silence_s < _FORGOTTEN_S
             }
-            if len(remembered) >= _MAX_WORKERS and report.name not in remembered:
-                raise TooLarge(
-                    "too many workers report",
-                    field="name",
-                    value=report.name,
-                    remedy=f"run at most {_MAX_WORKERS} workers",
-                )
             self._workers = remembered | {report.name: _Worker(report)}
             self._lock.notify_all()
         is_new_state = previous is None or previous.report.state != report.state

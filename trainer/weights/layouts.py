@@ -1,6 +1,11 @@
 """The layouts in which an engine may hold its parameters, in terms of the tensors that were sent to
 it.
 
+    sent                                     rank 1 of 2 holds
+    …q_proj.weight [8, 6]                    …qkv_proj.weight = rows 4 to 7 of q, then rows 2 and 3
+    …k_proj.weight, …v_proj.weight [4, 6]        of k, then rows 2 and 3 of v
+    …o_proj.weight [6, 8]                    …o_proj.weight = columns 4 to 7
+
 The embedded engine uses the names in the files. SGLang stacks projections (`qkv_proj`) and experts
 (`w13_weight`), pads the vocabulary, and shards parameters across GPUs.
 """

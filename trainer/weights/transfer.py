@@ -126,7 +126,7 @@ class EngineGroup:
         group = self._process_group
         if group is None:
             return
-        if not stuck:
+        if not stuck:  # no thread is inside a broadcast, which would crash without its group
             self._process_group = None
             dist.destroy_process_group(group)
         elif self.rendezvous.backend == "nccl":

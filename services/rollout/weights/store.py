@@ -94,6 +94,7 @@ class WeightStore:
             if _same(known, manifest):
                 return path
 
+        # The trainer removes its files, so they cannot be the base of the next delta.
         has_deltas = any(file.delta for file in manifest.files)
         if not has_deltas:
             shared = await self._shared_directory(manifest)

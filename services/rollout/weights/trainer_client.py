@@ -128,15 +128,13 @@ class TrainerClient(Client):
         With `files`, the trainer writes the files if it has not yet. Raises Unreachable after
         `deadline_s` seconds.
         """
-        parameters: dict[str, str | float] = {"wait_s": wait_s}
-        if files:
-            parameters["files"] = "true"
-        if asleep:
-            parameters["asleep"] = "true"
-        if held is not None:
-            parameters["after_run"] = held.run_id
-            parameters["after_version"] = held.version
-
+        parameters = {
+            "after_run": held.run_id if held else "",
+            "after_version": held.version if held else -1,
+            "wait_s": wait_s,
+            "files": files,
+            "asleep": asleep,
+        }
         try:
             return await self.json(
                 "GET", "/weights/latest", WeightManifest, params=parameters, deadline_s=deadline_s

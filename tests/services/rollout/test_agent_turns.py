@@ -166,6 +166,7 @@ def test_a_trainer_does_not_update_beside_an_engine_that_keeps_its_memory(tmp_pa
             )
         )
         with pytest.raises(
-            PublishFailed, match=rf"have not released their memory.*rollout-server-0 \({state}\)"
+            PublishFailed,
+            match=rf"have not released their memory.*rollout-server-0 \({state}, weights 1\)",
         ):
             board.sleep(0.1)
