@@ -497,9 +497,10 @@ async def wait_healthy(
     clients: Sequence[Client],
     limit_s: float,
     say: Callable[[str], None] = log.info,
+    every_s: float = 10.0,
 ) -> None:
-    """Waits until every service is healthy. Reports the others after ten seconds, then ever less
-    often.
+    """Waits until every service is healthy. Reports the others after `every_s` seconds, then ever
+    less often.
 
     A service may take as long as it makes progress (`/health`). Raises Unreachable, naming the
     unhealthy services, after `limit_s` seconds without, and ServiceError at once for a wrong token
@@ -507,7 +508,6 @@ async def wait_healthy(
     """
     waits = {client: Progress(client.service, limit_s, counts=False) for client in clients}
     last_report = time.monotonic()
-    every_s = 10.0
     while True:
         reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waits))
         unhealthy = dict[Client, str]()

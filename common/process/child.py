@@ -1,7 +1,7 @@
 """A child process in a group of its own, whose output is read line by line, and which leaves
 nothing behind: neither when it ends, nor when it is ended, nor when this process dies.
 
-    child = await Child.start(["program"], Output(log_file, show), env=os.environ)
+    child = await Child.start(["program"], ChildOutput(log_file, show), env=os.environ)
     await child.wait()   # or not: `end` is for a program that runs and for one that has ended
     status = await child.end(grace_s=10)
 """
@@ -36,7 +36,7 @@ def command(words: Sequence[str], stdin: int | None = None, grace_s: float = 0.0
     return [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), given, *words]
 
 
-class Output:
+class ChildOutput:
     """The output of a child: appended to a log file and passed on in whole lines.
 
     Args:
@@ -102,7 +102,7 @@ class Output:
 class Child:
     """A running process group, made by `start`; a task copies its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: ChildOutput) -> None:
         assert process.stdout is not None
         self.pid = process.pid
         """Id of the launcher, which is also that of the group."""
@@ -114,7 +114,7 @@ class Child:
     async def start(
         cls,
         words: Sequence[str],
-        output: Output,
+        output: ChildOutput,
         *,
         env: Mapping[str, str],
         workdir: Path | None = None,
