@@ -178,12 +178,12 @@ MISTAKES = [
     Mistake(
         "a misspelt setting in a grid",
         "jobgroup.sweep FOLDER/typo.yaml",
-        "grid.trainer.learning_rat|did you mean optimizer.learning_rate?",
+        "grid.trainer.learning_rat|or optimizer.learning_rate?",
     ),
     Mistake(
         "one value in the place of a list",
         "jobgroup.sweep FOLDER/scalar.yaml",
-        "grid.optimizer.learning_rate|not a list",
+        "grid.optimizer.learning_rate|not a list|--help",
     ),
     Mistake(
         "sections within sections",

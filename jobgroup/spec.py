@@ -240,8 +240,10 @@ def _documents(path: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def validated(model: type[_M], content: Any, where: str) -> _M:
-    """Returns what is in a YAML as `model`; `where` names the place of it. Raises ConfigError."""
+def validated(model: type[_M], content: Any, where: str, remedy: str = "") -> _M:
+    """Returns what is in a YAML as `model`; `where` names the place of it. Raises ConfigError, with
+    `remedy` unless that is empty.
+    """
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if value is not None}
     try:
@@ -255,10 +257,10 @@ def validated(model: type[_M], content: Any, where: str) -> _M:
     if first["type"] == "extra_forbidden":
         message = "there is no such field here"
         hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-        remedy = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
+        advice = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
     else:
-        message, remedy = explained(first)
-    raise ConfigError(message, field=field, value=value, remedy=remedy)
+        message, advice = explained(first)
+    raise ConfigError(message, field=field, value=value, remedy=remedy or advice)
 
 
 def _check_names(head: _Header, names: list[str]) -> None:

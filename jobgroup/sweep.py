@@ -54,6 +54,7 @@ The runs are on the dashboard's page meanwhile: rlhf dashboard RUNS
 _COPY = "sweep.yaml"
 """The file of the sweep, kept in the directory of its runs."""
 _MOST_POINTS = 1000
+_REMEDY = "--help shows what the file of a sweep looks like"
 Settings = dict[str, Any]
 
 
@@ -149,7 +150,7 @@ def read(path: Path) -> Sweep:
             value=str(path),
             remedy="name a YAML file; --help shows one",
         ) from None
-    file = spec.validated(_File, content, "FILE")
+    file = spec.validated(_File, content, "FILE", remedy=_REMEDY)
     jobgroup = packaged(file.jobgroup, "jobgroup")
     if not jobgroup.is_file():
         raise _wrong("jobgroup", str(jobgroup), "there is no such file")
@@ -159,9 +160,7 @@ def read(path: Path) -> Sweep:
 
 
 def _wrong(field: str, value: object, problem: str) -> ConfigError:
-    return ConfigError(
-        problem, field=field, value=value, remedy="--help shows what the file of a sweep looks like"
-    )
+    return ConfigError(problem, field=field, value=value, remedy=_REMEDY)
 
 
 def _refuse_unknown(field: str, settings: Settings) -> None:

@@ -106,7 +106,7 @@ def test_other_settings_are_another_run_even_if_their_names_are_alike(
         ("grid: {algorithm.clip_low: [0.2, -1]}", "clip_low=-1"),
         ("grid: {seed: [0, 0]}", "two runs have the same settings"),
         ("settings: {seed: 1}", "nothing varies"),
-        ("gird: {seed: [0]}", "gird|grid"),
+        ("gird: {seed: [0]}", "FILE.gird|no such field"),
         ("points: {seed: 0}", "points|not a list"),
         ("[1]", "not a mapping"),
         ("grid: {seed: [0]}\njobgroup: nowhere.yaml", "jobgroup|nowhere.yaml"),
