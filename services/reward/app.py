@@ -1,4 +1,4 @@
-"""HTTP API of the reward-server: translates requests to calls of `RewardScorer`."""
+"""HTTP API of the reward-server: translates requests to calls of `RewardService`."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ from common.wire.schemas import (
 from services.http.app import create_app
 from services.http.disconnect import cancel_on_disconnect
 from services.reward.functions.base import RewardFunction
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 MAX_REQUESTS = 256
 """Maximum concurrent requests; further ones get a 503."""
@@ -42,7 +42,7 @@ def create_reward_app(
         ConfigError: a function does not exist or cannot work here.
     """
     metrics = Metrics("reward-server")
-    scorer = RewardScorer(config, metrics, functions)
+    scorer = RewardService(config, metrics, functions)
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:

@@ -33,17 +33,16 @@ from services.reward.functions.base import (
 from services.reward.pool import CallFailed, WorkerPool
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
+# Maximum answers waiting for one function.
 QUEUE_LIMIT = 4 * MAX_BATCH_ITEMS
-"""Maximum answers waiting for one function."""
+# Completions per call of a function; larger batches are spread over the workers.
 CALL_ITEMS = 64
-"""Completions per call of a function; larger batches are spread over the workers."""
+# Distinct reasons of failed calls that are logged.
 _REASONS = 20
-"""Distinct outcomes of failed calls that are logged as warnings."""
 _RESERVED = frozenset(("self", "completions"))
+# Raises InvalidInput for an item that the function cannot score; the second argument is the prefix
+# of the field.
 Check = Callable[[RewardItem, str], object]
-"""Raises InvalidInput for an item that the function cannot score; the second argument is the prefix
-of the field."""
 
 
 class Host(ABC):
@@ -52,16 +51,17 @@ class Host(ABC):
     Args:
         name: name of its component.
         check: checks every item before it is accepted.
+        gives_verdicts: its scores say which answers are right.
     """
 
-    def __init__(self, name: str, check: Check | None = None) -> None:
+    verifies_answers = False
+    """Whether it compares a final answer with the ground truth."""
+    call_items: int | None = None
+    """Completions per call; None: `CALL_ITEMS`."""
+
+    def __init__(self, name: str, check: Check | None = None, gives_verdicts: bool = False) -> None:
         self.name = name
-        self.call_items: int | None = None
-        """Completions per call; None: `CALL_ITEMS`."""
-        self.gives_verdicts = False
-        """Whether its scores say which answers are right."""
-        self.verifies_answers = False
-        """Whether it compares a final answer with the ground truth."""
+        self.gives_verdicts = gives_verdicts
         self.unfinished = 0
         """Items that are waiting or being scored."""
         self._check = check
@@ -107,11 +107,6 @@ class Host(ABC):
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         return await self._score_chunks(chunks, batch=object())
 
-    async def call_once(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Returns the scores of exactly one call of the function. Raises CallFailed."""
-        completions, columns = arguments(items)
-        return await self._call(completions, columns, batch=object())
-
     async def _score_chunks(
         self, chunks: Sequence[Sequence[RewardItem]], batch: object
     ) -> list[Score]:
@@ -119,33 +114,27 @@ class Host(ABC):
         return list(chain.from_iterable(found))
 
     async def _score_chunk(self, items: Sequence[RewardItem], batch: object) -> list[Score]:
-        completions, columns = arguments(items)
         try:
-            return await self._call(completions, columns, batch)
+            return await self.call(items, batch)
         except CallFailed as error:
             if len(items) == 1 or error.always:
-                self._report("has no score", error)
+                self._report(f"has no score: {error}")
                 return [Score(None, error.status, reason=str(error))] * len(items)
-            self._report(f"failed for {len(items)} answers, now one by one", error)
+            self._report(f"failed for {len(items)} answers, now one by one: {error}")
         return await self._score_chunks([[item] for item in items], batch)
 
-    def _report(self, outcome: str, reason: CallFailed) -> None:
-        """Logs an outcome with its reason only once, because a function often fails in the same way
-        for many answers.
+    def _report(self, failure: str) -> None:
+        """Logs a failure only once, because a function often fails in the same way for many
+        answers.
         """
-        text = f"{outcome}: {reason}"
-        known = text in self._reasons or len(self._reasons) >= _REASONS
-        if not known:
-            self._reasons.add(text)
-        level = logging.DEBUG if known else logging.WARNING
-        facts = event("reward_function_failed", function=self.name)
-        log.log(level, "the reward function %s %s", self.name, text, extra=facts)
+        if failure not in self._reasons and len(self._reasons) < _REASONS:
+            self._reasons.add(failure)
+            facts = event("reward_function_failed", function=self.name)
+            log.warning("the reward function %s %s", self.name, failure, extra=facts)
 
     @abstractmethod
-    async def _call(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
-    ) -> list[Score]:
-        """Calls the function once, when `batch` gets a slot. Raises CallFailed."""
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+        """Calls the function exactly once, when `batch` gets a slot. Raises CallFailed."""
 
 
 class ThreadHost(Host):
@@ -169,22 +158,20 @@ class ThreadHost(Host):
         check: Check | None = None,
         call_items: int | None = None,
     ) -> None:
-        super().__init__(function.name, check)
+        super().__init__(function.name, check, function.gives_verdicts)
         self._function = function
-        self.gives_verdicts = function.gives_verdicts
         self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)
         self._needs_main_thread = False
         self.call_items = call_items
 
-    async def _call(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
-    ) -> list[Score]:
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+        """Calls the function in a thread. Raises CallFailed."""
         async with self._slots.slot(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._scores(completions, columns)
+                    return await self._scores(*arguments(items))
             except TimeoutError as error:
                 reason = f"no answer within {self._timeout_s} s {error}"
                 raise CallFailed("timeout", reason) from None
@@ -220,18 +207,24 @@ class ProcessHost(Host):
         pool: the workers; the owner enters and exits it.
         index: index of the function in the pool's specification.
         check: checks every item before it is accepted.
+        gives_verdicts: its scores say which answers are right.
     """
 
     def __init__(
-        self, name: str, pool: WorkerPool, index: int = 0, check: Check | None = None
+        self,
+        name: str,
+        pool: WorkerPool,
+        index: int = 0,
+        check: Check | None = None,
+        gives_verdicts: bool = False,
     ) -> None:
-        super().__init__(name, check)
+        super().__init__(name, check, gives_verdicts)
         self.pool = pool
         self._index = index
 
-    async def _call(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
-    ) -> list[Score]:
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+        """Calls the function in a worker. Raises CallFailed."""
+        completions, columns = arguments(items)
         message = {"function": self._index, "completions": completions, "columns": columns}
         content = json.loads(await self.pool.call(json.dumps(message).encode(), batch))
         if "error" in content:
@@ -243,12 +236,8 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item. A response is a text, or the messages of an episode.
     """
-    names: set[str] = set()
-    for item in items:
-        names.update(item.columns)
-
     columns: dict[str, list[Any]] = {}
-    for name in names:
+    for name in set(chain.from_iterable(item.columns for item in items)):
         columns[name] = [item.columns.get(name) for item in items]
     columns["prompt"] = [item.prompt for item in items]
     columns["ground_truth"] = [item.ground_truth for item in items]
@@ -259,6 +248,9 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
         is_text = isinstance(response, str)
         completions.append([{"role": "assistant", "content": response}] if is_text else response)
     return completions, columns
+
+
+_T = TypeVar("_T")
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:

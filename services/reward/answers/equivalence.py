@@ -13,15 +13,26 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from services.reward.answers.expressions import Node, substituted, symbols
+from services.reward.answers.expressions import (
+    ONE,
+    ZERO,
+    Node,
+    Operation,
+    Unknown,
+    number,
+    operation,
+    substituted,
+    unknowns,
+)
 from services.reward.answers.extract import last_value
 from services.reward.answers.formulas import same_formulas, same_values
 from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
 from services.reward.answers.quantities import Value, written_out
-from services.reward.answers.readings import content_words, read
+from services.reward.answers.readings import as_line, content_words, read
 from services.reward.answers.shapes import (
     Choice,
     Clock,
@@ -37,7 +48,6 @@ from services.reward.answers.shapes import (
     as_region,
     combined,
 )
-from services.reward.answers.statements import line
 from services.reward.answers.values import same_ratio
 
 _WARM_UP = (
@@ -122,8 +132,9 @@ def read_gold(text: str) -> Reading | None:
         [item] = held.values() if isinstance(held, dict) else held
         text = text if isinstance(item, dict | list) else str(item)
     found = read(text)
-    sentence = None if found else _SENTENCE.fullmatch(text)
-    return read(last_value(text) or "") if sentence else found
+    if found is None and _SENTENCE.fullmatch(text):
+        return read(last_value(text) or "")
+    return found
 
 
 def _is_value(gold: str) -> bool:
@@ -145,9 +156,7 @@ def _unevaluated(expected: Reading, given: Reading) -> bool:
             numbers.append(value)
 
     for value in _values(given):
-        if _is_number(value):
-            continue
-        if any(same_values(number, value) for number in numbers):
+        if not _is_number(value) and any(same_values(each, value) for each in numbers):
             return True
     return False
 
@@ -156,7 +165,7 @@ def _is_number(value: Value) -> bool:
     return value.node is not None and written_out(value.node)
 
 
-def _values(reading: Reading) -> Iterator[Value]:
+def _values(reading: Reading | None) -> Iterator[Value]:
     """Yields the values in a reading."""
     parts: Iterable[Reading | None] = ()
     match reading:
@@ -169,13 +178,12 @@ def _values(reading: Reading) -> Iterator[Value]:
         case Named():
             parts = (value for _, value in reading.values)
         case Relation():
-            yield _value(reading.right)
+            parts = (_value(reading.right),)
         case Region():
-            for low, _, high, _ in reading.intervals:
-                yield from (_value(low), _value(high))
+            ends = ((low, high) for low, _, high, _ in reading.intervals)
+            parts = map(_value, chain.from_iterable(ends))
     for part in parts:
-        if part is not None:
-            yield from _values(part)
+        yield from _values(part)
 
 
 def _value(node: Node) -> Value:
@@ -184,8 +192,10 @@ def _value(node: Node) -> Value:
 
 def same(expected: Reading, given: Reading) -> bool:
     """Returns whether two readings have the same value."""
-    if isinstance(expected, Choice) or isinstance(given, Choice):
+    if isinstance(expected, Choice):
         return _same_choice(expected, given)
+    if isinstance(given, Choice):
+        return _same_choice(given, expected)
     if type(expected) is type(given):
         rule: Callable[[Any, Any], bool] = _RULES.get(type(expected), operator.eq)
         return rule(expected, given)
@@ -213,17 +223,17 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
             return other if _in_order(items, others) else None
         case TupleOrInterval("(", ")", items), Value() if "\\hat" in texts_of(other.source):
             return _vector(items)
-        case (Words(_, tuple(node)), Value()) | (Residue(node, _), _):
+        case (Words(_, Node() as node), Value()) | (Residue(node, _), _):
             return _value(node)
         case Relation(), Value() if _is_label(one, is_gold):
             return _value(one.right)
-        case Value(("binomial", *nodes)), TupleOrInterval():
+        case Value(Operation("binomial", nodes)), TupleOrInterval():
             return TupleOrInterval("(", ")", tuple(map(_value, nodes)))
-        case Value(tuple(node)), Family() if len(symbols(node)) == 1:
-            return Family((node,), *symbols(node))
-        case Value(tuple(node)), TupleOrInterval("&", _, rows):
+        case Value(Node() as node), Family() if len(unknowns(node)) == 1:
+            return Family((node,), *unknowns(node))
+        case Value(Node() as node), TupleOrInterval("&", _, rows):
             return other if _is_multiple_of_one(node, rows) else None
-        case Value(("/", *_)), Clock():
+        case Value(Operation("/")), Clock():
             times = [read(f"{written(one.source)} {half}") for half in ("am", "pm")]
             return other if other in times else None
     return None
@@ -231,23 +241,22 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
 
 def _vector(items: Sequence[Reading]) -> Value | None:
     """Returns (2, 3) as 2i + 3j."""
-    found: Node = ("num", Fraction(0))
+    found: Node = ZERO
     for item, name in zip(items, "ijk", strict=False):
         if not isinstance(item, Value) or item.node is None:
             return None
-        found = ("+", found, ("*", item.node, ("sym", f"\\hat {name}")))
+        found = operation("+", found, operation("*", item.node, Unknown(f"\\hat {name}")))
     return _value(found) if len(items) < 4 else None
 
 
 def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
     """Returns whether a matrix is the multiple of the identity that a term such as 2I names."""
-    names = [name for name in symbols(node) if name[0] == "I" and line(node, name)]
+    names = [name for name in unknowns(node) if name[0] == "I" and as_line(node, name)]
     if len(names) != 1:
         return False
-    diagonal = _value(substituted(node, names[0], ("num", Fraction(1))))
-    zero = _value(("num", Fraction(0)))
+    diagonal = _value(substituted(node, names[0], ONE))
     return all(
-        same(cell, diagonal if i == j else zero)
+        same(cell, diagonal if i == j else _value(ZERO))
         for i, row in enumerate(rows)
         for j, cell in enumerate(getattr(row, "items", ()))
     )
@@ -257,13 +266,14 @@ def _is_label(relation: Relation, is_gold: bool) -> bool:
     """Returns whether the left side only labels the answer, as in a + b = 7. An equation that is
     linear in one unknown is to be solved, and a gold answer may be the equation of a curve.
     """
-    names = symbols(relation.left)
-    is_statement = relation.operator == "=" and relation.right != ("num", Fraction(0))
-    if not is_statement or symbols(relation.right) or not names:
+    names = unknowns(relation.left)
+    is_statement = relation.operator == "=" and relation.right != ZERO
+    if not is_statement or unknowns(relation.right) or not names:
         return False
     if is_gold:
         return not names & _COORDINATES
-    return relation.left[0] == "sym" or not any(line(relation.left, name) for name in names)
+    is_name = isinstance(relation.left, Unknown)
+    return is_name or not any(as_line(relation.left, name) for name in names)
 
 
 _COORDINATES = frozenset(("x", "y", "z", "r", "t", "\\theta"))
@@ -278,7 +288,7 @@ def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
 
 
 def _in_any_order(
-    expected: Sequence[Any], given: Sequence[Any], rule: Callable[[Any, Any], bool]
+    expected: Sequence[Any], given: Sequence[Any], rule: Callable[[Any, Any], bool] = same
 ) -> bool:
     left = list(given)
     for item in expected:
@@ -289,26 +299,24 @@ def _in_any_order(
     return not left
 
 
-def _same_choice(expected: Reading, given: Reading) -> bool:
+def _same_choice(choice: Choice, other: Reading) -> bool:
     """Compares the letters if both have one, else the values next to the letters."""
-    expected_value = expected.value if isinstance(expected, Choice) else None
-    given_value = given.value if isinstance(given, Choice) else None
-    letter = _letter(expected, given)
-    given_letter = _letter(given, expected)
-    if letter and given_letter:
-        if letter != given_letter:
-            return False
-        return expected_value is None or given_value is None or same(expected_value, given_value)
-    if isinstance(expected, Choice):
-        return expected_value is not None and same(expected_value, given)
-    return given_value is not None and same(given_value, expected)
+    letter = _letter(other)
+    if letter and letter != choice.letter:
+        return False
+    value = None if letter else other
+    if isinstance(other, Choice):
+        value = other.value
+    if choice.value is None or value is None:
+        return letter == choice.letter
+    return same(choice.value, value)
 
 
-def _letter(reading: Reading, other: Reading) -> str:
-    """Returns the letter of an option. `e` and `E - 24` are one where the other has an option."""
+def _letter(reading: Reading) -> str:
+    """Returns the letter of an option; `e` and `E - 24` are one beside an option, too."""
     if isinstance(reading, Choice):
         return reading.letter
-    if not isinstance(reading, Value) or not reading.source or not isinstance(other, Choice):
+    if not isinstance(reading, Value) or not reading.source:
         return ""
     first, *rest = reading.source
     is_alone = not rest or (rest[0].text == "-" and rest[0].spaced and rest[-1].spaced)
@@ -333,12 +341,12 @@ def _same_relation(expected: Relation, given: Relation) -> bool:
     """Returns whether the differences of both sides are proportional at random points, with a
     positive factor for an inequality.
     """
-    names = symbols(expected.left) | symbols(expected.right)
-    if expected.operator != given.operator or names != symbols(given.left) | symbols(given.right):
+    names = unknowns(expected.left) | unknowns(expected.right)
+    if expected.operator != given.operator or names != unknowns(given.left) | unknowns(given.right):
         return False
     return same_ratio(
-        ("-", expected.left, expected.right),
-        ("-", given.left, given.right),
+        operation("-", expected.left, expected.right),
+        operation("-", given.left, given.right),
         is_positive=expected.operator in ("\\lt", "\\le"),
     )
 
@@ -347,12 +355,10 @@ def _as_relation(statement: Named) -> Relation | None:
     """Returns y = 2x + 1 as an equation; None for x = 5, which is a solution and not an equation to
     solve.
     """
-    name, value = statement.values[0]
-    if len(statement.values) > 1 or not isinstance(value, Value):
-        return None
-    if value.node is None or not symbols(value.node):
-        return None
-    return Relation("=", ("sym", name), value.node)
+    match statement.values:
+        case ((name, Value(Node() as node)),) if unknowns(node):
+            return Relation("=", Unknown(name), node)
+    return None
 
 
 def _same_tuple(expected: TupleOrInterval, given: TupleOrInterval) -> bool:
@@ -371,36 +377,40 @@ def _same_region(expected: Region, given: Region) -> bool:
 
 
 def _same_family(expected: Family, given: Family) -> bool:
-    name = ("sym", "k")
-    values = [substituted(node, expected.parameter, name) for node in expected.values]
-    others = [substituted(node, given.parameter, name) for node in given.values]
+    values, others = (
+        [substituted(node, family.parameter, Unknown("k")) for node in family.values]
+        for family in (expected, given)
+    )
     return _in_any_order(values, others, _same_progression)
 
 
 def _same_progression(expected: Node, given: Node) -> bool:
-    """Returns whether two expressions in k have the same values for all integers k."""
-    one = line(expected, "k")
-    other = line(given, "k")
+    """Returns whether two expressions in k have the same values for all integers k.
+
+    a + bk and c + dk do if |b| = |d| and (a - c) / b is an integer: its own nearest integer.
+    """
+    one = as_line(expected, "k")
+    other = as_line(given, "k")
     if one is None or other is None:
         return _same_node(expected, given)
     start, step = one
     other_start, other_step = other
-    steps = ("/", ("-", start, other_start), step)
-    nearest = ("floor", ("+", steps, ("num", Fraction(1, 2))))
-    is_same_step = _same_node(("abs", step), ("abs", other_step))
+    steps = operation("/", operation("-", start, other_start), step)
+    nearest = operation("floor", operation("+", steps, number(Fraction(1, 2))))
+    is_same_step = _same_node(operation("abs", step), operation("abs", other_step))
     return is_same_step and _same_node(steps, nearest)
 
 
 def _same_residue(expected: Residue, given: Residue) -> bool:
     if not _same_node(expected.modulus, given.modulus):
         return False
-    rest = ("mod", expected.value, expected.modulus)
-    return _same_node(rest, ("mod", given.value, expected.modulus))
+    rest = operation("mod", expected.value, expected.modulus)
+    return _same_node(rest, operation("mod", given.value, expected.modulus))
 
 
 _RULES: dict[type, Callable[[Any, Any], bool]] = {
     Value: same_values,
-    Many: lambda expected, given: _in_any_order(expected.items, given.items, same),
+    Many: lambda expected, given: _in_any_order(expected.items, given.items),
     TupleOrInterval: _same_tuple,
     Named: _same_named,
     Relation: _same_relation,

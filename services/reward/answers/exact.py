@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from services.reward.answers.expressions import Node
+from services.reward.answers.expressions import Node, Number, Operation
 from services.reward.answers.notation import NotUnderstood, tokens
 from services.reward.answers.quantities import read_value, written_out
 from services.reward.answers.units import Unit, ratio
@@ -48,8 +48,9 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
         return None
     try:
         value = read_value(part)
-        node = value.node or ()
-        return _rational(node), value.unit, written_out(node)
+        if value.node is None:
+            return None
+        return _rational(value.node), value.unit, written_out(value.node)
     except (NotUnderstood, ZeroDivisionError):
         return None
 
@@ -59,15 +60,15 @@ def _rational(node: Node) -> Fraction:
     NotUnderstood for any other expression.
     """
     match node:
-        case ("num", Fraction() as number):
-            return number
-        case ("neg", part):
+        case Number(value):
+            return value
+        case Operation("neg", (part,)):
             return -_rational(part)
-        case ("/", above, below):
+        case Operation("/", (above, below)):
             return _rational(above) / _rational(below)
-        case ("*", one, other):
+        case Operation("*", (one, other)):
             return _rational(one) * _rational(other)
-        case ("^", ("num", 10), power):
+        case Operation("^", (Number(10), power)):
             exponent = _rational(power)
             if exponent.denominator == 1 and abs(exponent) <= _MAX_EXPONENT:
                 return Fraction(10) ** int(exponent)

@@ -10,6 +10,7 @@ import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
 
+from services.reward.answers.expressions import Number, operation
 from services.reward.answers.notation import DEGREE, Tokens
 from services.reward.answers.quantities import Value
 from services.reward.answers.units import ratio
@@ -31,14 +32,16 @@ def same_values(expected: Value, given: Value) -> bool:
     factor = ratio(expected.unit, given.unit)
     if factor is None:
         return False
-    if expected.node is not None and given.node is not None:
-        node = given.node if factor == 1 else ("*", given.node, ("num", factor))
+    nodes = [value.node for value in (expected, given) if value.node is not None]
+    if len(nodes) == 2:
+        left, right = nodes
         try:
-            return same_value(expected.node, node)
+            # An equal node is equal even where it has no value, so it is not multiplied by 1.
+            return same_value(left, right if factor == 1 else operation("*", right, Number(factor)))
         except Undecided:
             pass
-    # sympy would compute it all the same
-    if factor != 1 or is_enormous(expected.node) or is_enormous(given.node):
+    # sympy would compute what is enormous all the same
+    if factor != 1 or any(map(is_enormous, nodes)):
         return False
     return same_formulas(expected.source, given.source)
 

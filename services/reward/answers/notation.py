@@ -410,10 +410,11 @@ def step(token: Token) -> int:
     return (token.text in OPEN) - (token.text in CLOSE)
 
 
-def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[str]]:
-    """Splits at separators outside all brackets. Raises NotUnderstood for brackets that do not
-    match.
+def split(part: Tokens, separators: str) -> tuple[list[Tokens], list[str]]:
+    """Splits at separators outside all brackets; `separators` is a text with spaces between them.
+    Raises NotUnderstood for brackets that do not match.
     """
+    marks = separators.split()
     pieces: list[Tokens] = []
     found: list[str] = []
     depth = 0
@@ -423,7 +424,7 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
         if depth < 0:
             raise NotUnderstood
         text = token.text.lower() if token.kind == "word" else token.text
-        if depth == 0 and text in separators:
+        if depth == 0 and text in marks:
             pieces.append(part[start:i])
             found.append(text)
             start = i + 1

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from services.reward.answers.expressions import Node, Parser
+from services.reward.answers.expressions import Node, Number, Operation, Parser, operation
 from services.reward.answers.notation import (
     DEGREE,
     NotUnderstood,
@@ -85,10 +85,20 @@ def read_value(part: Tokens) -> Value:
         return Value(None, unit, part)
     node = Parser(part).whole()
     if factor != 1:
-        # a number stays a number
-        node = ("*", node, ("num", factor))
-        node = simplified(node) if written_out(node[1]) else node
+        # A number stays a number: 5 million is written out.
+        scaled = operation("*", node, Number(factor))
+        node = simplified(scaled) if written_out(node) else scaled
     return Value(node, unit, part)
+
+
+def node_of(part: Tokens) -> Node:
+    """Returns the expression of a value. Raises NotUnderstood, also where only sympy can read
+    it.
+    """
+    node = read_value(part).node
+    if node is None:
+        raise NotUnderstood
+    return node
 
 
 def _in_digits(part: Tokens) -> Tokens:
@@ -132,14 +142,14 @@ def written_out(node: Node) -> bool:
     That is an integer, a decimal, a fraction that is not an integer (reduced or not), or an integer
     or decimal times a power of ten, with at most one minus sign.
     """
-    is_negative = node[0] == "neg"
-    match node[1] if is_negative else node:
-        case ("num", _) | ("^", ("num", 10), ("num", _) | ("neg", ("num", _))):
+    is_negative = node.name == "neg"
+    match node.operands[0] if is_negative else node:
+        case Number() | Operation("^", (Number(10), Number() | Operation("neg", (Number(),)))):
             return True
-        case ("*" | "/", number, ("^", _, _) as power):
-            is_number = number[0] == "num" or (number[0] == "neg" and not is_negative)
-            return is_number and written_out(number) and written_out(power)
-        case ("/", above, below):
+        case Operation("*" | "/", (factor, Operation("^") as power)):
+            is_number = isinstance(factor, Number) or (factor.name == "neg" and not is_negative)
+            return is_number and written_out(factor) and written_out(power)
+        case Operation("/", (above, below)):
             numerator = _integer(above)
             denominator = _integer(below)
             if numerator is None or denominator is None:
@@ -152,10 +162,10 @@ def written_out(node: Node) -> bool:
 def _integer(node: Node) -> int | None:
     """Returns the value of an integer, with or without a sign; None for anything else."""
     match node:
-        case ("neg", number):
-            value = _integer(number)
+        case Operation("neg", (positive,)):
+            value = _integer(positive)
             return None if value is None else -value
-        case ("num", Fraction(denominator=1) as value):
+        case Number(Fraction(denominator=1) as value):
             return int(value)
     return None
 

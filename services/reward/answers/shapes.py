@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cmp_to_key
 
-from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.expressions import Node, unknowns
 from services.reward.answers.notation import NotUnderstood
 from services.reward.answers.quantities import Value
 from services.reward.answers.values import INFINITY, MINUS_INFINITY, Undecided, order
@@ -138,12 +138,12 @@ def as_region(reading: Reading) -> Region | None:
             return reading
         case Named(((_, value),)):
             return as_region(value)
-        case TupleOrInterval(opening, closing, (Value(tuple(low)), Value(tuple(high)))):
-            if not symbols(low) | symbols(high):
+        case TupleOrInterval(opening, closing, (Value(Node() as low), Value(Node() as high))):
+            if not unknowns(low) | unknowns(high):
                 return Region(((low, opening == "[", high, closing == "]"),))
         case Many(items):
             nodes = [item.node for item in items if isinstance(item, Value) and item.node]
-            if len(nodes) == len(items) and not any(map(symbols, nodes)):
+            if len(nodes) == len(items) and not any(map(unknowns, nodes)):
                 return Region(tuple((node, True, node, True) for node in nodes))
     return None
 

@@ -18,11 +18,18 @@ import mpmath
 from mpmath import mp
 from sympy import integer_nthroot
 
-from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.expressions import (
+    Node,
+    Number,
+    Unknown,
+    number,
+    operation,
+    unknowns,
+)
 from services.reward.answers.notation import words
 
-INFINITY: Node = ("infty",)
-MINUS_INFINITY: Node = ("neg", INFINITY)
+INFINITY = operation("infty")
+MINUS_INFINITY = operation("neg", INFINITY)
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
 _MAX_EXPONENT = 10**15
@@ -36,6 +43,7 @@ _ATTEMPTS = 24
 _MAX_MAGNITUDE = 10_000
 """Bits of an argument of a function; sin(10^3000) needs as many digits of pi."""
 _MAX_GROWTH = 40
+"""Bits of an argument of a function that grows as exp does."""
 _MAX_COUNT = 5000
 
 
@@ -51,8 +59,9 @@ Sample = tuple[Any, Any, Any]
 """The values of two expressions at one point, and the largest term of their sums."""
 
 
-def _has(node: Node, kind: str) -> bool:
-    return node[0] == kind or any(_has(part, kind) for part in node[1:] if isinstance(part, tuple))
+def _is_complex(node: Node) -> bool:
+    """Returns whether the imaginary unit occurs in an expression."""
+    return node == operation("i") or any(map(_is_complex, node.operands))
 
 
 def _bits(value: Fraction) -> int:
@@ -74,20 +83,13 @@ class _Evaluator:
         """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no
         value.
         """
-        kind = node[0]
-        if kind == "num":
-            return node[1]
-        if kind == "sym" and node[1] in self._point:
-            return self._point[node[1]]
-        if kind in ("pi", "e"):
-            return +getattr(mpmath, kind)
-        if kind == "i":
-            return mpmath.mpc(0, 1)
-        if kind in ("infty", "sym"):
-            raise Undecided
-        operands = [self.value(part) for part in node[1:]]
         try:
-            return self._checked(self._apply(kind, operands))
+            if isinstance(node, Number):
+                return node.value
+            if isinstance(node, Unknown):
+                return self._point[node.name]
+            operands = [self.value(part) for part in node.operands]
+            return self._checked(self._apply(node.name, operands))
         except (ValueError, KeyError, ZeroDivisionError, OverflowError, TypeError) as error:
             raise Undecided from error
 
@@ -112,28 +114,30 @@ class _Evaluator:
         """Returns a value as an mpmath number, and counts the digits that it needs."""
         if not isinstance(value, Fraction):
             return value
+        # A bit has 0.3 decimal digits.
         self.digits = max(self.digits, _DIGITS + _bits(value) * 3 // 10 - _SPARE_DIGITS)
         return mpmath.mpf(value.numerator) / value.denominator
 
-    def _apply(self, kind: str, operands: list[Any]) -> Any:
-        exact = all(isinstance(value, Fraction) for value in operands)
-        if kind in ("^", "root"):
+    def _apply(self, name: str, operands: list[Any]) -> Any:
+        if name in ("^", "root"):
             base, exponent = operands
-            return self._power(base, exponent if kind == "^" else 1 / exponent)
-        if kind in _ARITHMETIC and exact:
-            return _ARITHMETIC[kind](*operands)
-        if kind in _EXACT and exact and (kind in _ROUNDING or _are_integers(operands)):
-            return Fraction(_EXACT[kind](*operands))
+            return self._power(base, exponent if name == "^" else 1 / exponent)
+        if all(isinstance(value, Fraction) for value in operands):
+            if name in _ARITHMETIC:
+                return _ARITHMETIC[name](*operands)
+            is_integer = all(value.denominator == 1 for value in operands)
+            if name in _EXACT and (is_integer or name in _ROUNDING):
+                return Fraction(_EXACT[name](*operands))
 
         reals = [self.real(value) for value in operands]
-        if kind in ("+", "-"):
-            self.largest = max(self.largest, *(abs(value) for value in reals))
-        if kind in _ARITHMETIC:
-            return _ARITHMETIC[kind](*reals)
-        limit = _MAX_GROWTH if kind in _GROWING else _MAX_MAGNITUDE
+        if name in _ARITHMETIC:
+            if name in ("+", "-"):
+                self.largest = max(self.largest, *map(abs, reals))
+            return _ARITHMETIC[name](*reals)
+        limit = _MAX_GROWTH if name in _GROWING else _MAX_MAGNITUDE
         if any(mpmath.mag(value) > limit for value in reals):
             raise Enormous
-        return _FUNCTIONS[kind](*reals)
+        return _FUNCTIONS[name](*reals)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
@@ -146,6 +150,7 @@ class _Evaluator:
             if exact is not None:
                 return exact
 
+        # (-8)^(1/3) is -2 among real numbers; mpmath takes the complex root.
         is_negative = not isinstance(base, mpmath.mpc) and base < 0
         has_real_root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
         if is_negative and has_real_root and not self._complex:
@@ -162,22 +167,19 @@ def _rounding() -> Any:
 
 def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
     """Returns a power if it is rational, else None. Raises Enormous."""
-    if exponent.denominator == 1:
+    degree = exponent.denominator
+    if degree == 1:
         if _bits(base) * abs(exponent) > _MAX_BITS and abs(base) not in (0, 1):
             raise Enormous
         return base ** int(exponent)
-    if exponent.denominator >= 1000 or (base < 0 and exponent.denominator % 2 == 0):
+    if degree >= 1000 or (base < 0 and degree % 2 == 0):
         return None
-    above, is_root_above = integer_nthroot(abs(base.numerator), exponent.denominator)
-    below, is_root_below = integer_nthroot(base.denominator, exponent.denominator)
+    above, is_root_above = integer_nthroot(abs(base.numerator), degree)
+    below, is_root_below = integer_nthroot(base.denominator, degree)
     if not (is_root_above and is_root_below):
         return None
     root = Fraction(-above if base < 0 else above, below)
     return _rational_power(root, Fraction(exponent.numerator))
-
-
-def _are_integers(values: list[Fraction]) -> bool:
-    return all(value.denominator == 1 for value in values)
 
 
 def _factorial(n: Fraction, step: int = 1) -> int:
@@ -217,6 +219,9 @@ _EXACT: dict[str, Callable[..., Any]] = {
 _ROUNDING = frozenset(("max", "min", "mod", "floor", "ceil"))
 """Functions of any rational numbers; the others are of integers."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "pi": lambda: +mp.pi,
+    "e": lambda: +mp.e,
+    "i": lambda: mpmath.mpc(0, 1),
     "max": max,
     "min": min,
     "arcsin": mpmath.asin,
@@ -224,10 +229,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "arctan": mpmath.atan,
     "ln": mpmath.log,
 }
-_OF_MPMATH = words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial")
-for _name in _OF_MPMATH:
+"""Functions of real and complex numbers; infinity is none of them."""
+for _name in words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial"):
     _FUNCTIONS[_name] = getattr(mpmath, _name)
-_GROWING = frozenset(("exp", "sinh", "cosh", "tanh", "coth", "factorial", "binomial"))
+_GROWING = words("exp sinh cosh tanh coth factorial binomial")
 
 
 def _agree(sample: Sample) -> bool:
@@ -263,13 +268,14 @@ def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[
     """Returns samples, and the digits that they need: fractions, or where one value is none, real
     or complex numbers. Raises Undecided for too few of them.
     """
-    names = sorted(symbols(a) | symbols(b))
-    is_complex = _has(a, "i") or _has(b, "i")
+    names = sorted(unknowns(a) | unknowns(b))
+    is_complex = _is_complex(a) or _is_complex(b)
     rng = random.Random(7)
     samples: list[Sample] = []
     digits = _DIGITS
     failure = Undecided()
     for i in range(_ATTEMPTS if names else 1):
+        # Every other point is positive, where roots and logarithms exist.
         signs = (1,) if i % 2 == 0 else (-1, 1)
         point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
         evaluator = _Evaluator(point, is_complex)
@@ -302,9 +308,8 @@ def same_value(a: Node, b: Node) -> bool:
     try:
         return _compared(a, b, lambda samples: all(map(_agree, samples)), is_plausible=_agree)
     except Enormous:
-        return (
-            False  # what is too large to be computed is not the other, which is written otherwise
-        )
+        # What is too large to be computed equals only what is written in the same way.
+        return False
 
 
 def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
@@ -325,6 +330,12 @@ def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
         return False
 
 
+def _constant(node: Node) -> Any:
+    """Returns the value of an expression without unknowns. Raises Undecided."""
+    with mp.workdps(_DIGITS):
+        return _Evaluator({}, is_complex=False).value(node)
+
+
 def order(a: Node, b: Node) -> int:
     """Returns -1, 0 or 1 for a number that is less than, the same as or more than the other. Raises
     Undecided.
@@ -334,27 +345,25 @@ def order(a: Node, b: Node) -> int:
     infinite = {MINUS_INFINITY: -1, INFINITY: 1}
     if a in infinite or b in infinite:
         return 1 if infinite.get(a, 0) > infinite.get(b, 0) else -1
-    with mp.workdps(_DIGITS):
-        difference = _Evaluator({}, is_complex=False).value(("-", a, b))
-        if isinstance(difference, mpmath.mpc):
-            raise Undecided
-        return -1 if difference < 0 else 1
+    difference = _constant(operation("-", a, b))
+    if isinstance(difference, mpmath.mpc):
+        raise Undecided
+    return -1 if difference < 0 else 1
 
 
 def simplified(node: Node) -> Node:
     """Returns an expression as a number if its value is rational."""
     try:
-        with mp.workdps(_DIGITS):
-            value = _Evaluator({}, is_complex=False).value(node)
+        value = _constant(node)
     except Undecided:
         return node
-    return ("num", value) if isinstance(value, Fraction) else node
+    return Number(value) if isinstance(value, Fraction) else node
 
 
-def is_enormous(node: Node | None) -> bool:
+def is_enormous(node: Node) -> bool:
     """Returns whether the value of an expression without unknowns exceeds the bounds."""
     try:
-        _Evaluator({}, is_complex=False).value(node or INFINITY)
+        _constant(node)
     except Enormous:
         return True
     except Undecided:
@@ -364,5 +373,5 @@ def is_enormous(node: Node | None) -> bool:
 
 def roughly(a: Node, b: Node) -> bool:
     """Returns whether two numbers differ by 5 % at most. Raises Undecided."""
-    twentieth = ("*", ("num", Fraction(1, 20)), ("abs", a))
-    return order(("abs", ("-", a, b)), twentieth) <= 0
+    tolerance = operation("*", number(Fraction(1, 20)), operation("abs", a))
+    return order(operation("abs", operation("-", a, b)), tolerance) <= 0

@@ -9,14 +9,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from common.errors import ConfigError, InvalidInput
 from common.process.loop_thread import LoopThread
 from common.prompts.final_answers import MAX_ANSWER_CHARS
 from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
-from common.wire.schemas import RewardItem
+from common.wire.schemas import RewardItem, RewardStatus
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
@@ -25,8 +25,8 @@ from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
 _NO_VALUE = "it cannot be read as a value: only the same text matches it"
+# Address space of one worker.
 MEMORY_MB = 1024
-"""Address space of one worker."""
 
 
 class MathHost(ProcessHost):
@@ -35,6 +35,8 @@ class MathHost(ProcessHost):
 
     The owner enters and exits `pool`. Raises ConfigError when math-verify is not installed.
     """
+
+    verifies_answers = True
 
     def __init__(
         self, config: RewardSection, on_restart: Callable[[], None] = lambda: None
@@ -52,15 +54,16 @@ class MathHost(ProcessHost):
             "services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers
         )
         pool = WorkerPool(spec, config.workers, timeout_s=entry.timeout_s, on_restart=on_restart)
-        super().__init__("math", pool, check=_check_gold)
+        super().__init__("math", pool, gives_verdicts=True)
         self._require_stop = config.require_stop
-        self.gives_verdicts = True
-        self.verifies_answers = True
+
+    def check(self, item: RewardItem, where: str) -> None:
+        """Raises InvalidInput, also for a ground truth that states no answer."""
+        super().check(item, where)
+        _gold(item, where)
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
-        golds = [
-            _gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)
-        ]
+        golds = [_gold(item, f"items[{i}].") for i, item in enumerate(items)]
         scores: list[Score] = []
         hard: list[int] = []  # answers that the workers must compare
         read = 0
@@ -73,7 +76,7 @@ class MathHost(ProcessHost):
                 right = False if truncated else same_answer(gold, answer)
                 if right is None:
                     hard.append(i)
-                scores.append(_verdict(answer, bool(right)))
+                scores.append(Score(float(right or False), correct=bool(right), answer=answer))
 
             read += len(item.response) + 100
             if read > _YIELD_CHARS:
@@ -91,41 +94,32 @@ class MathHost(ProcessHost):
 
     async def _compare(self, gold: str, answer: str, batch: object) -> Score:
         try:
-            found = await self.pool.call(json.dumps([gold, answer]).encode(), batch)
+            found = (await self.pool.call(json.dumps([gold, answer]).encode(), batch)).decode()
         except CallFailed as error:
             return Score(None, error.status, correct=False, answer=answer, reason=str(error))
 
-        if found == b"identical":
+        if found == "identical":
             return Score(1.0, correct=True, answer=answer, reason=_NO_VALUE)
-        if found == b"unparsable":
-            return Score(0.0, "unparsable", correct=False, answer=answer)
-        if found == b"unevaluated":
-            return Score(0.0, "unevaluated", correct=False, answer=answer)
-        if found.startswith(b"error"):
-            return Score(None, "error", correct=False, answer=answer, reason=found.decode())
-        return _verdict(answer, found == b"right")
+        if found in ("unparsable", "unevaluated"):
+            return Score(0.0, cast(RewardStatus, found), correct=False, answer=answer)
+        if found.startswith("error"):
+            return Score(None, "error", correct=False, answer=answer, reason=found)
+        is_right = found == "right"
+        return Score(float(is_right), correct=is_right, answer=answer)
 
 
-def _verdict(answer: str, right: bool) -> Score:
-    return Score(float(right), correct=right, answer=answer)
-
-
-def _gold(ground_truth: str, field: str) -> str:
-    """Returns the answer stated by a ground truth. Raises InvalidInput naming `field`."""
-    gold = gold_answer(ground_truth)
+def _gold(item: RewardItem, where: str) -> str:
+    """Returns the answer stated by a ground truth. Raises InvalidInput."""
+    gold = gold_answer(item.ground_truth)
     if gold is None:
         raise InvalidInput(
             "the ground truth states no answer",
-            field=field,
-            value=ground_truth,
+            field=f"{where}ground_truth",
+            value=item.ground_truth,
             remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, "
             "or text with a \\boxed{} or #### answer",
         )
     return gold
-
-
-def _check_gold(item: RewardItem, where: str) -> None:
-    _gold(item.ground_truth, f"{where}ground_truth")
 
 
 class MathRewardFunction(DetailedRewardFunction):
@@ -160,7 +154,7 @@ class MathRewardFunction(DetailedRewardFunction):
                 str(error), field="workers, timeout_s", remedy="see RewardSection, MathReward"
             ) from None
         MathHost(self._config)  # raises now what is missing
-        self._graders: _Graders | None = None
+        self._host: MathHost | None = None
         self._lock = threading.Lock()
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
@@ -181,11 +175,17 @@ class MathRewardFunction(DetailedRewardFunction):
             items.append(RewardItem.model_construct(response=text, ground_truth=str(gold)))
 
         with self._lock:
-            if self._graders is None:
-                self._graders = _Graders(self._config)
-                self._end = weakref.finalize(self, self._graders.loop.close)
-            graders = self._graders
-        return graders.loop.call(graders.host.score(items))
+            if self._host is None:
+                self._host = MathHost(self._config)
+                self._loop = LoopThread("math-graders")
+                self._loop.open()
+                # The workers live as long as the loop.
+                self._loop.start(_keep(self._host.pool))
+                self._end = weakref.finalize(self, self._loop.close)
+            # Taken inside the lock: `close` in another thread may drop them at any time.
+            host = self._host
+            loop = self._loop
+        return loop.call(host.score(items))
 
     def close(self) -> None:
         """Ends the worker processes; the next call starts new ones.
@@ -193,19 +193,9 @@ class MathRewardFunction(DetailedRewardFunction):
         They also end with this object, and with this process.
         """
         with self._lock:
-            if self._graders is not None:
+            if self._host is not None:
                 self._end()
-                self._graders = None
-
-
-class _Graders:
-    """The workers of a `MathRewardFunction`, which live as long as the loop."""
-
-    def __init__(self, config: RewardSection) -> None:
-        self.host = MathHost(config)
-        self.loop = LoopThread("math-graders")
-        self.loop.open()
-        self.loop.start(_keep(self.host.pool))
+                self._host = None
 
 
 async def _keep(pool: WorkerPool) -> None:

@@ -5,7 +5,7 @@ None]`, as in TRL.
 import functools
 import inspect
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from common.process.loop_thread import LoopThread
@@ -50,36 +50,17 @@ class PlainFunction(DetailedRewardFunction):
         log: log of the run, if there is one.
     """
 
+    name = ""
+
     def __init__(self, function: Function, name: str = "", log: FunctionLog | None = None) -> None:
         self._function = function
-        self._name = name or name_of(function)
+        self.name = name or name_of(function)
         self._log = log
         self._loop: LoopThread | None = None
         self.gives_verdicts = bool(getattr(_unwrapped(function), "gives_verdicts", False))
 
-        self._takes_all = False
-        """Whether the function has `**kwargs`."""
-        self._names: set[str] = set()
-        """Arguments that can be given by name."""
-        self._needed: list[str] = []
-        """Arguments without a default, in their order."""
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                self._takes_all = True
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                if parameter.kind is not parameter.POSITIONAL_ONLY:
-                    self._names.add(parameter.name)
-                if parameter.default is parameter.empty:
-                    self._needed.append(parameter.name)
-
-    @property
-    def name(self) -> str:
-        """Name of its component in metrics and results."""
-        return self._name
-
-    def rename(self, name: str) -> None:
-        """Changes the name of its component, for when another function has the same name."""
-        self._name = name
+        self._parameters = inspect.signature(function).parameters.values()
+        self._names = {each.name for each in self._parameters}
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns what the function returns. Raises WrongScores for anything but a number or None
@@ -87,10 +68,9 @@ class PlainFunction(DetailedRewardFunction):
         """
         chats = kwargs.pop("prompts", None) or [None] * len(completions)
         problems = kwargs.get("prompt") or [""] * len(completions)
-        prompts: list[Any] = []
+        prompts = [chat or problem for chat, problem in zip(chats, problems, strict=True)]
         answers: list[Any] = []
-        for chat, problem, completion in zip(chats, problems, completions, strict=True):
-            prompts.append(chat or problem)
+        for chat, completion in zip(chats, completions, strict=True):
             answers.append(completion if chat else text_of(completion))
 
         available = {**kwargs, "prompts": prompts, "completions": answers}
@@ -113,15 +93,17 @@ class PlainFunction(DetailedRewardFunction):
 
     def _accepted(self, available: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments that the function takes. Raises WrongScores when one is missing."""
-        for name in self._needed:
-            if name not in available:
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        for each in self._parameters:
+            is_needed = each.default is each.empty and each.kind not in variadic
+            if is_needed and each.name not in available:
                 raise WrongScores(
-                    f"the reward function {self.name} needs the argument {name}; "
+                    f"the reward function {self.name} needs the argument {each.name}; "
                     f"there are {', '.join(sorted(available))}",
                     field=self.name,
-                    remedy=f"give the data set a column {name}, or the argument a default",
+                    remedy=f"give the data set a column {each.name}, or the argument a default",
                 )
-        if self._takes_all:
+        if any(each.kind is each.VAR_KEYWORD for each in self._parameters):
             return available
         return {name: value for name, value in available.items() if name in self._names}
 
@@ -129,19 +111,22 @@ class PlainFunction(DetailedRewardFunction):
         """Returns scores for values; None means that the function does not apply. Raises
         WrongScores.
         """
-        if hasattr(values, "__iter__") and not isinstance(values, str | bytes | dict):
+        if isinstance(values, Iterable) and not isinstance(values, str | bytes | dict):
             values = list(values)
         scores = super().checked(values, count)
-        for i, value in enumerate(values):
-            if value is None:
-                scores[i] = Score(None, "inapplicable")
-        return scores
+        return [
+            Score(None, "inapplicable") if value is None else score
+            for value, score in zip(values, scores, strict=True)
+        ]
 
     def _rows(
         self, prompts: list[Any], completions: list[Any], extra: dict[str, list[Any]]
     ) -> list[dict[str, Any]]:
-        columns = {name: list(values) for name, values in extra.items()}
-        for name, values in columns.items():
+        rows: list[dict[str, Any]] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            rows.append({"function": self.name, "prompt": prompt, "completion": completion})
+        for name, given in extra.items():
+            values = list(given)
             if len(values) != len(completions):
                 raise WrongScores(
                     f"the reward function {self.name} gave log_extra {len(values)} values of "
@@ -149,12 +134,8 @@ class PlainFunction(DetailedRewardFunction):
                     field=self.name,
                     remedy="give log_extra one value for each completion",
                 )
-
-        rows: list[dict[str, Any]] = []
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            row = {"function": self.name, "prompt": prompt, "completion": completion}
-            row |= {name: values[i] for name, values in columns.items()}
-            rows.append(row)
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
         return rows
 
     def _awaited(self, values: Awaitable[Any]) -> Any:

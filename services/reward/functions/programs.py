@@ -20,8 +20,8 @@ from services.sandbox.case_formats import parse_cases
 from services.sandbox.cases import Case, CaseResult
 from services.sandbox.sandbox import Limits, Sandbox, SandboxFault, SandboxKind
 
+# Longer programs are ignored.
 MAX_SOURCE_CHARS = 100_000
-"""Longer programs are ignored."""
 # Possessive, so that the text after a fence is scanned only once, however long it is. A block that
 # is labelled as Python may begin after text on its line.
 _FENCE = re.compile(
@@ -30,8 +30,8 @@ _FENCE = re.compile(
     re.MULTILINE,
 )
 _MARKER = re.compile(r"<(/?\w+)>")
+# Stands for the `<` of a marker that is part of a program.
 _LITERAL = "<\0"
-"""Stands for the `<` of a marker that is part of a program."""
 _PYTHON = re.compile(r"\W*(?:(py|python)[\d.]*\W*)?", re.IGNORECASE)
 _DEFINED = re.compile(
     r"^(?:async[ \t]+)?(?:def|class)[ \t]+(?!test)(\w+)", re.MULTILINE | re.IGNORECASE
@@ -58,7 +58,7 @@ class CodeRewardFunction(DetailedRewardFunction):
     failure of the sandbox itself, or a machine too busy to run the program, gives no score.
 
     Args:
-        timeout: seconds of computing or waiting for one case; all cases of a program share five
+        timeout_s: seconds of computing or waiting for one case; all cases of a program share five
             times as much.
         partial_credit: reward the share of the cases that pass; every case then runs.
         slots: maximum concurrent programs; the number of processors when None.
@@ -79,7 +79,7 @@ class CodeRewardFunction(DetailedRewardFunction):
 
     def __init__(
         self,
-        timeout: float = 5.0,
+        timeout_s: float = 5.0,
         partial_credit: bool = False,
         *,
         slots: int | None = None,
@@ -90,8 +90,10 @@ class CodeRewardFunction(DetailedRewardFunction):
     ) -> None:
         self.slots = slots or os.cpu_count() or 1
         self.partial_credit = partial_credit
-        check_positive(timeout=timeout, slots=self.slots, memory_mb=memory_mb, output_kb=output_kb)
-        limits = Limits(timeout, memory_mb, output_kb)
+        check_positive(
+            timeout_s=timeout_s, slots=self.slots, memory_mb=memory_mb, output_kb=output_kb
+        )
+        limits = Limits(timeout_s, memory_mb, output_kb)
         self._sandbox = Sandbox(limits, self.slots, sandbox, python=python)
         self._threads = DaemonThreads(self.slots, "sandbox")
 
@@ -203,10 +205,10 @@ def _blocks(text: str) -> Iterator[_Block]:
 
 def _block(text: str, opening: re.Match[str], end: int, *, is_closed: bool) -> _Block:
     start = min(opening.end() + 1, end)
-    content = _unindented(text[start:end], opening["indent"])
+    indent = re.compile(f"^{opening['indent']}", re.MULTILINE)
     return _Block(
         language=opening["language"],
-        text=content,
+        text=indent.sub("", text[start:end]),
         start=start,
         end=end,
         is_closed=is_closed,
@@ -217,9 +219,8 @@ def _with_literals(response: str) -> str:
     """Returns a response in which markers of thoughts that are part of a program do not count."""
     parts: list[str] = []
     done = 0
-    for block in _blocks(response) if _MARKER.search(response) else ():
-        is_program = block.is_closed and _MARKER.search(block.text) and _is_python(block.text)
-        if is_program:
+    for block in _blocks(response):
+        if block.is_closed and _MARKER.search(block.text) and _is_python(block.text):
             parts.append(response[done : block.start])
             parts.append(_MARKER.sub(_LITERAL + r"\1>", response[block.start : block.end]))
             done = block.end
@@ -244,18 +245,12 @@ def _is_python(source: str) -> bool:
 
 
 def _closes(opening: re.Match[str], fence: re.Match[str]) -> bool:
-    """Whether a fence closes a block: as long as its opening, without a language, and no deeper."""
+    """Returns whether a fence closes a block: as long as its opening, without a language, and
+    indented by at most three columns more.
+    """
     is_long_enough = fence["marks"].startswith(opening["marks"])
-    return is_long_enough and not fence["language"] and _depth(fence) <= _depth(opening) + 3
-
-
-def _depth(fence: re.Match[str]) -> int:
-    return len(fence["indent"].expandtabs(4))
-
-
-def _unindented(source: str, indent: str) -> str:
-    """Returns the content of a block without the indentation of its fence."""
-    return re.sub(rf"^{indent}", "", source, flags=re.MULTILINE) if indent else source
+    deeper = len(fence["indent"].expandtabs(4)) - len(opening["indent"].expandtabs(4))
+    return is_long_enough and not fence["language"] and deeper <= 3
 
 
 def _assembled(blocks: list[str], reads_input: bool) -> str:
@@ -270,35 +265,26 @@ def _assembled(blocks: list[str], reads_input: bool) -> str:
     last = len(programs) - 1
     while last > 0 and not _DEFINED.search(programs[last]):
         earlier = programs[:last]
-        if reads_input and _reads_input_alone(programs[last], earlier):
-            break
-        if not _calls(programs[last], earlier):
+        # Unless only it reads the input of the tests.
+        reads_alone = _INPUT.search(programs[last]) and not any(map(_INPUT.search, earlier))
+        if (reads_input and reads_alone) or not _calls(programs[last], earlier):
             break
         last -= 1
 
     parts = [programs[last]]
-    needed = _used(programs[last]) - _bound(programs[last])
+    needed = {*_NAME.findall(programs[last])} - _bound(programs[last])
     for block in reversed(programs[:last]):
         names = _bound(block)
         if names & needed:
             parts.insert(0, block)
-            needed = (needed | _used(block)) - names
+            needed = (needed.union(_NAME.findall(block))) - names
     return "\n".join(parts)
-
-
-def _reads_input_alone(block: str, earlier: list[str]) -> bool:
-    """Whether a block reads the input of the tests, and none before it does."""
-    return bool(_INPUT.search(block)) and not any(_INPUT.search(other) for other in earlier)
 
 
 def _calls(block: str, earlier: list[str]) -> bool:
     """Whether a block uses a name that an earlier one defines and it does not bind itself."""
     defined = {name for other in earlier for name in _DEFINED.findall(other)}
-    return bool((defined - _bound(block)) & _used(block))
-
-
-def _used(source: str) -> set[str]:
-    return set(_NAME.findall(source))
+    return bool((defined - _bound(block)) & {*_NAME.findall(block)})
 
 
 def _bound(source: str) -> set[str]:

@@ -12,7 +12,7 @@ from common.wire.schemas import RewardItem
 from services.reward.answers.equivalence import verdict
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 from tests.support.paths import ROOT
 
 
@@ -58,7 +58,7 @@ async def test_ground_truths_that_are_no_value_are_refused(
     kind: str, rows: list[dict[str, Any]]
 ) -> None:
     items = [RewardItem.model_construct(response="", ground_truth=row["gold"]) for row in rows]
-    async with RewardScorer(RewardSection(workers=1)) as scorer:
+    async with RewardService(RewardSection(workers=1)) as scorer:
         found = await scorer.check_ground_truths(items)
     refused = {rows[problem.index]["gold"] for problem in found.problems}
     expected = {row["gold"] for row in rows} if kind == "refused" else set()

@@ -13,7 +13,7 @@ from services.reward.answers import equivalence
 from services.reward.answers.equivalence import prepare, verdict
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import gold_answer
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 from tests.support.paths import ROOT
 
 KINDS = ROOT / "tests" / "golden" / "kinds.jsonl"
@@ -79,7 +79,7 @@ def test_an_exception_of_the_grader_is_an_error_with_its_place(
 
 @pytest.mark.integration
 async def test_an_error_of_the_grader_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with RewardScorer(RewardSection(workers=1)) as grader:
+    async with RewardService(RewardSection(workers=1)) as grader:
         [pool] = grader._pools
 
         async def broken(*_: object) -> bytes:

@@ -3,28 +3,14 @@ HTTP.
 """
 
 import asyncio
-import json
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self, get_args
 
-from common.errors import ConfigError, InvalidInput, ServiceLost, TooLarge
-from common.models.hub import check_model
+from common.errors import InvalidInput, ServiceLost, TooLarge
 from common.process.metrics import Metrics
-from common.process.topology import assigned_gpus
-from common.settings.rewards import (
-    CodeReward,
-    FormatReward,
-    JudgeReward,
-    LengthReward,
-    MathReward,
-    ModelReward,
-    RepetitionReward,
-    Reward,
-)
 from common.settings.sections import RewardSection
 from common.wire.schemas import (
     MAX_BATCH_ITEMS,
@@ -37,28 +23,16 @@ from common.wire.schemas import (
 )
 from services.reward.answers.extract import gold_answer
 from services.reward.answers.golds import has_eaten_backslash, repaired
-from services.reward.functions.answers import MathHost
+from services.reward.configured import configured_hosts
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
-from services.reward.functions.judge import DEFAULT_RUBRIC, JudgeRewardFunction
-from services.reward.functions.programs import CodeRewardFunction
-from services.reward.functions.text import (
-    FormatRewardFunction,
-    LengthPenaltyFunction,
-    RepetitionPenaltyFunction,
-)
 from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
-from services.reward.pool import WorkerPool, WorkerSpec
 
-_CHECK_S = 300.0
-_MODEL_START_S = 600.0  # without progress: a large model is downloaded first
-_MODEL_CALL_S = 120.0
-_HANDLER = "services.reward.functions.handler"
 _DIFFERS = "it does not match itself"
 _SELF_REASONS = {"unparsable": "it cannot be read", "unevaluated": "it is not worked out"}
 
 
-class RewardScorer:
+class RewardService:
     """Scores items with the reward functions of their tasks. An async context manager: it owns the
     worker processes.
 
@@ -97,86 +71,30 @@ class RewardScorer:
         ).set(QUEUE_LIMIT)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
-        self._hosts: dict[str, Host] = {}
-        self._pools: list[WorkerPool] = []
+        self._hosts: list[Host]
         self._tasks: dict[str, list[Host]] = {}
-        if functions is None:
-            self._host_configured()
-            for entry in config.functions:
-                for task in entry.tasks:
-                    self._tasks.setdefault(task, []).append(self._hosts[entry.name])
-        else:
-            self._host_own(functions)
-            self._tasks[""] = list(self._hosts.values())
-
         self._weights: dict[str, float] = {}
-        for key, host in self._hosts.items():
-            self._weights[host.name] = config.weights.get(key, 1.0)
+        """The weight of each host, by its name."""
+        if functions is None:
+            self._hosts = configured_hosts(config, self._on_restart)
+            for entry, host in zip(config.functions, self._hosts, strict=True):
+                self._weights[host.name] = entry.weight
+                for task in entry.tasks:
+                    self._tasks.setdefault(task, []).append(host)
+        else:
+            self._hosts = [
+                ThreadHost(function, config.function_timeout_s, calls=config.workers)
+                for function in functions
+            ]
+            self._weights = config.weights
+            self._tasks[""] = self._hosts
+        check_names([host.name for host in self._hosts])
+        pools = [host.pool for host in self._hosts if isinstance(host, ProcessHost)]
+        self._pools = list(dict.fromkeys(pools))  # several functions may share one
         self._exits = AsyncExitStack()
 
-    def _host_own(self, functions: Sequence[RewardFunction]) -> None:
-        """Creates a host for each of the caller's functions, by its name."""
-        check_names([function.name for function in functions])
-        for function in functions:
-            self._hosts[function.name] = ThreadHost(
-                function, self.config.function_timeout_s, calls=self.config.workers
-            )
-
-    def _host_configured(self) -> None:
-        """Creates a host for every function, by its configured name, and the pools of their
-        workers.
-        """
-        shared: dict[str, dict[str, Any]] = {}  # functions that share a pool, by configured name
-        for entry in self.config.functions:
-            if isinstance(entry, MathReward):
-                host = MathHost(self.config, self._on_restart)
-                self._pools.append(host.pool)
-                self._hosts[entry.name] = host
-            elif isinstance(entry, CodeReward):
-                self._hosts[entry.name] = _code_host(entry)
-            elif isinstance(entry, JudgeReward):
-                self._hosts[entry.name] = _judge_host(entry)
-            elif isinstance(entry, ModelReward):
-                self._hosts[entry.name] = self._model_host(entry)
-            else:
-                shared[entry.name] = _shared(entry)
-
-        if shared:
-            pool = WorkerPool(
-                WorkerSpec(_HANDLER, {"functions": list(shared.values())}),
-                self.config.workers,
-                timeout_s=self.config.function_timeout_s,
-                on_restart=self._on_restart,
-            )
-            self._pools.append(pool)
-            for index, (name, function) in enumerate(shared.items()):
-                shared_host = ProcessHost(function["name"], pool, index)
-                shared_host.gives_verdicts = function.get("gives_verdicts", False)
-                self._hosts[name] = shared_host
-        check_names([host.name for host in self._hosts.values()])
-
-    def _model_host(self, entry: ModelReward) -> Host:
-        """Returns the host of the reward model, which has a process of its own, because the server
-        never imports torch.
-        """
-        check_model(entry.model, "reward.functions.reward_model.model")
-        _check_gpu()
-        function = {
-            "target": "services.reward.neural:RewardModelFunction",
-            "arguments": {"model": entry.model, "max_tokens": entry.max_tokens},
-        }
-        pool = WorkerPool(
-            WorkerSpec(_HANDLER, {"functions": [function]}, answers=None),
-            workers=1,
-            timeout_s=_MODEL_CALL_S,
-            on_restart=self._on_restart,
-            start_s=_MODEL_START_S,
-        )
-        self._pools.append(pool)
-        return ProcessHost(entry.name, pool)
-
     def _unfinished(self) -> int:
-        return sum(host.unfinished for host in self._hosts.values())
+        return sum(host.unfinished for host in self._hosts)
 
     async def __aenter__(self) -> Self:
         for pool in self._pools:
@@ -205,7 +123,7 @@ class RewardScorer:
         """
         return {
             "graded": {status: self._counts[status] for status in get_args(RewardStatus)},
-            "functions": [host.name for host in self._hosts.values()],
+            "functions": [host.name for host in self._hosts],
             "gives_verdicts": self.gives_verdicts,
             "workers": self.config.workers,
             "worker_restarts": self._restarted,
@@ -304,15 +222,12 @@ class RewardScorer:
         when none has).
         """
         results = await self.score(items)
-        rewards: list[float] = []
-        correct = 0
-        for result in results:
-            if result.reward is not None:
-                rewards.append(result.reward)
-                correct += result.correct
+        rewards = [result.reward for result in results if result.reward is not None]
         graded = max(1, len(rewards))
         return BatchRewardResult(
-            rewards=results, mean_reward=sum(rewards) / graded, accuracy=correct / graded
+            rewards=results,
+            mean_reward=sum(rewards) / graded,
+            accuracy=sum(result.correct for result in results) / graded,
         )
 
     def _hosts_of(self, item: RewardItem, where: str) -> list[Host]:
@@ -335,8 +250,8 @@ class RewardScorer:
         whole = combine(parts, self._weights)
         reward = whole.value
         correct = whole.correct
-        truncated = item.finish_reason == "length" and self.config.require_stop
-        if truncated and reward is not None:
+        is_truncated = item.finish_reason == "length" and self.config.require_stop
+        if is_truncated and reward is not None:
             reward = 0.0
             correct = False
 
@@ -356,69 +271,6 @@ class RewardScorer:
         self._restarts.inc()
 
 
-def _code_host(entry: CodeReward) -> Host:
-    function = CodeRewardFunction(
-        entry.timeout_s,
-        entry.partial_credit,
-        slots=entry.slots,
-        memory_mb=entry.memory_mb,
-        output_kb=entry.output_kb,
-        python=entry.python,
-        sandbox=entry.sandbox,
-    )
-
-    def check(item: RewardItem, where: str) -> None:
-        function.cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
-
-    return ThreadHost(function, timeout_s=None, calls=function.slots, check=check, call_items=1)
-
-
-def _judge_host(entry: JudgeReward) -> Host:
-    function = JudgeRewardFunction(
-        entry.url,
-        entry.model,
-        entry.rubric or DEFAULT_RUBRIC,
-        timeout_s=entry.timeout_s,
-        concurrency=entry.concurrency,
-        max_tokens=entry.max_tokens,
-    )
-    return ThreadHost(function, timeout_s=None, calls=entry.concurrency, call_items=1)
-
-
-def _shared(entry: Reward) -> dict[str, Any]:
-    """Returns the specification of a function that runs in the shared workers."""
-    function: Callable[..., RewardFunction]
-    arguments: dict[str, Any] = {}
-    if isinstance(entry, FormatReward):
-        function = FormatRewardFunction
-        arguments["required_patterns"] = entry.required
-        arguments["forbidden_patterns"] = entry.forbidden
-    elif isinstance(entry, LengthReward):
-        function = LengthPenaltyFunction
-        arguments["soft_chars"] = entry.soft_chars
-        arguments["hard_chars"] = entry.hard_chars
-    elif isinstance(entry, RepetitionReward):
-        function = RepetitionPenaltyFunction
-    else:
-        return _custom(entry.name)
-
-    try:
-        function(**arguments)  # refuses wrong arguments here instead of in a worker
-    except ConfigError as error:
-        argument = str(error.field).removesuffix("_patterns")
-        raise ConfigError(
-            error.message,
-            field=f"reward.functions.{entry.name}.{argument}",
-            value=error.value,
-            remedy=error.remedy,
-        ) from None
-    return {
-        "name": entry.name,
-        "target": f"services.reward.functions:{function.__name__}",
-        "arguments": arguments,
-    }
-
-
 def _readable_by_nobody(ground_truth: str) -> str:
     """Returns why only an identical text would match a ground truth; empty when others may."""
     gold = gold_answer(ground_truth) or ""
@@ -434,49 +286,3 @@ def _boxed(ground_truth: str) -> str:
     being the same text, which is right without being read.
     """
     return rf"\boxed{{{{{gold_answer(ground_truth)}}}}}"
-
-
-def _custom(path: str) -> dict[str, Any]:
-    """Returns the specification of a user's function, after a separate process created it once to
-    check it.
-    """
-    spec: dict[str, Any] = {"target": path, "arguments": {}}
-    remedy = "name package.module:Class, a RewardFunction that needs no arguments"
-    made = json.loads(_tried(WorkerSpec(_HANDLER, {"functions": [spec]}), path, remedy))
-    name, gives_verdicts = made[0]
-    return spec | {"name": name, "gives_verdicts": gives_verdicts}
-
-
-def _check_gpu() -> None:
-    """Raises ConfigError when this node has GPUs that torch, which this process never imports,
-    cannot use.
-    """
-    if assigned_gpus() is not None:
-        _tried(
-            WorkerSpec("services.reward.device", {}),
-            "reward_model",
-            "on a node without GPUs it scores on the CPU",
-        )
-
-
-def _tried(spec: WorkerSpec, function: str, remedy: str) -> str:
-    """Returns the last line printed by a process that creates the handler of `spec` once.
-
-    Raises ConfigError if it fails.
-    """
-    try:
-        done = subprocess.run(
-            spec.command(check=True),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=_CHECK_S,
-        )
-        # The function may have printed something before.
-        output = done.stdout.strip().rpartition("\n")[2]
-        if done.returncode == 0:
-            return output
-        problem = output or "the process that tried the reward function died"
-    except subprocess.TimeoutExpired:
-        problem = f"the reward function could not be created within {_CHECK_S:.0f} s"
-    raise ConfigError(problem, field="reward.functions", value=function, remedy=remedy)
