@@ -20,10 +20,10 @@ _THOUGHT = re.compile(
     | <channel\|> | <\|channel\|>final{_MESSAGE} | assistantfinal""",
     re.IGNORECASE | re.VERBOSE,
 )
+# The end of a prompt whose template has begun a thought.
 OPENED_THOUGHT = re.compile(
     rf"(?:<(?:seed:)?{_NAME}>|<\|begin_of_{_NAME}\|>|◁think▷|\[THINK\])\s*\Z", re.IGNORECASE
 )
-"""The end of a prompt whose template has begun a thought."""
 _SIGNS_OF_THOUGHT = (
     "</",
     "<|",

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from common.prompts.answer_text import BOX
 from common.prompts.phrases import phrases
 
+# Longer answers are ignored, because cutting one could turn it into another answer.
 MAX_ANSWER_CHARS = 1024
-"""Longer answers are ignored, because cutting one could turn it into another answer."""
 _CONTEXT_CHARS = 500  # text around a mark that is read for its meaning
 _MAX_LABELS = 16  # statements that are read, from the last one backwards
 _MAX_QUESTIONS = 8  # headings that are tried
@@ -98,6 +98,7 @@ _HEDGE = re.compile(rf"\b{phrases('doubt', 'could')}\b", re.IGNORECASE)
 _ALTERNATIVE = re.compile(rf"\b(?:{phrases('doubt', 'could')}|or|not)\b", re.IGNORECASE)
 _VALUE = r"(?:[-−–+]?\s?[$€£¥]?\.?[0-9]|[\ue000-\uf8ff]|\(?[A-H]\)?(?![\w'’]))"
 _NUMERAL = re.compile("[0-9\ue000-\uf8ff]")
+# A member of a JSON object that is the answer.
 _JSON = re.compile(
     r"""["'](?:(?:final|correct)[_\ ]?)?(?:answer|result)["']\s{0,8}:\s{0,8}
     (?: (?P<list>\[\s{0,8})?(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\\n]|\\.){0,1024})(?P=quote)
@@ -105,7 +106,6 @@ _JSON = re.compile(
     | (?P<bare>[^\s"',}]{1,1024}) | ["'] )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""A member of a JSON object that is the answer."""
 _SIGNS_OF_QUESTION = (
     "uestion", "UESTION", "Q:", "roblem", "ROBLEM", "ruction", "uman:", "UMAN:", "ser:", "SER:",
     "user", "问题", "题目",
@@ -167,8 +167,8 @@ _WORDS_FIRST = re.compile(
 _FINAL_SIGN = re.compile(r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
 _TEX_QUOTES = re.compile(r"\A`{1,2}([^`']*)'{1,2}\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
+# Decoration after an answer: check marks, emoji.
 _SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
-"""Decoration after an answer: check marks, emoji."""
 
 
 class Mark(NamedTuple):

@@ -20,8 +20,8 @@ from services.http.disconnect import cancel_on_disconnect
 from services.reward.functions.base import RewardFunction
 from services.reward.service import RewardService
 
+# Maximum concurrent requests; further ones get a 503.
 MAX_REQUESTS = 256
-"""Maximum concurrent requests; further ones get a 503."""
 
 
 def create_reward_app(

@@ -73,8 +73,8 @@ class RewardService:
         self._restarted = 0
         self._hosts: list[Host]
         self._tasks: dict[str, list[Host]] = {}
+        # The weight of each host, by its name.
         self._weights: dict[str, float] = {}
-        """The weight of each host, by its name."""
         if functions is None:
             self._hosts = configured_hosts(config, self._on_restart)
             for entry, host in zip(config.functions, self._hosts, strict=True):

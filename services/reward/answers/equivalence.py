@@ -15,7 +15,7 @@ from contextlib import suppress
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from services.reward.answers.expressions import (
     ONE,
@@ -50,6 +50,8 @@ from services.reward.answers.shapes import (
 )
 from services.reward.answers.values import same_ratio
 
+_T = TypeVar("_T")
+# Example comparisons for most kinds of answers.
 _WARM_UP = (
     ("\\frac{x+1}{2}", "(1+x)/2"),
     ("\\sqrt{2}", "1.4"),
@@ -75,15 +77,12 @@ _WARM_UP = (
     ("\\int_0^1 x dx", "\\sum_{i=1}^{3} i"),
     ("\\text{east}", "west"),
 )
-"""Example comparisons for most kinds of answers."""
-
-
+# A sentence with one number.
 _SENTENCE = re.compile(
     r"(?=.*[a-z]{2}.* .*[a-z]{2})[^0-9]*[0-9][0-9,]*(?:\.[0-9]+)?[^0-9]*",
     re.IGNORECASE | re.DOTALL,
 )
-
-
+# What data sets write where there is no answer.
 _NO_VALUE = re.compile(
     r"(?:the )?proof.*|prove[dn]?.*|notfound|no answer.*|(?:see|as shown) .*|unknown|undetermined"
     r"|(?:.* )?(?:not|none) (?:found|provided|available|given|applicable|specified|required).*"
@@ -91,9 +90,8 @@ _NO_VALUE = re.compile(
     r"|(?:the )?(?:answer|solution|explanation)(?: above| below)?|.*(?:证明|解析|略|解答).*|无",
     re.IGNORECASE,
 )
-"""What data sets write where there is no answer."""
+# Words of an answer; more are a sentence. Those of MATH-500 have two.
 _MAX_WORDS = 3
-"""Words of an answer; more are a sentence. Those of MATH-500 have two."""
 
 
 def verdict(gold: str, answer: str) -> str:
@@ -192,13 +190,36 @@ def _value(node: Node) -> Value:
 
 def same(expected: Reading, given: Reading) -> bool:
     """Returns whether two readings have the same value."""
-    if isinstance(expected, Choice):
-        return _same_choice(expected, given)
-    if isinstance(given, Choice):
-        return _same_choice(given, expected)
+    match expected, given:
+        case Choice(), _:
+            return _same_choice(expected, given)
+        case _, Choice():
+            return _same_choice(given, expected)
+        case Value(), Value():
+            return same_values(expected, given)
+        case Many(items), Many(others):
+            return _in_any_order(items, others, same)
+        case TupleOrInterval(opening, closing, items), TupleOrInterval():
+            same_brackets = (opening, closing) == (given.opening, given.closing)
+            # Only a pair can be an interval, of which the brackets count.
+            return (same_brackets or len(items) > 2) and _in_order(items, given.items)
+        case Named(), Named():
+            return _same_named(expected, given)
+        case Relation(), Relation():
+            return _same_relation(expected, given)
+        case Region(_, name), Region(_, other_name):
+            with suppress(NotUnderstood):
+                is_same = not combined([expected, given], operator.xor).intervals
+                return is_same and (name == other_name or not name or not other_name)
+            return False
+        case Family(), Family():
+            values, others = map(_values_of_k, (expected, given))
+            return _in_any_order(values, others, _same_progression)
+        case Residue(value, modulus), Residue(other, other_modulus):
+            rests = [operation("mod", node, modulus) for node in (value, other)]
+            return _same_node(modulus, other_modulus) and _same_node(*rests)
     if type(expected) is type(given):
-        rule: Callable[[Any, Any], bool] = _RULES.get(type(expected), operator.eq)
-        return rule(expected, given)
+        return expected == given
     converted = _converted(expected, given, is_gold=True)
     if converted is not None:
         return same(converted, given)
@@ -288,7 +309,7 @@ def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
 
 
 def _in_any_order(
-    expected: Sequence[Any], given: Sequence[Any], rule: Callable[[Any, Any], bool] = same
+    expected: Sequence[_T], given: Sequence[_T], rule: Callable[[_T, _T], bool]
 ) -> bool:
     left = list(given)
     for item in expected:
@@ -361,27 +382,9 @@ def _as_relation(statement: Named) -> Relation | None:
     return None
 
 
-def _same_tuple(expected: TupleOrInterval, given: TupleOrInterval) -> bool:
-    same_brackets = (expected.opening, expected.closing) == (given.opening, given.closing)
-    # Only a pair can be an interval.
-    is_pair = len(expected.items) <= 2
-    return (same_brackets or not is_pair) and _in_order(expected.items, given.items)
-
-
-def _same_region(expected: Region, given: Region) -> bool:
-    if expected.name and given.name and expected.name != given.name:
-        return False
-    with suppress(NotUnderstood):
-        return not combined([expected, given], operator.xor).intervals
-    return False
-
-
-def _same_family(expected: Family, given: Family) -> bool:
-    values, others = (
-        [substituted(node, family.parameter, Unknown("k")) for node in family.values]
-        for family in (expected, given)
-    )
-    return _in_any_order(values, others, _same_progression)
+def _values_of_k(family: Family) -> list[Node]:
+    """Returns the values of a family, with the parameter k."""
+    return [substituted(node, family.parameter, Unknown("k")) for node in family.values]
 
 
 def _same_progression(expected: Node, given: Node) -> bool:
@@ -399,25 +402,6 @@ def _same_progression(expected: Node, given: Node) -> bool:
     nearest = operation("floor", operation("+", steps, number(Fraction(1, 2))))
     is_same_step = _same_node(operation("abs", step), operation("abs", other_step))
     return is_same_step and _same_node(steps, nearest)
-
-
-def _same_residue(expected: Residue, given: Residue) -> bool:
-    if not _same_node(expected.modulus, given.modulus):
-        return False
-    rest = operation("mod", expected.value, expected.modulus)
-    return _same_node(rest, operation("mod", given.value, expected.modulus))
-
-
-_RULES: dict[type, Callable[[Any, Any], bool]] = {
-    Value: same_values,
-    Many: lambda expected, given: _in_any_order(expected.items, given.items),
-    TupleOrInterval: _same_tuple,
-    Named: _same_named,
-    Relation: _same_relation,
-    Region: _same_region,
-    Family: _same_family,
-    Residue: _same_residue,
-}
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
@@ -447,7 +431,9 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
             where = f"{Path(place.filename).name}, line {place.lineno}"
             found = f"error: {type(error).__name__} in {where}"
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if found != "right" and _used_bytes() > memory_bytes // 2:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_bytes = peak if sys.platform == "darwin" else peak << 10
+        if found != "right" and peak_bytes > memory_bytes // 2:
             raise MemoryError  # in many places sympy returns "wrong" when it runs out of memory
         return found
 
@@ -458,9 +444,3 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         return handle
 
     return make
-
-
-def _used_bytes() -> int:
-    """Returns the peak memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10

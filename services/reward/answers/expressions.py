@@ -49,8 +49,8 @@ class Operation(Node):
 
 _MAX_DEPTH = 60  # expression trees are walked recursively
 _MAX_TOKENS = 300
+# A word of letters that belong together, such as xyz, is a product.
 _PRODUCTS = tuple(map(frozenset, ("abcd", "ijklmn", "pqrs", "uvwxyz")))
-"""A word of letters that belong together, such as xyz, is a product."""
 _ENDS = CLOSE | words(
     f"+ - | , ; / \\times : ! !! ^ % & \\\\ {DEGREE} \\rfloor \\rceil \\mod \\over"
 )
@@ -101,8 +101,8 @@ class Parser:
         self._tokens = [*chain.from_iterable(map(_singles, tokens)), _END, _END, _END]
         self._i = 0
         self._depth = 0
+        # Open bars: a bar then closes an absolute value.
         self._bars = 0
-        """Open bars: a bar then closes an absolute value."""
 
     def whole(self) -> Node:
         """Parses all tokens as one expression. Raises NotUnderstood."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from html.entities import name2codepoint
-from itertools import dropwhile
 from typing import NamedTuple
 
 
@@ -65,6 +64,7 @@ GREEK = words(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
 )
+# Commands that only affect typesetting; what their braces hold stays.
 _TYPESETTING = (
     "quad|qquad|(?:display|text|script|scriptscript)style|(?:no)?limits|left|right|middle"
     "|[bB]ig+[lr]?|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline"
@@ -73,7 +73,7 @@ _TYPESETTING = (
     "|strut|smash|null|relax|bold|pmb|math(?:op|ord|rel|bin|open|close|inner)|bfseries|centering"
     "|newline|nonumber|notag|mathbf|boldsymbol|bm|mathit"
 )
-"""Commands that only affect typesetting; what their braces hold stays."""
+# A notation, then the characters that stand for it.
 _UNICODE = r"""
 - − ‐ ‑ ﹣; / ⁄ ∕ ÷; * × ⋅ · ∙ • ∗ ✕; \pi π 𝜋; \infty ∞; \le ≤ ≦ ⩽; \ge ≥ ≧ ⩾; \ne ≠; \approx ≈
 \pm ±; \mp ∓; \cup ∪; \cap ∩; \emptyset ∅ ⌀; \in ∈; \setR ℝ; \setZ ℤ; \setN ℕ; \setQ ℚ
@@ -82,7 +82,6 @@ _UNICODE = r"""
 \lfloor ⌊; \rfloor ⌋; \lceil ⌈; \rceil ⌉; | ∣; \ell ℓ; \text{~cents} ¢; % ٪; '' ″; \land ∧; \lor ∨
 \sum ∑; \prod ∏; \int ∫; \equiv ≡; \dots …; \langle ⟨; \rangle ⟩; . 。
 """
-"""A notation, then the characters that stand for it."""
 _INVISIBLE = (*range(10), *range(11, 32), 127, 0xAD, *range(0x200B, 0x200E), 0x2060, 0xFEFF)
 _SPACES = (9, *range(11, 14), 160, 5760, *range(8192, 8203), 8239, 8287, 12288)
 _TABLE = {
@@ -108,10 +107,6 @@ def _on_the_line(match: re.Match[str]) -> str:
 def _vulgar(match: re.Match[str]) -> str:
     above, _, below = unicodedata.normalize("NFKD", match.group()).partition("⁄")
     return f"\\frac{{{above}}}{{{below}}}"
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return html.unescape(match.group()).translate(_TABLE)
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -142,8 +137,8 @@ def _marked_text(match: re.Match[str]) -> str:
     return f"\x02{content}\x03"
 
 
+# The whole number of a mixed one: 4 of (1,4 1/2), and 1,400 of 1,400 1/2.
 _WHOLE = r"(?<![0-9.^])(?<![0-9],(?=[0-9]{3}))([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})"
-"""The whole number of a mixed one: 4 of (1,4 1/2), and 1,400 of 1,400 1/2."""
 _GAP = r"(?: |~|\\[,;:! ]|\\q?quad(?![A-Za-z])|\\text *\{ *\}){0,9}"
 _DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
 _TEXTS = (
@@ -156,7 +151,7 @@ _UNICODE_STEPS: tuple[tuple[str, Replacement], ...] = (
 )
 _STEPS: tuple[tuple[str, str, Replacement], ...] = (
     # what a text must contain for the step to be tried, a pattern, and what replaces it
-    ("&", r"&#?\w{1,8};", _unescaped),
+    ("&", r"&#?\w{1,8};", lambda match: html.unescape(match.group()).translate(_TABLE)),
     ("<su", r"<(?P<how>su[pb])>([^<>]*)</(?P=how)>", r"<\1 \2>"),
     ("<sup ", r"<sup ([^<>]*)>", r"^{\1}"),
     ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
@@ -258,10 +253,10 @@ _SCAN = re.compile(
     re.DOTALL,
 )
 _GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])(?:\.[0-9]+)?")
+# sinx, xpi
 _GLUED = re.compile(
     r"((?:sin|cos|tan|cot|sec|csc|log|exp|abs|gcd|lcm|max|min)(?=[a-z]$)|[A-Za-z](?=pi$))([a-z]+)"
 )
-"""sinx, xpi"""
 _TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
 _OPERATORS = {
     "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt",
@@ -269,8 +264,8 @@ _OPERATORS = {
 }  # fmt: skip
 _QUOTES = words("\" ' `")
 _RELATED = words("\\le \\ge \\ne \\lt \\gt \\times")
+# What is a command with or without a backslash.
 _SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
-"""What is a command with or without a backslash."""
 
 
 def canonical(text: str) -> str:
@@ -295,17 +290,13 @@ def tokens(text: str) -> Tokens:
     while found and found[-1].kind == "op" and found[-1].text == ".":
         found.pop()
     if found and found[0].text in _QUOTES:
-        found = list(dropwhile(_is_quote, found))
-        while found and _is_quote(found[-1]):
-            found.pop()
+        inside = [i for i, token in enumerate(found) if token.text not in _QUOTES]
+        found = found[inside[0] : inside[-1] + 1] if inside else []
     return tuple(found)
 
 
-def _is_quote(token: Token) -> bool:
-    return token.text in _QUOTES
-
-
 def _scan(text: str) -> list[Token]:
+    """Returns the tokens of a canonical text."""
     found: list[Token] = []
     spaced = False
     in_text = False
@@ -313,9 +304,11 @@ def _scan(text: str) -> list[Token]:
     position = 0
     is_loose = re.search(r"(?<!\\), ", text) is not None
     while position < len(text):
-        if in_text and (word := _TEXT_WORD.match(text, position)):
-            found.append(_text_word(word.group(), spaced))
-            position = word.end()
+        if in_text and (match := _TEXT_WORD.match(text, position)):
+            word = match.group()
+            is_command = word in ("pi", "infinity")
+            found.append(_command(word, spaced) if is_command else Token("word", word, spaced))
+            position = match.end()
             spaced = False
             continue
 
@@ -327,9 +320,7 @@ def _scan(text: str) -> list[Token]:
         if kind == "space":
             spaced = True
             continue
-        if kind == "exact":
-            found.append(Token("num", piece, spaced))
-        elif kind == "num":
+        if kind in ("num", "exact"):
             grouped = _GROUPED.match(text, match.start()) if depth == 0 or is_loose else None
             if grouped:
                 piece = re.sub("[, ]", "", grouped.group())
@@ -350,12 +341,6 @@ def _scan(text: str) -> list[Token]:
             found.append(Token(kind, _OPERATORS.get(piece, piece), spaced))
         spaced = False
     return found
-
-
-def _text_word(word: str, spaced: bool) -> Token:
-    if word in ("pi", "infinity"):
-        return Token("cmd", "\\" + _SAME[word], spaced)
-    return Token("word", word, spaced)
 
 
 def _command(name: str, spaced: bool) -> Token:

@@ -67,7 +67,13 @@ class Value:
 
 def read_value(part: Tokens) -> Value:
     """Returns a number or expression with its unit. Raises NotUnderstood."""
-    part, unit = _without_unit(_without_remark(_in_digits(part)))
+    part = _in_digits(part)
+    share = matched(_SHARE, part)
+    if share and is_remark(share["whole"]):  # 3/4 of the cake
+        part = share["value"]
+    else:  # 18 eggs left, $5 each, 12 in all
+        part = (matched(_REMARK, part) or {"value": part})["value"]
+    part, unit = _without_unit(part)
     factor = Fraction(1)
     while len(part) > 1 and (times := scale(part[-1])) is not None:
         factor *= times
@@ -119,8 +125,8 @@ def _number(text: str) -> Fraction | None:
     if text in NUMBERS:
         return Fraction(NUMBERS[text])
     for name, size in _SIZES.items():
-        count, _, rest = f"{text} ".partition(f" {name} ")
-        if rest or f"{text} ".endswith(f" {name} "):
+        count, found, rest = f"{text} ".partition(f" {name} ")
+        if found:
             above = _number(count)
             below = _number(rest.strip().removeprefix("and ") or "zero")
             return None if above is None or below is None else above * size + below
@@ -170,24 +176,6 @@ def _integer(node: Node) -> int | None:
     return None
 
 
-def _without_remark(part: Tokens) -> Tokens:
-    """Returns a quantity without remarks about it: 18 eggs left, $5 each, 12 in all, 3/4 of the
-    cake.
-    """
-    share = matched(_SHARE, part)
-    if share and is_remark(share["whole"]):
-        return share["value"]
-    return (matched(_REMARK, part) or {"value": part})["value"]
-
-
-def _is_litre(part: Tokens) -> bool:
-    """Returns whether the last token is the unit of a number: 2l, but not 2w + 2l."""
-    *number, last = part
-    return last.text in _LITRES and all(
-        token.kind == "num" or token.text in _FRACTIONS for token in number
-    )
-
-
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     """Splits off the unit: a currency sign in front, or the text after the value."""
     front = matched(_MONEY, part)
@@ -208,9 +196,12 @@ def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     depth = 0
     for i, token in enumerate(part):
         depth += step(token)
-        is_angle = token.text == DEGREE and has_angle
-        is_start = starts_unit(token, part[i - 1]) or _is_litre(part[: i + 1])
-        if i and depth == 0 and not is_angle and is_start:
+        if i == 0 or depth != 0 or (token.text == DEGREE and has_angle):
+            continue
+        # 2l is 2 litres, but 2w + 2l is an expression.
+        is_number = all(each.kind == "num" or each.text in _FRACTIONS for each in part[:i])
+        is_litre = is_number and token.text in _LITRES
+        if is_litre or starts_unit(token, part[i - 1]):
             unit = read_unit(part[i:], single=part[0].text == "1" and i == 1)
             if unit is not None:
                 return part[:i], unit

@@ -10,8 +10,8 @@ from services.reward.answers.notation import NotUnderstood
 from services.reward.answers.quantities import Value
 from services.reward.answers.values import INFINITY, MINUS_INFINITY, Undecided, order
 
+# Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval.
 Interval = tuple[Node, bool, Node, bool]
-"""Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval."""
 
 
 @dataclass(frozen=True)

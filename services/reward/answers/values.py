@@ -32,18 +32,18 @@ INFINITY = operation("infty")
 MINUS_INFINITY = operation("neg", INFINITY)
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
+# Largest exponent of an unknown's value: its power is rounded.
 _MAX_EXPONENT = 10**15
-"""Largest exponent of an unknown's value: its power is rounded."""
 _DIGITS = 150
 _MAX_DIGITS = 3000
 _UNSURE_DIGITS = 40
 _SPARE_DIGITS = 60
 _POINTS = 10
 _ATTEMPTS = 24
+# Bits of an argument of a function; sin(10^3000) needs as many digits of pi.
 _MAX_MAGNITUDE = 10_000
-"""Bits of an argument of a function; sin(10^3000) needs as many digits of pi."""
+# Bits of an argument of a function that grows as exp does.
 _MAX_GROWTH = 40
-"""Bits of an argument of a function that grows as exp does."""
 _MAX_COUNT = 5000
 
 
@@ -55,8 +55,8 @@ class Enormous(Undecided):
     """The value exceeds the bounds: it is no number that anyone writes as an answer."""
 
 
+# The values of two expressions at one point, and the largest term of their sums.
 Sample = tuple[Any, Any, Any]
-"""The values of two expressions at one point, and the largest term of their sums."""
 
 
 def _is_complex(node: Node) -> bool:
@@ -216,8 +216,9 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "double factorial": partial(_factorial, step=2),
     "binomial": _binomial,
 }
+# Functions of any rational numbers; the others are of integers.
 _ROUNDING = frozenset(("max", "min", "mod", "floor", "ceil"))
-"""Functions of any rational numbers; the others are of integers."""
+# Functions of real and complex numbers; infinity is none of them.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "pi": lambda: +mp.pi,
     "e": lambda: +mp.e,
@@ -229,7 +230,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "arctan": mpmath.atan,
     "ln": mpmath.log,
 }
-"""Functions of real and complex numbers; infinity is none of them."""
 for _name in words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial"):
     _FUNCTIONS[_name] = getattr(mpmath, _name)
 _GROWING = words("exp sinh cosh tanh coth factorial binomial")

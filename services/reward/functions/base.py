@@ -16,8 +16,8 @@ _MAX_REASON_CHARS = 500
 _MAX_FRAMES = 8
 _HERE = Path(__file__).resolve().parents[1]
 _LARGEST = 3e38  # of a float32, in which the trainer computes
+# `{"role": …, "content": …}`
 Message = dict[str, str]
-"""`{"role": …, "content": …}`"""
 
 
 @dataclass(frozen=True, slots=True)
