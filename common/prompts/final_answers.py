@@ -5,7 +5,6 @@ Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import re
-from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -178,8 +177,9 @@ class Mark(NamedTuple):
     """box, tag, json, line (`####`), label ("the answer is"), or cut: a box or a second tag without
     its end.
     """
-    span: tuple[int, int]
-    inner: tuple[int, int]
+    start: int
+    end: int
+    inner: tuple[int, int] = (0, 0)
     """Where the answer is; empty when it ends with its line or sentence."""
 
 
@@ -190,17 +190,16 @@ def stated_answer(text: str) -> str | None:
     than `MAX_ANSWER_CHARS`; then nothing else in the text may be taken for the answer.
     """
     marks = _marks(text)
-    closed = [mark.span[1] for mark in marks if mark.kind != "line"]
+    closed = [mark.end for mark in marks if mark.kind != "line"]
     # After a box, only a later statement counts, and only one of a value.
     position = closed[-1] if closed else 0
     has_label = any(text.find(sign, position) >= 0 for sign in _SIGNS_OF_LABEL)
     labels = list(_LABEL.finditer(text, position)) if has_label else []
-    for match in labels[-_MAX_LABELS:]:
-        marks.append(Mark("label", match.span(), (match.end(), match.end())))
-    marks.sort(key=lambda mark: mark.span[1])
+    marks += [Mark("label", *match.span()) for match in labels[-_MAX_LABELS:]]
+    marks.sort(key=_end)
 
     lines = [mark for mark in marks if mark.kind == "line"]
-    if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].span[1] :].strip():
+    if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].end :].strip():
         return ""  # the last line was cut
 
     while marks:
@@ -209,14 +208,12 @@ def stated_answer(text: str) -> str | None:
         answer: str | None = ""  # if it was cut
         if mark.kind == "box":
             answer = _boxed(text, marks)
-        elif mark.kind == "json":
-            answer = _inside(content.replace("\\\\", "\\"))
-        elif mark.kind == "tag":
-            answer = _inside(content)
+        elif mark.kind in ("json", "tag"):
+            content = content.replace("\\\\", "\\") if mark.kind == "json" else content
+            answer = stated_answer(content)
+            answer = clean(content) if answer is None else answer
         elif mark.kind == "line":
-            answer = _line(
-                text[mark.span[1] : mark.span[1] + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1
-            )
+            answer = _line(text[mark.end : mark.end + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1)
         elif mark.kind == "label":
             answer = _labelled(text, mark, words=not closed)
         if answer is not None:
@@ -225,10 +222,8 @@ def stated_answer(text: str) -> str | None:
     return None
 
 
-def _inside(content: str) -> str:
-    """Returns the answer that a tag or a JSON object holds."""
-    answer = stated_answer(content)
-    return clean(content) if answer is None else answer
+def _end(mark: Mark) -> int:
+    return mark.end
 
 
 def before_next_question(text: str) -> str:
@@ -259,60 +254,52 @@ def last_box(text: str) -> str | None:
 
 def _marks(text: str) -> list[Mark]:
     """Returns the boxes, tags, answers in JSON and `####` lines in the order they end."""
-    marks = list(_json_marks(text))
-    if "####" not in text and "box" not in text and "nswer>" not in text:
-        return marks
+    marks = list(map(_json_mark, _JSON.finditer(text)))
     braces: list[re.Match[str] | None] = []  # open ones: a box's, or None for any other
     tag: re.Match[str] | None = None
     for match in _TOKEN.finditer(text):
         found = match.group()
         start, stop = match.span()
         if found == "####":
-            marks.append(Mark("line", (start, stop), (stop, stop)))
+            marks.append(Mark("line", start, stop))
         elif match["bare"]:
-            marks.append(Mark("box", (start, stop), match.span("bare")))
+            marks.append(Mark("box", start, stop, match.span("bare")))
         elif match["box"] or found == "{":
             braces.append(match if match["box"] else None)
         elif found == "}":
             box = braces.pop() if braces else None
             if box is not None:
-                marks.append(Mark("box", (box.start(), stop), (box.end(), start)))
+                marks.append(Mark("box", box.start(), stop, (box.end(), start)))
         elif match["closes"] == "":
             tag = match
         elif match["closes"] and tag is not None:
-            marks.append(Mark("tag", (tag.start(), stop), (tag.end(), start)))
+            marks.append(Mark("tag", tag.start(), stop, (tag.end(), start)))
             tag = None
     # What has no end was cut. A tag alone may have lost its end to a stop string.
     unclosed = filter(None, (*braces, tag if marks else None))
-    return sorted([*marks, *map(_cut, unclosed)], key=lambda mark: mark.span[1])
+    marks += [Mark("cut", *opening.span()) for opening in unclosed]
+    return sorted(marks, key=_end)
 
 
-def _cut(opening: re.Match[str]) -> Mark:
-    return Mark("cut", opening.span(), (opening.end(), opening.end()))
-
-
-def _json_marks(text: str) -> Iterator[Mark]:
-    if '":' in text or "':" in text or '" :' in text:
-        for match in _JSON.finditer(text):
-            name = "text" if match["quote"] else "bare"
-            inner = (match.end(), match.end()) if match[name] is None else match.span(name)
-            yield Mark("json", match.span(), inner)
+def _json_mark(match: re.Match[str]) -> Mark:
+    return Mark("json", *match.span(), match.span("text" if match["quote"] else "bare"))
 
 
 def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
     r"""Returns where the first of the boxes begins that the last mark continues (`\boxed{2}` or
     `\boxed{3}`), and the contents of all.
     """
-    begin = marks[-1].span[0]
+    begin = marks[-1].end
     joint = ", "
-    contents = [text[slice(*marks[-1].inner)].strip()]
-    for mark in islice(reversed(marks), 1, MAX_ANSWER_CHARS):
-        between = _TYPESETTING.sub("", text[mark.span[1] : min(begin, mark.span[1] + 80)])
-        if mark.kind != "box" or not _BETWEEN_BOXES.fullmatch(between):
-            break
-        # Without names, `2 or 3` may be two ways to write one answer.
-        joint = " or " if "or" in between and "=" not in between else ", "
-        begin = mark.span[0]
+    contents: list[str] = []
+    for mark in islice(reversed(marks), MAX_ANSWER_CHARS):
+        if contents:
+            between = _TYPESETTING.sub("", text[mark.end : min(begin, mark.end + 80)])
+            if mark.kind != "box" or not _BETWEEN_BOXES.fullmatch(between):
+                break
+            # Without names, `2 or 3` may be two ways to write one answer.
+            joint = " or " if "or" in between and "=" not in between else ", "
+        begin = mark.start
         contents.append(text[slice(*mark.inner)].strip())
     if _BLANK.fullmatch(contents[0]):
         return begin, ""
@@ -324,7 +311,7 @@ def _boxed(text: str, marks: list[Mark]) -> str:
     empty, or the sentence denies or doubts it.
     """
     begin, answer = _joined(text, marks)
-    stop = marks[-1].span[1]
+    stop = marks[-1].end
     if not answer or len(answer) > MAX_ANSWER_CHARS:
         return answer
     left = text[max(0, begin - _CONTEXT_CHARS) : begin].rpartition("\n\n")[2]
@@ -332,14 +319,13 @@ def _boxed(text: str, marks: list[Mark]) -> str:
     if _DENIED_BEFORE.search(left[-100:].lower()) or _DENIED_AFTER.match(right):
         return ""
 
-    formulas = _FORMULA.finditer(left + text[begin:stop] + right)
-    around = next((each for each in formulas if each.start() < len(left) < each.end()), None)
-    if around:
-        head = _SIDE_END.split(left[around.start() :])[-1]
-        tail = _SIDE_END.split(right, maxsplit=1)[0]
-    else:
-        head = _RUN_BEFORE.findall(left[-100:])[0]
-        tail = re.split(r"\s", right[:100], maxsplit=1)[0].rstrip(".,;:!?")
+    head = _RUN_BEFORE.findall(left[-100:])[0]
+    tail = re.split(r"\s", right[:100], maxsplit=1)[0].rstrip(".,;:!?")
+    for formula in _FORMULA.finditer(left + text[begin:stop] + right):
+        if formula.start() < len(left) < formula.end():  # the box stands in a formula
+            head = _SIDE_END.split(left[formula.start() :])[-1]
+            tail = _SIDE_END.split(right, maxsplit=1)[0]
+            break
     scale = _SCALE.match(right)
     if _JOINED_BEFORE.search(head) or _JOINED_AFTER.match(tail):
         is_compound = re.search(r".[-+=,]", answer)
@@ -364,13 +350,13 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
     """Returns what "the answer is …" states; None when that is prose without a value, or words
     unless `words` may be an answer.
     """
-    clause = re.split(r"[.!?;\n]", text[max(0, label.span[0] - 200) : label.span[0]])[-1]
+    clause = re.split(r"[.!?;\n]", text[max(0, label.start - 200) : label.start])[-1]
     if _NO_LABEL.search(clause):
         return None
     if _DENIED_LABEL.search(clause):
         return ""
 
-    rest = text[label.span[1] : label.span[1] + 2 * MAX_ANSWER_CHARS]
+    rest = text[label.end : label.end + 2 * MAX_ANSWER_CHARS]
     sentence, formulas = masked(_OPENING.sub("", rest, count=1))
     end = SENTENCE_END.search(sentence)
     if end:
@@ -425,10 +411,8 @@ def unmasked(text: str, formulas: list[str]) -> str:
     """Returns the text with its formulas, without their delimiters."""
 
     def content(mask: re.Match[str]) -> str:
-        return _FORMULA.sub(
-            lambda formula: next(filter(None, formula.groups()), ""),
-            formulas[ord(mask.group()) - FIRST_MASK],
-        )
+        formula = formulas[ord(mask.group()) - FIRST_MASK]
+        return _FORMULA.sub(lambda match: next(filter(None, match.groups()), ""), formula)
 
     return re.sub("[\ue000-\uf8ff]", content, text)
 
@@ -439,14 +423,9 @@ def clean(answer: str) -> str:
     """
     text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
-        before = text
-        text = _TEX_QUOTES.sub(r"\1", text)
-        text = text.rstrip(_SYMBOLS).strip().strip("*_`").strip()
+        text = _TEX_QUOTES.sub(r"\1", text).rstrip(_SYMBOLS).strip().strip("*_`").strip()
         is_money = len(_DOLLAR.findall(text)) == 1 and re.search(r"\$[-\s]*[0-9.]", text)
-        text = text if is_money else _DOLLAR.sub("", text)
-        text = _FINAL_SIGN.sub("", text)
+        text = _FINAL_SIGN.sub("", text if is_money else _DOLLAR.sub("", text))
         if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):
             text = text[2:-2]
-        if text == before:
-            break
     return text.replace("\\$", "$").rstrip("\\ ").strip()

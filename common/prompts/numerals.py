@@ -42,34 +42,36 @@ def in_digits(text: str) -> str:
 
 
 def _converted(match: re.Match[str]) -> str:
-    numerals = [match[name] for name in ("percent", "below", "above", "whole") if match[name]]
-    values = [_value(numeral.replace(" ", "")) for numeral in numerals]
-    known = [value for value in values if value is not None]
-    if len(known) < len(values) or match.group().isascii():
+    numerals = [match[name] for name in ("whole", "above", "below", "percent") if match[name]]
+    try:
+        values = [_value(numeral.replace(" ", "")) for numeral in numerals]
+    except ValueError:
         return match.group()
-    found = "/".join(map(_decimal, known[::-1]))
+    if match.group().isascii():
+        return match.group()
+    found = "/".join(map(_decimal, values))
     if match["decimals"]:
         found += "." + "".join(str(_DIGITS[digit]) for digit in match["decimals"])
     return ("-" if match["sign"] else "") + found + ("%" if match["percent"] else "")
 
 
-def _value(numeral: str) -> Fraction | None:
-    """Returns the value of a numeral; None for one that leaves out its last size: 三百五, 350."""
+def _value(numeral: str) -> Fraction:
+    """Returns the value of a numeral. Raises ValueError for one that leaves out its last size, as
+    三百五 does for 350.
+    """
     if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", numeral):
         return Fraction(numeral)
     if len(numeral) == 1 and numeral in _DIGITS:
         return Fraction(_DIGITS[numeral])
     for name, size in _SIZES.items():
         left, found, right = numeral.rpartition(name)
-        if not found:
-            continue
-        count = _value(left) if left else Fraction(1)
-        is_short = len(right) == 1 and right not in "零〇十" and size > 10
-        rest = _value(right.lstrip("零〇") or "0")
-        if count is None or rest is None or is_short or rest >= size:
-            return None
-        return count * size + rest
-    return None
+        if found:
+            rest = _value(right.lstrip("零〇") or "0")
+            is_short = len(right) == 1 and right not in "零〇十" and size > 10
+            if is_short or rest >= size:
+                break
+            return (_value(left) if left else 1) * size + rest
+    raise ValueError(numeral)
 
 
 def _decimal(value: Fraction) -> str:
