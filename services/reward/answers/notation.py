@@ -375,10 +375,10 @@ def written(part: Sequence[Token]) -> str:
     return " ".join(token.text for token in part)
 
 
-def matched(pattern: re.Pattern[str], part: Tokens) -> dict[str, Tokens] | None:
+def matched(pattern: str, part: Tokens) -> dict[str, Tokens] | None:
     """Returns the tokens of the named groups of a pattern, if it matches all that is written."""
     text = written(part)
-    match = pattern.fullmatch(text)
+    match = re.fullmatch(pattern, text)
     if match is None:
         return None
     found: dict[str, Tokens] = {}

@@ -28,23 +28,22 @@ from services.reward.answers.units import (
 )
 from services.reward.answers.values import simplified
 
-_MONEY = re.compile(
-    rf"(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})"
-    r"(?: \\.)? (?P<rest>.+)",
-    re.IGNORECASE,
+_MONEY = (
+    rf"(?i)(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})"
+    r"(?: \\.)? (?P<rest>.+)"
 )
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _PROSE = re.compile(r"[^\x00-\x7f]|(?<![\\A-Za-z])(?<!\{ )[A-Za-z]{3,}")
 _LITRES = words("l L \\ell")
 _FRACTIONS = words("- / \\frac { }")
 _TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
-_REMARK = re.compile(
+_REMARK = (
     r"(?P<value>.+?) (?:(?:in )?(?:total|all)|left(?: over)?|leftover|remaining|each|apiece|now"
     r"|together|combined|altogether|overall|times|exactly)"
 )
-_SHARE = re.compile(r"(?P<value>.*[^ a-z]) of (?P<whole>.+)")
-_ORDINAL = re.compile(r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?")
-_NEGATED = re.compile(r"(?:negative|minus) (?P<value>.+)", re.IGNORECASE)
+_SHARE = r"(?P<value>.*[^ a-z]) of (?P<whole>.+)"
+_ORDINAL = r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?"
+_NEGATED = r"(?i)(?:negative|minus) (?P<value>.+)"
 _SIZES = {"million": 10**6, "thousand": 1000, "hundred": 100}
 _PART = re.compile(
     r"(?:(?P<whole>.+) and )?(?:(?P<count>.+) )?(?P<part>half|halve|third|quarter|[a-z]+th)s?"

@@ -10,7 +10,6 @@ import operator
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise, product
@@ -72,18 +71,17 @@ from services.reward.answers.values import (
 )
 
 _MAX_DEPTH = 8
-_INTRODUCED = re.compile(
-    r"(?:(?=(?:\S+ ){0,3}(?:answer|option|choice)\b)"
-    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )(?P<rest>.+)",
-    re.IGNORECASE,
+_INTRODUCED = (
+    r"(?i)(?:(?=(?:\S+ ){0,3}(?:answer|option|choice)\b)"
+    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )(?P<rest>.+)"
 )
-_CHOICE = re.compile(
+_CHOICE = (
     r"(?:\( (?P<letter>[A-H]) \)|(?P<bare>[A-H]) [).:])"
     r"(?: is (?:the )?(?:correct|right|answer)(?: answer)?)?(?: (?P<rest>.+))?"
 )
 _OTHER_CHOICE = re.compile(r"\b(?<!^)[A-H]\b|^[B-H]\b")
 _NONE = re.compile(r"none(?: of (?:the|these|those|them)\b.*)?", re.IGNORECASE)
-_RESIDUE = re.compile(
+_RESIDUE = (
     r"(?:(?P<name>.+) (?:\\equiv|=) )?(?P<value>(?:(?!\\equiv|=).)+?)(?: \()? (?:\\mod|modulo|mod)"
     r"(?: \{)? (?P<modulus>[^(){}]+?)(?: \})?(?: \))?"
 )
@@ -96,19 +94,19 @@ _CLOCK = re.compile(
     r"(?:(?P<am>am|in the morning)|pm|in the (?:afternoon|evening)|at night)",
     re.IGNORECASE,
 )
-_ANNOTATED = re.compile(r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)")
-_FAMILY = re.compile(
+_ANNOTATED = r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)"
+_FAMILY = (
     r"(?:(?:\S+ \\in )?\\\{ )?(?P<values>.+?)(?: (?:[,;:|]|where|for|with|and|any|all))*"
     r"(?: (?P<k>\S+) (?:\\in|is)(?: an| any| all)? (?:\\?set[ZN]|[ZN]|integers?)"
     r"| integers? (?P<n>\S+))(?: \\\})?"
 )
-_LABELLED = re.compile(
+_LABELLED = (
     r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*)"
     r" (?:is|are|was|were|equals|(?<=[^\W\d_]{3} ):) (?P<rest>.+)"
 )
-_BUILT = re.compile(r"(?P<name>[^:|]+?)(?: \\in [^:|]+)? [:|] (?P<condition>[^:]+)")
-_EXCEPT = re.compile(r"all real (?:numbers|values|x) except (?P<points>.+)")
-_MATRIX = re.compile(
+_BUILT = r"(?P<name>[^:|]+?)(?: \\in [^:|]+)? [:|] (?P<condition>[^:]+)"
+_EXCEPT = r"all real (?:numbers|values|x) except (?P<points>.+)"
+_MATRIX = (
     r"\\begin \{ (?P<kind>[A-Za-z]+) \}(?: \{ [clr| ]+ \})? (?P<body>(?:(?!\\begin).)+?)"
     r" \\end \{ (?P=kind) \}(?: \^(?: \{)? (?P<turned>T|\\top|t)(?: \})?)?"
 )
@@ -147,7 +145,7 @@ _NAME = re.compile(
     r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
 )
 _UNKNOWN = rf"{_WORD}(?: _ (?:\{{ [^{{}}]+ \}}|\w+))?"
-_ROW = re.compile(
+_ROW = (
     rf"(?:(?P<open>[(\[]|\\langle) )?(?P<names>{_UNKNOWN}(?: , {_UNKNOWN})+)"
     r"(?(open) (?:[)\]]|\\rangle)) = (?P<values>[^=]+)"
 )
@@ -391,7 +389,7 @@ def _row(part: Tokens, depth: int) -> Reading | None:
     names = [re.sub("[{} ]", "", name) for name in written(found["names"]).split(" , ")]
     values = _read(found["values"], depth)
     if isinstance(values, Many) and all(isinstance(item, TupleOrInterval) for item in values.items):
-        return replace(values, items=tuple(_named_row(names, item) for item in values.items))
+        return values._replace(items=tuple(_named_row(names, item) for item in values.items))
     return _named_row(names, values)
 
 
@@ -507,7 +505,7 @@ def _relation(part: Tokens, depth: int) -> Reading | None:
         name = name_of(pieces[0])
         found = _read(pieces[1], depth)
         region = as_region(found) if not isinstance(found, Many) else None
-        return replace(region, name=name) if region and name else found
+        return region._replace(name=name) if region and name else found
     if kinds <= {"\\gt", "\\ge"}:  # a > b is b < a
         pieces = pieces[::-1]
         signs = [_REVERSED[text] for text in signs[::-1]]

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cmp_to_key
+from typing import NamedTuple
 
 from services.reward.answers.expressions import Node, unknowns
 from services.reward.answers.notation import NotUnderstood
@@ -25,24 +26,21 @@ class Words:
     """The product of its letters as a node; None when the text is too long to be a product."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """An option letter, with the value next to it."""
 
     letter: str
     value: "Reading | None"
 
 
-@dataclass(frozen=True)
-class Many:
+class Many(NamedTuple):
     """Several values in any order. `braces`: written as a set."""
 
     items: tuple["Reading", ...]
     braces: bool
 
 
-@dataclass(frozen=True)
-class TupleOrInterval:
+class TupleOrInterval(NamedTuple):
     """A tuple, or with two items an interval; the column of a matrix; with other brackets, a matrix
     of rows and a proportion.
     """
@@ -52,16 +50,14 @@ class TupleOrInterval:
     items: tuple["Reading", ...]
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(NamedTuple):
     """Values of named unknowns, in the order that a row states, else in that of the names."""
 
     values: tuple[tuple[str, "Reading"], ...]
     """The name is empty for what a value measures: |AB|, f(2), the remainder."""
 
 
-@dataclass(frozen=True)
-class Relation:
+class Relation(NamedTuple):
     """An equation or inequality that is not a solution; `operator` is the text of its token."""
 
     operator: str
@@ -69,39 +65,34 @@ class Relation:
     right: Node
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A union of disjoint intervals of real numbers, in order."""
 
     intervals: tuple[Interval, ...]
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Values that depend on an integer parameter."""
 
     values: tuple[Node, ...]
     parameter: str
 
 
-@dataclass(frozen=True)
-class Residue:
+class Residue(NamedTuple):
     """A value modulo another."""
 
     value: Node
     modulus: Node
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(NamedTuple):
     """A time of day in minutes after midnight."""
 
     minutes: int
 
 
-@dataclass(frozen=True)
-class Based:
+class Based(NamedTuple):
     """Digits in a number base."""
 
     digits: str
