@@ -92,10 +92,7 @@ class RewardModelFunction(DetailedRewardFunction):
         without the column `prompt`.
         """
         prompts = column(kwargs, "prompt", len(completions), self.name)
-        chats: list[list[int]] = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            chats.append(self._token_ids(prompt, list(completion)))
-
+        chats = list(map(self._token_ids, prompts, completions))
         too_long = Score(None, "error", reason=f"the chat is longer than {self._max_tokens} tokens")
         scores = [too_long] * len(chats)
         fitting = [i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens]

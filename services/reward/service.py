@@ -7,13 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from typing import Any, Self, get_args
 
-from common.errors import InvalidInput, ServiceLost, TooLarge
+from common.errors import InvalidInput, ServiceLost
 from common.process.metrics import Metrics
 from common.settings.sections import RewardSection
 from common.wire.schemas import (
-    MAX_BATCH_ITEMS,
     BatchRewardResult,
     GroundTruthProblem,
     GroundTruthProblems,
@@ -154,28 +154,21 @@ class RewardService:
         verified: dict[Host, list[int]] = {}
         for i, item in enumerate(items):
             try:
-                for host in self._hosts_of(item, ""):
-                    host.check(item, "")
-                    if not host.verifies_answers:
-                        continue
-                    verified.setdefault(host, []).append(i)
-                    problem = _readable_by_nobody(item.ground_truth)
-                    if problem:
-                        reasons[i] = problem
+                self.check(item)
             except InvalidInput as error:
                 reasons[i] = f"{error.field}: {error.message}"
+                continue
+            for host in self._hosts_of(item, ""):
+                if host.verifies_answers:
+                    verified.setdefault(host, []).append(i)
 
         for host, indices in verified.items():
-            gradable = [i for i in indices if i not in reasons]
-            answered = [
-                items[i].model_copy(update={"response": _boxed(items[i].ground_truth)})
-                for i in gradable
-            ]
-            scores = await host.score(answered)
-            for i, score in zip(gradable, scores, strict=True):
-                if not score.correct or score.reason:
-                    reasons[i] = score.reason or _SELF_REASONS.get(score.status, _DIFFERS)
-        checked = {i for indices in verified.values() for i in indices}
+            answered = [_answered_by_itself(items[i]) for i in indices]
+            for i, score in zip(indices, await host.score(answered), strict=True):
+                reason = _readable_by_nobody(items[i].ground_truth) or score.reason
+                if reason or not score.correct:
+                    reasons[i] = reason or _SELF_REASONS.get(score.status, _DIFFERS)
+        checked = set(chain.from_iterable(verified.values()))
         golds = [items[i].ground_truth for i in checked.difference(reasons)]
         return GroundTruthProblems(
             problems=[GroundTruthProblem(index=i, reason=reasons[i]) for i in sorted(reasons)],
@@ -186,19 +179,15 @@ class RewardService:
         """Returns the results of a batch, in order. Cancelling the call frees the workers.
 
         Raises:
-            TooLarge: there are more than `MAX_BATCH_ITEMS` items.
             InvalidInput: an item cannot be scored.
             Overloaded: too many answers wait already.
         """
-        if len(items) > MAX_BATCH_ITEMS:
-            message = f"a batch has at most {MAX_BATCH_ITEMS} items"
-            raise TooLarge(message, field="items", value=len(items), remedy="send smaller batches")
         started = time.perf_counter()
         wanted: dict[Host, list[int]] = {}  # the indices of the items that each host scores
         for i, item in enumerate(items):
             where = f"items[{i}]."
+            self.check(item, where)
             for host in self._hosts_of(item, where):
-                host.check(item, where)
                 wanted.setdefault(host, []).append(i)
 
         calls = [host.score([items[i] for i in indices]) for host, indices in wanted.items()]
@@ -208,10 +197,8 @@ class RewardService:
             for i, score in zip(indices, scores, strict=True):
                 parts[i][host.name] = score
 
-        results: list[RewardResult] = []
-        for item, part in zip(items, parts, strict=True):
-            result = self._result(item, part)
-            results.append(result)
+        results = list(map(self._result, items, parts))
+        for result in results:
             self._counts[result.status] += 1
             self._graded.labels(result.status).inc()
         self._seconds.observe(time.perf_counter() - started)
@@ -281,8 +268,9 @@ def _readable_by_nobody(ground_truth: str) -> str:
     return ""
 
 
-def _boxed(ground_truth: str) -> str:
-    """Returns the response that states a ground truth and nothing else. Its braces keep it from
-    being the same text, which is right without being read.
+def _answered_by_itself(item: RewardItem) -> RewardItem:
+    """Returns an item whose response states its ground truth and nothing else. Its braces keep it
+    from being the same text, which is right without being read.
     """
-    return rf"\boxed{{{{{gold_answer(ground_truth)}}}}}"
+    response = rf"\boxed{{{{{gold_answer(item.ground_truth)}}}}}"
+    return item.model_copy(update={"response": response})

@@ -10,10 +10,9 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,12 +146,9 @@ def _unevaluated(expected: Reading, given: Reading) -> bool:
     """Returns whether a part of an answer is an uncomputed expression where the gold answer has a
     number.
     """
-    numbers: list[Value] = []
-    for value in _values(expected):
-        is_ratio = any(token.text == ":" for token in value.source)
-        if _is_number(value) and not is_ratio:
-            numbers.append(value)
-
+    numbers = [value for value in _values(expected) if _is_number(value)]
+    # 2:3 is a ratio, of which the parts may be expressions.
+    numbers = [value for value in numbers if ":" not in texts_of(value.source)]
     for value in _values(given):
         if not _is_number(value) and any(same_values(each, value) for each in numbers):
             return True
@@ -163,25 +159,18 @@ def _is_number(value: Value) -> bool:
     return value.node is not None and written_out(value.node)
 
 
-def _values(reading: Reading | None) -> Iterator[Value]:
-    """Yields the values in a reading."""
-    parts: Iterable[Reading | None] = ()
+def _values(reading: object) -> Iterator[Value]:
+    """Yields the values in a reading or in a part of one."""
     match reading:
         case Value():
             yield reading
-        case Choice():
-            parts = (reading.value,)
-        case Many() | TupleOrInterval():
-            parts = reading.items
-        case Named():
-            parts = (value for _, value in reading.values)
+        case Node():
+            yield _value(reading)
         case Relation():
-            parts = (_value(reading.right),)
-        case Region():
-            ends = ((low, high) for low, _, high, _ in reading.intervals)
-            parts = map(_value, chain.from_iterable(ends))
-    for part in parts:
-        yield from _values(part)
+            yield _value(reading.right)
+        case tuple() if not isinstance(reading, Family | Residue):
+            for part in reading:
+                yield from _values(part)
 
 
 def _value(node: Node) -> Value:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 from services.reward.answers.expressions import (
     ZERO,
@@ -406,9 +406,8 @@ def _several(part: Tokens, depth: int) -> Reading | None:
     texts = texts_of(part)
     if not separators and ("\\{" in texts or not {"\\pm", "\\mp"} & {*texts}):
         return None
-    items: list[Reading] = []
-    for piece in pieces:
-        items += [_read(variant, depth) for variant in _variants(piece)]
+    variants = chain.from_iterable(map(_variants, pieces))
+    items = [_read(variant, depth) for variant in variants]
     if any(isinstance(item, Untrue) for item in items):
         return Untrue()
     if separators and 0 < sum(isinstance(item, Words) for item in items) < len(items):
@@ -446,13 +445,14 @@ def _variants(part: Tokens) -> list[Tokens]:
     places = [i for i, token in enumerate(part) if token.text in ("\\pm", "\\mp")]
     if len(places) > 3:
         raise NotUnderstood
-    # With ∓, all signs change together.
-    is_tied = any(part[i].text == "\\mp" for i in places)
+    # With ∓, all signs change together: ++ or --, else also +- and -+.
+    is_tied = "\\mp" in texts_of(part)
+    count = len(places)
     found: list[Tokens] = []
-    for signs in product("+-", repeat=1 if is_tied else len(places)):
+    for signs in zip(*["+-"] * count, strict=True) if is_tied else product("+-", repeat=count):
         variant = list(part)
-        for k, i in enumerate(places):
-            is_negative = (signs[0 if is_tied else k] == "-") != (part[i].text == "\\mp")
+        for i, sign in zip(places, signs, strict=True):
+            is_negative = (sign == "-") != (part[i].text == "\\mp")
             variant[i] = Token("op", "-" if is_negative else "+", part[i].spaced)
         found.append(tuple(variant))
     return found

@@ -162,9 +162,7 @@ class MathRewardFunction(DetailedRewardFunction):
         that states no answer.
         """
         golds = column(kwargs, "ground_truth", len(completions), self.name)
-        items: list[RewardItem] = []
-        for completion, gold in zip(completions, golds, strict=True):
-            text = text_of(completion)
+        for gold in golds:
             if isinstance(gold, list | tuple) and len(gold) != 1:
                 raise InvalidInput(
                     "the ground truth is a list, but not of one answer",
@@ -172,8 +170,10 @@ class MathRewardFunction(DetailedRewardFunction):
                     value=gold,
                     remedy="give one text, such as '1, 2' for two values",
                 )
-            items.append(RewardItem.model_construct(response=text, ground_truth=str(gold)))
-
+        items = [
+            RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))
+            for completion, gold in zip(completions, golds, strict=True)
+        ]
         with self._lock:
             if self._host is None:
                 self._host = MathHost(self._config)

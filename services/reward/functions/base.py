@@ -194,11 +194,8 @@ class DetailedRewardFunction(RewardFunction):
 
 def text_of(completion: Sequence[Message]) -> str:
     """Returns the text of a completion: its assistant messages, joined."""
-    texts: list[str] = []
-    for message in completion:
-        if message.get("role", "assistant") == "assistant":
-            texts.append(message["content"])
-    return "".join(texts)
+    own = [each for each in completion if each.get("role", "assistant") == "assistant"]
+    return "".join(message["content"] for message in own)
 
 
 def check_positive(**arguments: float) -> None:

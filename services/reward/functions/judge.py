@@ -189,10 +189,10 @@ class JudgeRewardFunction(DetailedRewardFunction):
 
         # No text can contain a digest of itself, so none can close its tag or open another.
         code = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-        tagged: list[str] = []
-        for title, content in parts:
-            escaped = _TAG.sub("&lt;", content)
-            tagged.append(f"<{title} {code}>\n{escaped}\n</{title} {code}>")
+        tagged = [
+            f"<{title} {code}>\n{_TAG.sub('&lt;', content)}\n</{title} {code}>"
+            for title, content in parts
+        ]
         # Half a surrogate cannot be sent.
         text = "\n\n".join(tagged).encode("utf-8", "replace").decode()
         return [{"role": "system", "content": self._system}, {"role": "user", "content": text}]

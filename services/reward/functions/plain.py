@@ -69,9 +69,10 @@ class PlainFunction(DetailedRewardFunction):
         chats = kwargs.pop("prompts", None) or [None] * len(completions)
         problems = kwargs.get("prompt") or [""] * len(completions)
         prompts = [chat or problem for chat, problem in zip(chats, problems, strict=True)]
-        answers: list[Any] = []
-        for chat, completion in zip(chats, completions, strict=True):
-            answers.append(completion if chat else text_of(completion))
+        answers: list[Any] = [
+            completion if chat else text_of(completion)
+            for chat, completion in zip(chats, completions, strict=True)
+        ]
 
         available = {**kwargs, "prompts": prompts, "completions": answers}
         if "answer" in self._names and "ground_truth" in kwargs:
