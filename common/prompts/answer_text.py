@@ -110,8 +110,5 @@ def answering_part(text: str) -> str:
     if "</" in text or "<br" in text:
         text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
     text = _PROOF_ENDS.sub("", text)
-    retracted = 0
-    if any(sign in text for sign in _SIGNS_OF_RETRACTION):
-        for match in _RETRACTED.finditer(text):
-            retracted = match.end()
-    return text[retracted:]
+    is_retracted = any(sign in text for sign in _SIGNS_OF_RETRACTION)
+    return _RETRACTED.split(text)[-1] if is_retracted else text

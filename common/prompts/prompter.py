@@ -199,10 +199,10 @@ class Prompter:
         for prompt, token_ids in zip(prompts, found, strict=True):
             largest = max(token_ids, default=0)
             if self.vocabulary is not None and largest >= self.vocabulary:
+                text = self.tokenizer.decode([largest])
                 raise ConfigError(
-                    f"the tokenizer has more tokens than the model, which knows {self.vocabulary}: "
-                    f"the prompt of {prompt.id} has the token {largest} "
-                    f"({self.tokenizer.decode([largest])!r})",
+                    f"the prompt of {prompt.id} has the token {largest} ({text!r}), but the model "
+                    f"knows only {self.vocabulary}",
                     field="model.name",
                     value=self.tokenizer.name_or_path,
                     remedy="call model.resize_token_embeddings(len(tokenizer)) and save both, or "
@@ -225,8 +225,7 @@ def _rendered(
     except (TemplateError, TypeError, ValueError) as error:
         # A template may refuse a role or the value of a variable.
         raise ConfigError(
-            "the chat template cannot be applied to the messages "
-            f"{', '.join(message['role'] for message in chat)}: {error}",
+            f"the chat template cannot be applied: {error}",
             field="model.chat_template",
             value=tokenizer.name_or_path,
             remedy="leave out what it does not support (a system prompt, chat_template_kwargs), or "
