@@ -56,7 +56,7 @@ def configured_hosts(config: RewardSection, on_restart: Callable[[], None]) -> l
             case MathReward():
                 hosts.append(MathHost(config, on_restart))
             case CodeReward():
-                hosts.append(_code_host(entry))
+                hosts.append(_CodeHost(CodeRewardFunction(**_arguments(entry))))
             case JudgeReward():
                 judge = JudgeRewardFunction(**_arguments(entry))
                 hosts.append(ThreadHost(judge, None, calls=entry.concurrency, call_items=1))
@@ -75,13 +75,17 @@ def _arguments(entry: Reward) -> dict[str, Any]:
     return {name: value for name, value in entry if name not in Reward.model_fields}
 
 
-def _code_host(entry: CodeReward) -> Host:
-    function = CodeRewardFunction(**_arguments(entry))
+class _CodeHost(ThreadHost):
+    """Runs programs. It refuses test cases that no program can pass."""
 
-    def check(item: RewardItem, where: str) -> None:
-        function.cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
+    def __init__(self, function: CodeRewardFunction) -> None:
+        super().__init__(function, None, calls=function.slots, call_items=1)
+        self._code = function
 
-    return ThreadHost(function, None, calls=function.slots, check=check, call_items=1)
+    def check(self, item: RewardItem, where: str) -> None:
+        """Raises InvalidInput, also for test cases that decide nothing."""
+        super().check(item, where)
+        self._code.cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
 
 
 def _model_host(entry: ModelReward, on_restart: Callable[[], None]) -> Host:

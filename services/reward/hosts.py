@@ -23,7 +23,7 @@ from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.fair_slots import FairSlots
 from services.reward.functions.base import (
-    Message,
+    Completions,
     RewardFunction,
     Score,
     WrongScores,
@@ -40,9 +40,6 @@ CALL_ITEMS = 64
 # Distinct reasons of failed calls that are logged.
 _REASONS = 20
 _RESERVED = frozenset(("self", "completions"))
-# Raises InvalidInput for an item that the function cannot score; the second argument is the prefix
-# of the field.
-Check = Callable[[RewardItem, str], object]
 
 
 class Host(ABC):
@@ -50,7 +47,6 @@ class Host(ABC):
 
     Args:
         name: name of its component.
-        check: checks every item before it is accepted.
         gives_verdicts: its scores say which answers are right.
     """
 
@@ -59,12 +55,11 @@ class Host(ABC):
     call_items: int | None = None
     """Completions per call; None: `CALL_ITEMS`."""
 
-    def __init__(self, name: str, check: Check | None = None, gives_verdicts: bool = False) -> None:
+    def __init__(self, name: str, gives_verdicts: bool = False) -> None:
         self.name = name
         self.gives_verdicts = gives_verdicts
         self.unfinished = 0
         """Items that are waiting or being scored."""
-        self._check = check
         self._reasons: set[str] = set()
 
     def check(self, item: RewardItem, where: str) -> None:
@@ -76,8 +71,6 @@ class Host(ABC):
                 value=name,
                 remedy="rename the column",
             )
-        if self._check is not None:
-            self._check(item, where)
 
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """Returns the scores of a batch, in order. Cancelling the call frees the workers.
@@ -146,7 +139,6 @@ class ThreadHost(Host):
         timeout_s: seconds until a call is abandoned, for a function that does not limit its own
             time. Its thread cannot be killed and continues.
         calls: concurrent calls of a function that limits its own time.
-        check: checks every item before it is accepted.
         call_items: completions per call; 64 when None.
     """
 
@@ -155,10 +147,9 @@ class ThreadHost(Host):
         function: RewardFunction,
         timeout_s: float | None,
         calls: int,
-        check: Check | None = None,
         call_items: int | None = None,
     ) -> None:
-        super().__init__(function.name, check, function.gives_verdicts)
+        super().__init__(function.name, function.gives_verdicts)
         self._function = function
         self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
@@ -179,9 +170,7 @@ class ThreadHost(Host):
                 always = isinstance(error, WrongScores)
                 raise CallFailed("error", reason_of(error), always=always) from error
 
-    async def _scores(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]]
-    ) -> list[Score]:
+    async def _scores(self, completions: Completions, columns: dict[str, list[Any]]) -> list[Score]:
         """Calls the function in a new thread, or in the main thread if it sets signal handlers, as
         a limit of time by `signal.alarm` does.
         """
@@ -206,7 +195,6 @@ class ProcessHost(Host):
         name: name of its component.
         pool: the workers; the owner enters and exits it.
         index: index of the function in the pool's specification.
-        check: checks every item before it is accepted.
         gives_verdicts: its scores say which answers are right.
     """
 
@@ -215,10 +203,9 @@ class ProcessHost(Host):
         name: str,
         pool: WorkerPool,
         index: int = 0,
-        check: Check | None = None,
         gives_verdicts: bool = False,
     ) -> None:
-        super().__init__(name, check, gives_verdicts)
+        super().__init__(name, gives_verdicts)
         self.pool = pool
         self._index = index
 
@@ -232,7 +219,7 @@ class ProcessHost(Host):
         return [Score(**score) for score in content["scores"]]
 
 
-def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[str, list[Any]]]:
+def arguments(items: Sequence[RewardItem]) -> tuple[Completions, dict[str, list[Any]]]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item. A response is a text, or the messages of an episode.
     """
@@ -242,7 +229,7 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
     columns["prompt"] = [item.prompt for item in items]
     columns["ground_truth"] = [item.ground_truth for item in items]
 
-    completions: list[list[Message]] = []
+    completions: Completions = []
     for item in items:
         response: Any = item.response  # that of an episode does not come over the wire
         is_text = isinstance(response, str)

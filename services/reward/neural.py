@@ -8,7 +8,13 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.models.hub import check_model, refuse_random
-from services.reward.functions.base import DetailedRewardFunction, Message, Score, column
+from services.reward.functions.base import (
+    Completions,
+    DetailedRewardFunction,
+    Message,
+    Score,
+    column,
+)
 
 _FIELD = "reward.functions.reward_model.model"
 
@@ -87,7 +93,7 @@ class RewardModelFunction(DetailedRewardFunction):
         self._batch_size = batch_size
         self._max_tokens = min(max_tokens, positions)
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns the score of each chat, an error for one over the limit. Raises InvalidInput
         without the column `prompt`.
         """

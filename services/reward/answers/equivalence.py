@@ -50,31 +50,21 @@ from services.reward.answers.shapes import (
 from services.reward.answers.values import same_ratio
 
 _T = TypeVar("_T")
-# Example comparisons for most kinds of answers.
+# Comparisons after which most of what others need is loaded and cached.
 _WARM_UP = (
     ("\\frac{x+1}{2}", "(1+x)/2"),
     ("\\sqrt{2}", "1.4"),
-    ("y=2x+1", "y=2x-1"),
     ("2\\sqrt{3}+\\sqrt[3]{5}", "\\sqrt{12}+5^{1/3}"),
     ("2\\pi", "2 pi"),
     ("(-\\infty, 2] \\cup [3, 5)", "[3,5) \\cup (-\\infty,2]"),
-    ("\\{1, 2, 3\\}", "3, 2, 1"),
-    ("(1, \\frac{2}{3})", "(1, 0.5)"),
     (
         "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}",
         "\\begin{pmatrix} 1 & 2 \\\\ 3 & 5 \\end{pmatrix}",
     ),
-    ("x \\le 3", "3 \\ge x"),
     ("\\sin(2x) + \\cos x", "2\\sin x \\cos x + \\cos x"),
     ("\\ln 2 + \\log_{3} 5", "\\ln(2) + \\frac{\\ln 5}{\\ln 3}"),
-    ("\\binom{6}{2}", "5!"),
     ("3+4i", "4i+3"),
-    ("5.4 \\text{ cents}", "5 \\text{ cents}"),
-    ("90^\\circ", "\\frac{\\pi}{2}"),
-    ("|x-1|", "|1-x|"),
-    ("x^2+2xy+y^2", "(x+y)^2"),
     ("\\int_0^1 x dx", "\\sum_{i=1}^{3} i"),
-    ("\\text{east}", "west"),
 )
 # A sentence with one number.
 _SENTENCE = re.compile(
@@ -165,16 +155,12 @@ def _values(reading: object) -> Iterator[Value]:
         case Value():
             yield reading
         case Node():
-            yield _value(reading)
+            yield Value(reading)
         case Relation():
-            yield _value(reading.right)
+            yield Value(reading.right)
         case tuple() if not isinstance(reading, Family | Residue):
             for part in reading:
                 yield from _values(part)
-
-
-def _value(node: Node) -> Value:
-    return Value(node, None, ())
 
 
 def same(expected: Reading, given: Reading) -> bool:
@@ -202,8 +188,7 @@ def same(expected: Reading, given: Reading) -> bool:
                 return is_same and (name == other_name or not name or not other_name)
             return False
         case Family(), Family():
-            values, others = map(_values_of_k, (expected, given))
-            return _in_any_order(values, others, _same_progression)
+            return _in_any_order(_in_k(expected), _in_k(given), _same_progression)
         case Residue(value, modulus), Residue(other, other_modulus):
             rests = [operation("mod", node, modulus) for node in (value, other)]
             return _same_node(modulus, other_modulus) and _same_node(*rests)
@@ -234,11 +219,11 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
         case TupleOrInterval("(", ")", items), Value() if "\\hat" in texts_of(other.source):
             return _vector(items)
         case (Words(_, Node() as node), Value()) | (Residue(node, _), _):
-            return _value(node)
+            return Value(node)
         case Relation(), Value() if _is_label(one, is_gold):
-            return _value(one.right)
+            return Value(one.right)
         case Value(Operation("binomial", nodes)), TupleOrInterval():
-            return TupleOrInterval("(", ")", tuple(map(_value, nodes)))
+            return TupleOrInterval("(", ")", tuple(map(Value, nodes)))
         case Value(Node() as node), Family() if len(unknowns(node)) == 1:
             return Family((node,), *unknowns(node))
         case Value(Node() as node), TupleOrInterval("&", _, rows):
@@ -256,7 +241,7 @@ def _vector(items: Sequence[Reading]) -> Value | None:
         if not isinstance(item, Value) or item.node is None:
             return None
         found = operation("+", found, operation("*", item.node, Unknown(f"\\hat {name}")))
-    return _value(found) if len(items) < 4 else None
+    return Value(found) if len(items) < 4 else None
 
 
 def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
@@ -264,9 +249,9 @@ def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
     names = [name for name in unknowns(node) if name[0] == "I" and as_line(node, name)]
     if len(names) != 1:
         return False
-    diagonal = _value(substituted(node, names[0], ONE))
+    diagonal = Value(substituted(node, names[0], ONE))
     return all(
-        same(cell, diagonal if i == j else _value(ZERO))
+        same(cell, diagonal if i == j else Value(ZERO))
         for i, row in enumerate(rows)
         for j, cell in enumerate(getattr(row, "items", ()))
     )
@@ -290,7 +275,7 @@ _COORDINATES = frozenset(("x", "y", "z", "r", "t", "\\theta"))
 
 
 def _same_node(a: Node, b: Node) -> bool:
-    return same_values(_value(a), _value(b))
+    return same_values(Value(a), Value(b))
 
 
 def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
@@ -371,7 +356,7 @@ def _as_relation(statement: Named) -> Relation | None:
     return None
 
 
-def _values_of_k(family: Family) -> list[Node]:
+def _in_k(family: Family) -> list[Node]:
     """Returns the values of a family, with the parameter k."""
     return [substituted(node, family.parameter, Unknown("k")) for node in family.values]
 

@@ -60,8 +60,8 @@ class Value:
     """An expression with its unit; `node` is None for an expression that only sympy can read."""
 
     node: Node | None
-    unit: Unit | None
-    source: Tokens = field(compare=False)
+    unit: Unit | None = None
+    source: Tokens = field(default=(), compare=False)
 
 
 def read_value(part: Tokens) -> Value:

@@ -238,7 +238,7 @@ def _words(part: Tokens, _: int) -> Reading | None:
         return None
     runs = [token.text for token in part if token.kind == "word"]
     if len(part) == 1 and runs and len(runs[0]) == 1:
-        return Value(Unknown(runs[0]), None, part)
+        return Value(Unknown(runs[0]), source=part)
     # x apples: an unknown with its unit
     if part[0].kind == "name" and part[0].text not in ("a", "A", "I") and read_unit(part[1:]):
         return None
@@ -738,5 +738,5 @@ def _ratio(part: Tokens, _: int) -> Reading | None:
     if len(separators) < 2 or not all(pieces):
         return None
     nodes = [node_of(piece) for piece in pieces]
-    parts = tuple(Value(simplified(operation("/", node, nodes[0])), None, ()) for node in nodes)
+    parts = tuple(Value(simplified(operation("/", node, nodes[0]))) for node in nodes)
     return TupleOrInterval(":", ":", parts)

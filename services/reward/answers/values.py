@@ -10,6 +10,7 @@ import math
 import operator
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -68,16 +69,16 @@ def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
+@dataclass
 class _Evaluator:
     """Evaluates expressions at one point."""
 
-    def __init__(self, point: Mapping[str, Fraction], is_complex: bool) -> None:
-        self._point = point
-        self._complex = is_complex
-        self.largest: Any = mpmath.mpf(0)
-        """The largest term of any sum; rounding errors are relative to it."""
-        self.digits = _DIGITS
-        """Digits with which no exact number loses what tells it from another."""
+    point: Mapping[str, Fraction] = field(default_factory=dict)
+    is_complex: bool = False
+    largest: Any = 0
+    """The largest term of any sum; rounding errors are relative to it."""
+    digits: int = _DIGITS
+    """Digits with which no exact number loses what tells it from another."""
 
     def value(self, node: Node) -> Any:
         """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no
@@ -87,7 +88,7 @@ class _Evaluator:
             if isinstance(node, Number):
                 return node.value
             if isinstance(node, Unknown):
-                return self._point[node.name]
+                return self.point[node.name]
             operands = [self.value(part) for part in node.operands]
             return self._checked(self._apply(node.name, operands))
         except (ValueError, KeyError, ZeroDivisionError, OverflowError, TypeError) as error:
@@ -106,7 +107,7 @@ class _Evaluator:
         if isinstance(value, mpmath.mpc):
             if abs(value.imag) <= abs(value.real) * _rounding():
                 return value.real
-            if self._point and not self._complex:
+            if self.point and not self.is_complex:
                 raise Undecided
         return value
 
@@ -144,7 +145,7 @@ class _Evaluator:
             try:
                 exact = _rational_power(base, exponent)
             except Enormous:
-                if not self._point or abs(exponent) > _MAX_EXPONENT:
+                if not self.point or abs(exponent) > _MAX_EXPONENT:
                     raise
                 return mpmath.power(self.real(base), self.real(exponent))
             if exact is not None:
@@ -153,7 +154,7 @@ class _Evaluator:
         # (-8)^(1/3) is -2 among real numbers; mpmath takes the complex root.
         is_negative = not isinstance(base, mpmath.mpc) and base < 0
         has_real_root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
-        if is_negative and has_real_root and not self._complex:
+        if is_negative and has_real_root and not self.is_complex:
             return (-1) ** exponent.numerator * self._power(-base, exponent)
         if abs(exponent) * (1 + abs(mpmath.log(abs(self.real(base)) or 1))) > _MAX_LOG:
             raise Enormous
@@ -316,7 +317,7 @@ def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
     """Returns whether b is a multiple of a, by a positive number if `is_positive`."""
 
     def verdict(samples: list[Sample]) -> bool:
-        real = _Evaluator({}, is_complex=False).real
+        real = _Evaluator().real
         pairs = [(real(one), real(other)) for one, other, _ in samples]
         first, second = pairs[0]
         factor = first * second
@@ -333,7 +334,7 @@ def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
 def _constant(node: Node) -> Any:
     """Returns the value of an expression without unknowns. Raises Undecided."""
     with mp.workdps(_DIGITS):
-        return _Evaluator({}, is_complex=False).value(node)
+        return _Evaluator().value(node)
 
 
 def order(a: Node, b: Node) -> int:
@@ -342,7 +343,7 @@ def order(a: Node, b: Node) -> int:
     """
     if same_value(a, b):
         return 0
-    infinite = {MINUS_INFINITY: -1, INFINITY: 1}
+    infinite: dict[Node, int] = {MINUS_INFINITY: -1, INFINITY: 1}
     if a in infinite or b in infinite:
         return 1 if infinite.get(a, 0) > infinite.get(b, 0) else -1
     difference = _constant(operation("-", a, b))

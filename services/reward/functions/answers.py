@@ -19,7 +19,13 @@ from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem, RewardStatus
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
-from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
+from services.reward.functions.base import (
+    Completions,
+    DetailedRewardFunction,
+    Score,
+    column,
+    text_of,
+)
 from services.reward.hosts import ProcessHost
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
 
@@ -69,14 +75,13 @@ class MathHost(ProcessHost):
         read = 0
         for i, (item, gold) in enumerate(zip(items, golds, strict=True)):
             answer = extract_answer(item.response)
-            if answer is None:
-                scores.append(Score(0.0, "unparsable", correct=False))
-            else:
-                truncated = item.finish_reason == "length" and self._require_stop
-                right = False if truncated else same_answer(gold, answer)
-                if right is None:
-                    hard.append(i)
-                scores.append(Score(float(right or False), correct=bool(right), answer=answer))
+            is_cut = item.finish_reason == "length" and self._require_stop
+            right = False if answer is None or is_cut else same_answer(gold, answer)
+            if right is None:
+                hard.append(i)
+            status: RewardStatus = "unparsable" if answer is None else "ok"
+            is_right = bool(right)
+            scores.append(Score(float(is_right), status, correct=is_right, answer=answer))
 
             read += len(item.response) + 100
             if read > _YIELD_CHARS:
@@ -98,14 +103,17 @@ class MathHost(ProcessHost):
         except CallFailed as error:
             return Score(None, error.status, correct=False, answer=answer, reason=str(error))
 
-        if found == "identical":
-            return Score(1.0, correct=True, answer=answer, reason=_NO_VALUE)
-        if found in ("unparsable", "unevaluated"):
-            return Score(0.0, cast(RewardStatus, found), correct=False, answer=answer)
         if found.startswith("error"):
             return Score(None, "error", correct=False, answer=answer, reason=found)
-        is_right = found == "right"
-        return Score(float(is_right), correct=is_right, answer=answer)
+        is_right = found in ("right", "identical")
+        status = found if found in ("unparsable", "unevaluated") else "ok"
+        return Score(
+            float(is_right),
+            cast(RewardStatus, status),
+            correct=is_right,
+            answer=answer,
+            reason=_NO_VALUE if found == "identical" else "",
+        )
 
 
 def _gold(item: RewardItem, where: str) -> str:
@@ -157,7 +165,7 @@ class MathRewardFunction(DetailedRewardFunction):
         self._host: MathHost | None = None
         self._lock = threading.Lock()
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns verdicts with their extracted answers. Raises InvalidInput for a `ground_truth`
         that states no answer.
         """

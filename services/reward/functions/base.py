@@ -18,6 +18,8 @@ _HERE = Path(__file__).resolve().parents[1]
 _LARGEST = 3e38  # of a float32, in which the trainer computes
 # `{"role": …, "content": …}`
 Message = dict[str, str]
+# Completions of a call, each as a chat: the messages of an answer or an episode.
+Completions = list[list[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class RewardFunction(ABC):
         """Name of its component in metrics and results."""
 
     @abstractmethod
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns one score for each completion, higher is better; NaN for one that could not be
         scored.
 
@@ -125,7 +127,7 @@ class RewardFunction(ABC):
                 that others have.
         """
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns the results of `__call__`, with verdicts and details if the function has them.
 
         Raises WrongScores when it does not return a number for every completion.
@@ -182,13 +184,13 @@ def reason_of(error: Exception) -> str:
 class DetailedRewardFunction(RewardFunction):
     """Base class of functions whose `scores` contain more than numbers."""
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns the values of `scores`, NaN for None. Raises as `scores` does."""
         scores = self.scores(completions, **kwargs)
         return [math.nan if score.value is None else score.value for score in scores]
 
     @abstractmethod
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns a score for each completion."""
 
 

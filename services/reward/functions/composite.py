@@ -7,8 +7,8 @@ from typing import Any, get_args
 from common.errors import ConfigError
 from common.wire.schemas import RewardStatus
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     RewardFunction,
     Score,
     own_copy,
@@ -57,7 +57,7 @@ class CompositeRewardFunction(DetailedRewardFunction):
         self.bounds_itself = all(function.bounds_itself for function in functions)
         self.gives_verdicts = any(function.gives_verdicts for function in functions)
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns the weighted sums with their components. Raises what a part raises."""
         parts: list[dict[str, Score]] = [{} for _ in completions]
         for function in self.functions:

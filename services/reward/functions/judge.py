@@ -18,6 +18,7 @@ from common.process.daemon_threads import DaemonThreads
 from common.prompts.answer_text import without_thoughts
 from common.wire.schemas import RewardStatus
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
     Message,
     Score,
@@ -119,7 +120,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
         weakref.finalize(self, self._http.close)
         self._threads = DaemonThreads(concurrency, "judge")
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns scores in [0, 1], requested concurrently. Raises InvalidInput without the column
         `prompt`.
         """

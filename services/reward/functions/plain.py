@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from common.process.loop_thread import LoopThread
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     Score,
     WrongScores,
     text_of,
@@ -62,7 +62,7 @@ class PlainFunction(DetailedRewardFunction):
         self._parameters = inspect.signature(function).parameters.values()
         self._names = {each.name for each in self._parameters}
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns what the function returns. Raises WrongScores for anything but a number or None
         for every completion.
         """

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from common.process.daemon_threads import DaemonThreads
 from common.prompts.answer_text import without_thoughts
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     Score,
     check_positive,
     column,
@@ -32,7 +32,7 @@ _FENCE = re.compile(
 _MARKER = re.compile(r"<(/?\w+)>")
 # Stands for the `<` of a marker that is part of a program.
 _LITERAL = "<\0"
-_PYTHON = re.compile(r"\W*(?:(py|python)[\d.]*\W*)?", re.IGNORECASE)
+_PYTHON = re.compile(r"\W*(?:(?:py|python)[\d.]*\W*)?", re.IGNORECASE)
 _DEFINED = re.compile(
     r"^(?:async[ \t]+)?(?:def|class)[ \t]+(?!test)(\w+)", re.MULTILINE | re.IGNORECASE
 )
@@ -97,7 +97,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         self._sandbox = Sandbox(limits, self.slots, sandbox, python=python)
         self._threads = DaemonThreads(self.slots, "sandbox")
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns scores in [0, 1]; `answer` is the outcome of every case. Raises InvalidInput for
         invalid `test_cases`.
         """
@@ -161,21 +161,17 @@ def extract_program(response: str, reads_input: bool = True) -> str | None:
     closed one. A response without any block counts when all of it is Python.
     """
     answer = without_thoughts(_with_literals(response)).replace(_LITERAL, "<")
+    blocks = [block for block in _blocks(answer) if _PYTHON.fullmatch(block.language)]
+    closed = [block.text for block in blocks if block.is_closed]
     programs: list[str] = []
-    others: list[str] = []
-    truncated: list[str] = []
-    for block in _blocks(answer):
-        language = _PYTHON.fullmatch(block.language)
-        if language is None:
-            continue
-        if not block.is_closed:
-            truncated.append(block.text)
-        elif language[1] or _DEFINED.search(block.text) or _IMPORTED.search(block.text):
+    for block in blocks:
+        is_labelled = "py" in block.language.lower()
+        is_program = is_labelled or _DEFINED.search(block.text) or _IMPORTED.search(block.text)
+        if block.is_closed and is_program:
             programs.append(block.text)
-        else:
-            others.append(block.text)
 
-    source = _assembled(programs or others or truncated or _unfenced(answer), reads_input)
+    truncated = [block.text for block in blocks]  # counts only if none is closed
+    source = _assembled(programs or closed or truncated or _unfenced(answer), reads_input)
     return source if source.strip() and len(source) <= MAX_SOURCE_CHARS else None
 
 

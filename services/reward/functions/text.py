@@ -7,8 +7,8 @@ import regex
 
 from common.errors import ConfigError
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     RewardFunction,
     Score,
     check_positive,
@@ -52,7 +52,7 @@ class FormatRewardFunction(DetailedRewardFunction):
         self._required = _compiled("required", required)
         self._forbidden = _compiled("forbidden", forbidden)
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns 1.0 or 0.0 for each completion, no value if a pattern takes too long."""
         return [self._score(text_of(completion)) for completion in completions]
 
@@ -112,7 +112,7 @@ class LengthPenaltyFunction(RewardFunction):
         self._soft = soft_chars
         self._hard = hard_chars
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in [-1, 0] for each completion."""
         penalties: list[float] = []
         for completion in completions:
@@ -135,7 +135,7 @@ class RepetitionPenaltyFunction(RewardFunction):
         check_positive(ngram=ngram)
         self._ngram = ngram
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in (-1, 0] for each completion."""
         penalties: list[float] = []
         for completion in completions:
