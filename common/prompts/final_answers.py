@@ -59,7 +59,6 @@ _JOINED_AFTER = re.compile(
     | [a-z](?![A-Za-z]) )""",
     re.VERBOSE,
 )
-_RUN_BEFORE = re.compile(r"(?:(?:(?<==)|(?<=:)|(?<=\bis))\s*[-−–]\s+|\S*)\Z")
 _SCALE = re.compile(
     r"(?:[\s$},]|\\[),;]|\\text\{)*(dozen|hundred|thousand|million|billion|trillion)\b"
 )
@@ -96,7 +95,6 @@ DOUBT = re.compile(rf"\b{phrases('doubt')}\b", re.IGNORECASE)
 _HEDGE = re.compile(rf"\b{phrases('doubt', 'could')}\b", re.IGNORECASE)
 _ALTERNATIVE = re.compile(rf"\b(?:{phrases('doubt', 'could')}|or|not)\b", re.IGNORECASE)
 _VALUE = r"(?:[-−–+]?\s?[$€£¥]?\.?[0-9]|[\ue000-\uf8ff]|\(?[A-H]\)?(?![\w'’]))"
-_NUMERAL = re.compile("[0-9\ue000-\uf8ff]")
 # A member of a JSON object that is the answer.
 _JSON = re.compile(
     r"""["'](?:(?:final|correct)[_\ ]?)?(?:answer|result)["']\s{0,8}:\s{0,8}
@@ -133,7 +131,6 @@ _DENIED_LABEL = re.compile(
 )
 _OPENING = re.compile(r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:>#]|[\"'](?=[\s*:]))*")
 _FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
-_PROSE = re.compile(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])")
 _RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
 _INSTEAD = re.compile(
     rf",?\s+(?:(?:and|but)\s+)?{phrases('instead')}\s+(?:(?:option|choice)\s+)?{_VALUE}.*",
@@ -151,7 +148,6 @@ _REMARK = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _SPACES = re.compile("(?:[^\\S\n]|[\ue000-\uf8ff])+")  # private characters stand for formulas
-_BOLD_MARK = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)")
 _NUMBERED_HEADING = re.compile(
     r"""[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?: [.):]\s+(?![-0-9$\\])\S | \s+(?:[-–—]\s+)?
     (?:Check|Verif|Solu|Solve|Step|Conclu|Summ|Result|Final|Answer|Calc|Compu|Find|Determ|Use|Apply
@@ -164,7 +160,6 @@ _WORDS_FIRST = re.compile(
     re.VERBOSE,
 )
 _FINAL_SIGN = re.compile(r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
-_TEX_QUOTES = re.compile(r"\A`{1,2}([^`']*)'{1,2}\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 # Decoration after an answer: check marks, emoji.
 _SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
@@ -319,7 +314,7 @@ def _boxed(text: str, marks: list[Mark]) -> str:
     if _DENIED_BEFORE.search(left[-100:].lower()) or _DENIED_AFTER.match(right):
         return ""
 
-    head = _RUN_BEFORE.findall(left[-100:])[0]
+    head = re.findall(r"(?:(?:(?<==)|(?<=:)|(?<=\bis))\s*[-−–]\s+|\S*)\Z", left[-100:])[0]
     tail = re.split(r"\s", right[:100], maxsplit=1)[0].rstrip(".,;:!?")
     for formula in _FORMULA.finditer(left + text[begin:stop] + right):
         if formula.start() < len(left) < formula.end():  # the box stands in a formula
@@ -366,11 +361,11 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
     sentence = _FILLER.sub("", sentence, count=1)
     if "\\boxed" in sentence:
         return None  # a box without its end
-    if _PROSE.match(sentence):
+    if re.match(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])", sentence):
         restated = _RESTATED.match(sentence)
         if restated is None or _ALTERNATIVE.search(restated.group()):
             sentence = _REASON.split(NOTE.sub("", sentence))[0]
-            has_value = _NUMERAL.search(sentence) is not None
+            has_value = re.search("[0-9\ue000-\uf8ff]", sentence) is not None
             # What has a value is kept whole: nothing in it may be guessed.
             is_answer = has_value or (words and len(sentence.split()) <= 3)
             return clean(unmasked(sentence, formulas)) or None if is_answer else None
@@ -382,7 +377,7 @@ def _shortened(sentence: str, formulas: list[str]) -> str | None:
     """Returns an answer without the remarks and reasons after it; "" when they hedge, None when
     nothing is left.
     """
-    sentence = _INSTEAD.sub("", _BOLD_MARK.sub("", sentence))
+    sentence = _INSTEAD.sub("", re.sub(r"(?<!\w)\*\*|\*\*(?!\w)", "", sentence))
     if any(_ALTERNATIVE.search(note) for note in NOTE.findall(sentence)):
         return ""
     sentence = _REASON.split(NOTE.sub("", sentence))[0]
@@ -423,7 +418,8 @@ def clean(answer: str) -> str:
     """
     text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
-        text = _TEX_QUOTES.sub(r"\1", text).rstrip(_SYMBOLS).strip().strip("*_`").strip()
+        text = re.sub(r"\A`{1,2}([^`']*)'{1,2}\Z", r"\1", text)  # TeX quotes
+        text = text.rstrip(_SYMBOLS).strip().strip("*_`").strip()
         is_money = len(_DOLLAR.findall(text)) == 1 and re.search(r"\$[-\s]*[0-9.]", text)
         text = _FINAL_SIGN.sub("", text if is_money else _DOLLAR.sub("", text))
         if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):

@@ -9,13 +9,11 @@ from fractions import Fraction
 # Each takes all digits on its left: 3 ten-thousands and 6000.
 _SIZES = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4, "千": 1000, "百": 100, "十": 10}
 _DIGITS = {digit: value for value, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-_FOREIGN_DIGIT = re.compile(r"\d(?<![0-9])")
 _SEPARATORS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "－": "-"})
 _SPACE = re.compile("[\u00a0\u2007\u2009\u202f]")  # those that do not break a line
 _GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_SPACE.pattern}[0-9]{{3}})+(?![0-9])")
 _ONES = "零〇一二两三四五六七八九"
 _TENS = "十百千万萬亿億"
-_SIGN = re.compile(f"[{_ONES}{_TENS}]")
 _NUMERAL = rf"(?:[0-9]{{1,15}}(?:\.[0-9]{{1,15}})?\ ?(?=[{_TENS}]))?[0-9{_ONES}{_TENS}]{{1,20}}"
 _CHINESE = re.compile(
     rf"""(?<![0-9.{_ONES}{_TENS}])(?P<sign>负)?
@@ -34,11 +32,11 @@ def in_digits(text: str) -> str:
     """
     if text.isascii():
         return text
-    text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit.group())), text)
+    text = re.sub(r"\d(?<![0-9])", lambda digit: str(int(digit.group())), text)
     text = text.translate(_SEPARATORS)
     if _SPACE.search(text):
         text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
-    return _CHINESE.sub(_converted, text) if _SIGN.search(text) else text
+    return _CHINESE.sub(_converted, text) if re.search(f"[{_ONES}{_TENS}]", text) else text
 
 
 def _converted(match: re.Match[str]) -> str:

@@ -388,6 +388,12 @@ def matched(pattern: str, part: Tokens) -> dict[str, Tokens] | None:
     return found
 
 
+def trimmed(pattern: str, part: Tokens) -> Tokens:
+    """Returns the group `value` of a pattern, or all tokens where the pattern does not match."""
+    found = matched(pattern, part)
+    return found["value"] if found else part
+
+
 def step(token: Token) -> int:
     """Returns 1 for an opening bracket, -1 for a closing one, else 0."""
     if token.kind not in ("op", "cmd"):

@@ -13,6 +13,7 @@ from services.reward.answers.notation import (
     matched,
     step,
     texts_of,
+    trimmed,
     words,
     written,
 )
@@ -34,20 +35,15 @@ _MONEY = (
 )
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _PROSE = re.compile(r"[^\x00-\x7f]|(?<![\\A-Za-z])(?<!\{ )[A-Za-z]{3,}")
-_LITRES = words("l L \\ell")
-_FRACTIONS = words("- / \\frac { }")
-_TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
+# What may stand after a quantity: 18 eggs left, $5 each, 12 in all.
 _REMARK = (
     r"(?P<value>.+?) (?:(?:in )?(?:total|all)|left(?: over)?|leftover|remaining|each|apiece|now"
     r"|together|combined|altogether|overall|times|exactly)"
 )
-_SHARE = r"(?P<value>.*[^ a-z]) of (?P<whole>.+)"
-_ORDINAL = r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?"
-_NEGATED = r"(?i)(?:negative|minus) (?P<value>.+)"
+_LITRES = words("l L \\ell")
+_FRACTIONS = words("- / \\frac { }")
+_TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
 _SIZES = {"million": 10**6, "thousand": 1000, "hundred": 100}
-_PART = re.compile(
-    r"(?:(?P<whole>.+) and )?(?:(?P<count>.+) )?(?P<part>half|halve|third|quarter|[a-z]+th)s?"
-)
 _PARTS = {
     **dict.fromkeys(("half", "halve"), 2), "third": 3, "quarter": 4, "fourth": 4, "fifth": 5,
     "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12,
@@ -67,12 +63,10 @@ class Value:
 def read_value(part: Tokens) -> Value:
     """Returns a number or expression with its unit. Raises NotUnderstood."""
     part = _in_digits(part)
-    share = matched(_SHARE, part)
+    share = matched(r"(?P<value>.*[^ a-z]) of (?P<whole>.+)", part)
     if share and is_remark(share["whole"]):  # 3/4 of the cake
         part = share["value"]
-    else:  # 18 eggs left, $5 each, 12 in all
-        part = (matched(_REMARK, part) or {"value": part})["value"]
-    part, unit = _without_unit(part)
+    part, unit = _without_unit(trimmed(_REMARK, part))
     factor = Fraction(1)
     while len(part) > 1 and (times := scale(part[-1])) is not None:
         factor *= times
@@ -81,7 +75,7 @@ def read_value(part: Tokens) -> Value:
     if unit is None and DEGREE in texts and not _TRIGONOMETRIC & {*texts}:
         unit = read_unit((Token("op", DEGREE),))
         part = tuple(token for token in part if token.text != DEGREE)
-    part = (matched(_ORDINAL, part) or {"value": part})["value"]
+    part = trimmed(r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?", part)  # 5th
     if not part:
         raise NotUnderstood
     if _CALCULUS & {*texts}:
@@ -108,7 +102,7 @@ def node_of(part: Tokens) -> Node:
 
 def _in_digits(part: Tokens) -> Tokens:
     """Returns tokens with a number in words, at the start, in digits."""
-    negated = matched(_NEGATED, part)
+    negated = matched(r"(?i)(?:negative|minus) (?P<value>.+)", part)
     if negated:
         return (Token("op", "-"), *_in_digits(negated["value"]))
     length = min(len(part), _MAX_WORDS) if part and part[0].kind == "word" else 0
@@ -129,7 +123,10 @@ def _number(text: str) -> Fraction | None:
             above = _number(count)
             below = _number(rest.strip().removeprefix("and ") or "zero")
             return None if above is None or below is None else above * size + below
-    match = _PART.fullmatch(text)
+    match = re.fullmatch(
+        r"(?:(?P<whole>.+) and )?(?:(?P<count>.+) )?(?P<part>half|halve|third|quarter|[a-z]+th)s?",
+        text,
+    )
     if match is None or match["part"] not in _PARTS:
         return None
     is_one = match["count"] in ("a", None)

@@ -37,6 +37,7 @@ from services.reward.answers.notation import (
     split,
     texts_of,
     tokens,
+    trimmed,
     words,
     written,
 )
@@ -73,51 +74,9 @@ from services.reward.answers.values import (
 _MAX_DEPTH = 8
 _INTRODUCED = (
     r"(?i)(?:(?=(?:\S+ ){0,3}(?:answer|option|choice)\b)"
-    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )(?P<rest>.+)"
+    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )(?P<value>.+)"
 )
-_CHOICE = (
-    r"(?:\( (?P<letter>[A-H]) \)|(?P<bare>[A-H]) [).:])"
-    r"(?: is (?:the )?(?:correct|right|answer)(?: answer)?)?(?: (?P<rest>.+))?"
-)
-_OTHER_CHOICE = re.compile(r"\b(?<!^)[A-H]\b|^[B-H]\b")
-_NONE = re.compile(r"none(?: of (?:the|these|those|them)\b.*)?", re.IGNORECASE)
-_RESIDUE = (
-    r"(?:(?P<name>.+) (?:\\equiv|=) )?(?P<value>(?:(?!\\equiv|=).)+?)(?: \()? (?:\\mod|modulo|mod)"
-    r"(?: \{)? (?P<modulus>[^(){}]+?)(?: \})?(?: \))?"
-)
-_BASED = re.compile(
-    r"(?:\( )?(?P<digits>[0-9A-Za-z][0-9A-Za-z ]*?)(?: \))?(?: in| \()? (?:base|_)(?: [{(])*"
-    r"(?: base)? (?P<base>[0-9]{1,2}|[a-z]+)(?: [})])*"
-)
-_CLOCK = re.compile(
-    r"(?P<hour>[0-9]{1,2})(?: : (?P<minute>[0-5][0-9]))? "
-    r"(?:(?P<am>am|in the morning)|pm|in the (?:afternoon|evening)|at night)",
-    re.IGNORECASE,
-)
-_ANNOTATED = r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)"
-_FAMILY = (
-    r"(?:(?:\S+ \\in )?\\\{ )?(?P<values>.+?)(?: (?:[,;:|]|where|for|with|and|any|all))*"
-    r"(?: (?P<k>\S+) (?:\\in|is)(?: an| any| all)? (?:\\?set[ZN]|[ZN]|integers?)"
-    r"| integers? (?P<n>\S+))(?: \\\})?"
-)
-_LABELLED = (
-    r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*)"
-    r" (?:is|are|was|were|equals|(?<=[^\W\d_]{3} ):) (?P<rest>.+)"
-)
-_BUILT = r"(?P<name>[^:|]+?)(?: \\in [^:|]+)? [:|] (?P<condition>[^:]+)"
-_EXCEPT = r"all real (?:numbers|values|x) except (?P<points>.+)"
-_MATRIX = (
-    r"\\begin \{ (?P<kind>[A-Za-z]+) \}(?: \{ [clr| ]+ \})? (?P<body>(?:(?!\\begin).)+?)"
-    r" \\end \{ (?P=kind) \}(?: \^(?: \{)? (?P<turned>T|\\top|t)(?: \})?)?"
-)
-_MATRICES = re.compile(r"(?:[pbB]?|p?small|bsmall)matrix|array")
 _LISTS = re.compile(r"r?cases|aligned|align|gathered")
-_REALS = re.compile(r"(?:the |any )?real numbers?|all (?:real numbers|reals|real values|real x)")
-_NO_SOLUTIONS = re.compile(r"(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?")
-_SAYS = re.compile(r"(?P<subject>.+) (?:is|are|was) (?P<said>.+)")
-_UNDEFINED = re.compile(
-    r"(?:(?:the|it|its|limit) )*(?:does not exist|doesn't exist|dne|not defined)"
-)
 # Words that say no more about an answer of words.
 _FILLERS = words(
     "a an the is are it its this that function graph curve figure shape number answer value "
@@ -145,12 +104,6 @@ _NAME = re.compile(
     r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
 )
 _UNKNOWN = rf"{_WORD}(?: _ (?:\{{ [^{{}}]+ \}}|\w+))?"
-_ROW = (
-    rf"(?:(?P<open>[(\[]|\\langle) )?(?P<names>{_UNKNOWN}(?: , {_UNKNOWN})+)"
-    r"(?(open) (?:[)\]]|\\rangle)) = (?P<values>[^=]+)"
-)
-_LABEL = re.compile(r"(?=.*[A-Za-z])[\x00-\x7f]+")
-_CALL = re.compile(r"[A-Za-z] \( [-0-9 ,]+ \)")
 
 
 @lru_cache(maxsize=1024)
@@ -158,7 +111,7 @@ def read(text: str) -> Reading | None:
     """Returns the reading of an answer; None when a part of it is not understood."""
     part = tokens(text)
     try:
-        return _read((matched(_INTRODUCED, part) or {"rest": part})["rest"])
+        return _read(trimmed(_INTRODUCED, part))
     except (NotUnderstood, RecursionError):
         return None
 
@@ -197,19 +150,25 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
 
 def _choice(part: Tokens, depth: int) -> Reading | None:
     """Reads an option with or without text: (B), (B) 12, B. seat."""
-    found = matched(_CHOICE, part)
+    found = matched(
+        r"(?:\( (?P<letter>[A-H]) \)|(?P<bare>[A-H]) [).:])"
+        r"(?: is (?:the )?(?:correct|right|answer)(?: answer)?)?(?: (?P<rest>.+))?",
+        part,
+    )
     rest = found["rest"] if found else ()
     if not found or (rest and (not rest[0].spaced or rest[0].text in "+/^_=" + "\\times")):
         return None
     [letter] = found["letter"] or found["bare"]
-    if has_doubts(rest) and not _NONE.fullmatch(written(rest)):
+    if has_doubts(rest) and not re.fullmatch(
+        r"none(?: of (?:the|these|those|them)\b.*)?", written(rest), flags=re.IGNORECASE
+    ):
         raise NotUnderstood
     value: Reading | None = None
     with suppress(NotUnderstood):
         value = _read(rest, depth)
     is_text = value is None or isinstance(value, Words)
     # "(C) D" and "(B), (C)" name two options.
-    if _names_choice(value) or (is_text and _OTHER_CHOICE.search(written(rest))):
+    if _names_choice(value) or (is_text and re.search(r"\b(?<!^)[A-H]\b|^[B-H]\b", written(rest))):
         raise NotUnderstood
     return Choice(letter.text, value)
 
@@ -246,9 +205,11 @@ def _words(part: Tokens, _: int) -> Reading | None:
     if not runs or is_derivative or all(set(run) <= set("xyz") for run in runs):
         return None
     text = written(part).replace(" - ", " ").replace("-", " ").lower()
-    if _REALS.fullmatch(text):
+    if re.fullmatch(
+        r"(?:the |any )?real numbers?|all (?:real numbers|reals|real values|real x)", text
+    ):
         return REALS
-    if _NO_SOLUTIONS.fullmatch(text):
+    if re.fullmatch(r"(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?", text):
         return Many((), True)
     if text in _TIMES:
         return Clock(_TIMES[text])
@@ -263,10 +224,12 @@ def _words(part: Tokens, _: int) -> Reading | None:
 
 def _content(text: str) -> str:
     """Returns the part of a sentence that answers: "even" of "The function is even"."""
-    match = _SAYS.fullmatch(text)
+    match = re.fullmatch(r"(?P<subject>.+) (?:is|are|was) (?P<said>.+)", text)
     if match is not None and DOUBTS.isdisjoint(match["subject"].split()):
         text = match["said"]
-    if _UNDEFINED.fullmatch(text):
+    if re.fullmatch(
+        r"(?:(?:the|it|its|limit) )*(?:does not exist|doesn't exist|dne|not defined)", text
+    ):
         return "undefined"
     return " ".join(_DATES.get(name, name) for name in content_words(text))
 
@@ -279,7 +242,11 @@ def content_words(text: str) -> list[str]:
 
 def _residue(part: Tokens, _: int) -> Reading | None:
     """Reads 7 mod 11, x ≡ 7 (mod 11)."""
-    found = matched(_RESIDUE, part)
+    found = matched(
+        r"(?:(?P<name>.+) (?:\\equiv|=) )?(?P<value>(?:(?!\\equiv|=).)+?)(?: \()?"
+        r" (?:\\mod|modulo|mod)(?: \{)? (?P<modulus>[^(){}]+?)(?: \})?(?: \))?",
+        part,
+    )
     if found is None:
         return None
     value = read_value(found["value"]).node
@@ -294,7 +261,11 @@ def _residue(part: Tokens, _: int) -> Reading | None:
 
 def _based(part: Tokens, _: int) -> Reading | None:
     """Reads 52_8, 52 base eight."""
-    match = _BASED.fullmatch(written(part))
+    match = re.fullmatch(
+        r"(?:\( )?(?P<digits>[0-9A-Za-z][0-9A-Za-z ]*?)(?: \))?(?: in| \()? (?:base|_)(?: [{(])*"
+        r"(?: base)? (?P<base>[0-9]{1,2}|[a-z]+)(?: [})])*",
+        written(part),
+    )
     if match is None:
         return None
     base = int(match["base"]) if match["base"].isdigit() else NUMBERS.get(match["base"], 0)
@@ -310,7 +281,12 @@ def _based(part: Tokens, _: int) -> Reading | None:
 
 def _clock(part: Tokens, _: int) -> Reading | None:
     """Reads 3:30 PM, 3 in the afternoon."""
-    match = _CLOCK.fullmatch(written(part).replace(" . ", ""))
+    match = re.fullmatch(
+        r"(?P<hour>[0-9]{1,2})(?: : (?P<minute>[0-5][0-9]))? "
+        r"(?:(?P<am>am|in the morning)|pm|in the (?:afternoon|evening)|at night)",
+        written(part).replace(" . ", ""),
+        flags=re.IGNORECASE,
+    )
     if match is None or not 0 < int(match["hour"]) < (13 if match["am"] else 24):
         return None
     hour = int(match["hour"]) % 12 + (0 if match["am"] else 12)
@@ -319,7 +295,7 @@ def _clock(part: Tokens, _: int) -> Reading | None:
 
 def _annotated(part: Tokens, depth: int) -> Reading | None:
     """Reads an answer without the note in parentheses after it: 8 (in simplest form), 3 (three)."""
-    found = matched(_ANNOTATED, part)
+    found = matched(r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)", part)
     if found is None or not found["mark"][0].spaced or found["note"][0].kind != "word":
         return None
     head = found["head"]
@@ -366,7 +342,12 @@ def _mixed_units(part: Tokens, _: int) -> Reading | None:
 
 def _family(part: Tokens, depth: int) -> Reading | None:
     """Reads x = a + kb, k ∈ ℤ."""
-    found = matched(_FAMILY, part)
+    found = matched(
+        r"(?:(?:\S+ \\in )?\\\{ )?(?P<values>.+?)(?: (?:[,;:|]|where|for|with|and|any|all))*"
+        r"(?: (?P<k>\S+) (?:\\in|is)(?: an| any| all)? (?:\\?set[ZN]|[ZN]|integers?)"
+        r"| integers? (?P<n>\S+))(?: \\\})?",
+        part,
+    )
     if found is None:
         return None
     reading = _read(found["values"], depth)
@@ -383,7 +364,11 @@ def _row(part: Tokens, depth: int) -> Reading | None:
     """Reads (x, y) = (1, 2), also with several rows of values, in the order that the names
     state.
     """
-    found = matched(_ROW, part)
+    found = matched(
+        rf"(?:(?P<open>[(\[]|\\langle) )?(?P<names>{_UNKNOWN}(?: , {_UNKNOWN})+)"
+        r"(?(open) (?:[)\]]|\\rangle)) = (?P<values>[^=]+)",
+        part,
+    )
     if found is None:
         return None
     names = [re.sub("[{} ]", "", name) for name in written(found["names"]).split(" , ")]
@@ -460,7 +445,11 @@ def _variants(part: Tokens) -> list[Tokens]:
 
 def _labelled(part: Tokens, depth: int) -> Reading | None:
     """Reads "The remainder is 42" and "Total: 42"."""
-    found = matched(_LABELLED, part)
+    found = matched(
+        r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*)"
+        r" (?:is|are|was|were|equals|(?<=[^\W\d_]{3} ):) (?P<rest>.+)",
+        part,
+    )
     if found is None:
         return None
     if has_doubts(found["label"]):
@@ -473,7 +462,7 @@ def _set(part: Tokens, depth: int) -> Reading | None:
     text = written(part)
     if text in ("\\emptyset", "\\setR"):
         return REALS if text == "\\setR" else Many((), True)
-    found = matched(_EXCEPT, part)
+    found = matched(r"all real (?:numbers|values|x) except (?P<points>.+)", part)
     if found:
         points = as_region(_joined([_read(found["points"], depth)], ","))
         return points and combined([REALS, points], operator.sub)
@@ -660,10 +649,10 @@ def _side_values(pieces: list[Tokens]) -> list[Value]:
         try:
             value = read_value(piece)
         except NotUnderstood:
-            if has_doubts(piece) or not _LABEL.fullmatch(written(piece)):
+            if has_doubts(piece) or not re.fullmatch(r"(?=.*[A-Za-z])[\x00-\x7f]+", written(piece)):
                 raise
             continue
-        if value.node is not None and not _CALL.fullmatch(written(piece)):
+        if value.node is not None and not re.fullmatch(r"[A-Za-z] \( [-0-9 ,]+ \)", written(piece)):
             values.append(value)
     return values
 
@@ -699,7 +688,7 @@ def _bracketed(part: Tokens, depth: int) -> Reading | None:
 def _in_braces(content: Tokens, depth: int) -> Reading | None:
     if not content:
         return Many((), True)
-    built = matched(_BUILT, content)
+    built = matched(r"(?P<name>[^:|]+?)(?: \\in [^:|]+)? [:|] (?P<condition>[^:]+)", content)
     if built:  # {x : x > 3}
         return _read(built["condition"], depth) if name_of(built["name"]) else None
     found = _read(content, depth)
@@ -711,7 +700,11 @@ def _in_braces(content: Tokens, depth: int) -> Reading | None:
 
 def _matrix(part: Tokens, depth: int) -> Reading | None:
     """Reads a matrix as a tuple of rows, a column as a tuple, and `cases` as joined statements."""
-    found = matched(_MATRIX, part)
+    found = matched(
+        r"\\begin \{ (?P<kind>[A-Za-z]+) \}(?: \{ [clr| ]+ \})? (?P<body>(?:(?!\\begin).)+?)"
+        r" \\end \{ (?P=kind) \}(?: \^(?: \{)? (?P<turned>T|\\top|t)(?: \})?)?",
+        part,
+    )
     if found is None:
         return None
     kind = written(found["kind"])
@@ -719,7 +712,8 @@ def _matrix(part: Tokens, depth: int) -> Reading | None:
     if _LISTS.fullmatch(kind) and not ("cases" in kind and "&" in texts_of(part)):
         sides = [tuple(token for token in line if token.text != "&") for line in lines]
         return _joined([_read(side, depth) for side in sides], ["and"])
-    if not _MATRICES.fullmatch(kind) and not _LISTS.fullmatch(kind):
+    is_matrix = re.fullmatch(r"(?:[pbB]?|p?small|bsmall)matrix|array", kind)
+    if not is_matrix and not _LISTS.fullmatch(kind):
         return None
     cells = [split(line, "&")[0] for line in lines]
     if found["turned"]:

@@ -134,9 +134,6 @@ _NOTATIONS = tuple(
 )
 
 
-_FACTOR = re.compile(r"(?P<name>[^^]+)(?:\^(?P<exponent>-?[1-4]))?")
-
-
 class Unit(NamedTuple):
     """A unit: powers of its dimensions, sorted by name, and its size in their base units."""
 
@@ -229,7 +226,7 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
     is_described = False
     is_coin = False
     for i, piece in enumerate(pieces):
-        factor = _FACTOR.fullmatch(piece)
+        factor = re.fullmatch(r"(?P<name>[^^]+)(?:\^(?P<exponent>-?[1-4]))?", piece)
         if factor is None:
             return None
         name = factor["name"]

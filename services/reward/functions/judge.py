@@ -56,7 +56,6 @@ _SCORE_SENTENCE = re.compile(
     r"(?=\s*(?:$|[^\w\s%/→-](?![0-9])|(?:because|since|as|for|due)\b))",
     re.IGNORECASE | re.MULTILINE,
 )
-_MARK_IN_LINE = re.compile(r"(?<=\S)([ \t])(?=<[^/])")
 _DECODER = json.JSONDecoder(object_pairs_hook=list)
 _TAG = re.compile(r"<(?=\s*/?\s*(?:problem|reference|answer))", re.IGNORECASE)
 _MAX_REPLY_CHARS = 100_000
@@ -214,7 +213,7 @@ def parse_score(reply: str) -> float | None:
     with `Score: N`. Thoughts, also unfinished ones, give none: they may quote the answer.
     """
     # A judge that writes about a <think> in the answer quotes it; its own thoughts begin a line.
-    quoted = _MARK_IN_LINE.sub(r"\1`", reply)
+    quoted = re.sub(r"(?<=\S)([ \t])(?=<[^/])", r"\1`", reply)
     text = without_thoughts(quoted)[-_MAX_REPLY_CHARS:]
     scores, rest = _json_scores(text)
     scores += (match["number"] for match in _SCORE_LINE.finditer(rest))

@@ -228,7 +228,7 @@ def test_a_busy_machine_fails_no_program() -> None:
     cases = [{"input": "", "output": "1"}]
     burn = "import time\nwhile time.process_time() < {}: pass\nprint(1)"
     allowed = os.sched_getaffinity(0)
-    short, tiny = code_function(timeout_s=1.5), code_function(timeout=0.2, slots=1)
+    short, tiny = code_function(timeout_s=1.5), code_function(timeout_s=0.2, slots=1)
     try:
         os.sched_setaffinity(0, {min(allowed)})
         with busy_loops(20):
