@@ -222,8 +222,8 @@ def _end(mark: Mark) -> int:
 
 
 def before_next_question(text: str) -> str:
-    """Returns the text without what follows its first complete answer from "Question:" (or
-    "Problem:", "Q:", "User:") on: the model asks itself.
+    """Returns the text up to a heading "Question:" (or "Problem:", "Q:", "User:") that follows a
+    complete answer: from there on, the model makes up the next problem.
     """
     if not any(sign in text for sign in _SIGNS_OF_QUESTION):
         return text
@@ -235,8 +235,8 @@ def before_next_question(text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{…}` (or `\fbox{…}`), stripped, together with the
-    boxes that it continues; None when there is none, or it is cut.
+    r"""Returns the content of the last `\boxed{…}` (or `\fbox{…}`), together with the boxes that it
+    continues (`\boxed{2}` or `\boxed{3}`). Returns None if there is no box or the last is cut.
     """
     boxes = [mark for mark in _marks(text) if mark.kind in ("box", "cut")]
     if not boxes or boxes[-1].kind == "cut":
@@ -281,8 +281,8 @@ def _json_mark(match: re.Match[str]) -> Mark:
 
 
 def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
-    r"""Returns where the first of the boxes begins that the last mark continues (`\boxed{2}` or
-    `\boxed{3}`), and the contents of all.
+    r"""Returns where a list of boxes begins that ends with the last mark (`\boxed{2}` or
+    `\boxed{3}`), and their contents, joined.
     """
     begin = marks[-1].end
     joint = ", "
@@ -302,8 +302,8 @@ def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
 
 
 def _boxed(text: str, marks: list[Mark]) -> str:
-    r"""Returns the content of the last box within its formula: -7 of `-\boxed{7}`, "" when it is
-    empty, or the sentence denies or doubts it.
+    r"""Returns the content of the last box and what its formula joins to it: -7 of `-\boxed{7}`.
+    Returns "" if the box is empty, or its sentence denies or doubts it.
     """
     begin, answer = _joined(text, marks)
     stop = marks[-1].end
@@ -331,8 +331,8 @@ def _boxed(text: str, marks: list[Mark]) -> str:
 
 
 def _line(rest: str, alone: bool) -> str | None:
-    """Returns the answer on a `####` line; None for a heading, such as `#### 2. Check`. Words are
-    an answer if the line stands `alone`.
+    """Returns the answer on a `####` line; None for a heading, such as `#### 2. Check`. A line of
+    words is an answer only if it is the only mark (`alone`) and the last line.
     """
     line, _, after = rest.partition("\n")
     is_words = _WORDS_FIRST.match(line) and (not alone or after.strip())
@@ -342,8 +342,8 @@ def _line(rest: str, alone: bool) -> str | None:
 
 
 def _labelled(text: str, label: Mark, words: bool) -> str | None:
-    """Returns what "the answer is …" states; None when that is prose without a value, or words
-    unless `words` may be an answer.
+    """Returns what "the answer is …" states. Returns None for prose without a value; with `words`,
+    up to three words without a value are an answer too.
     """
     clause = re.split(r"[.!?;\n]", text[max(0, label.start - 200) : label.start])[-1]
     if _NO_LABEL.search(clause):
@@ -374,8 +374,8 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
 
 
 def _shortened(sentence: str, formulas: list[str]) -> str | None:
-    """Returns an answer without the remarks and reasons after it; "" when they hedge, None when
-    nothing is left.
+    """Returns an answer without the remarks and reasons after it. Returns "" if these hedge, and
+    None if nothing is left.
     """
     sentence = _INSTEAD.sub("", re.sub(r"(?<!\w)\*\*|\*\*(?!\w)", "", sentence))
     if any(_ALTERNATIVE.search(note) for note in NOTE.findall(sentence)):
@@ -392,7 +392,9 @@ def _shortened(sentence: str, formulas: list[str]) -> str | None:
 
 
 def masked(text: str) -> tuple[str, list[str]]:
-    """Returns the text with one private character for each formula, and the formulas."""
+    """Returns the text with each formula replaced by one private-use character, and the formulas.
+    The dots and commas of a formula then end no sentence.
+    """
     formulas: list[str] = []
 
     def hide(formula: re.Match[str]) -> str:
@@ -403,7 +405,7 @@ def masked(text: str) -> tuple[str, list[str]]:
 
 
 def unmasked(text: str, formulas: list[str]) -> str:
-    """Returns the text with its formulas, without their delimiters."""
+    """Puts the formulas back into a masked text, without their delimiters."""
 
     def content(mask: re.Match[str]) -> str:
         formula = formulas[ord(mask.group()) - FIRST_MASK]

@@ -1,4 +1,4 @@
-"""Writes the numerals of other scripts in the digits 0 to 9.
+"""Converts numbers in other scripts to the digits 0 to 9.
 
 Every step takes time linear in the length of any text: responses are untrusted.
 """
@@ -27,8 +27,8 @@ _CHINESE = re.compile(
 
 
 def in_digits(text: str) -> str:
-    """Returns the text with foreign digits (٣٧), Chinese numerals (二十四, 3万6000) and grouped
-    digits (1 250, with a space that does not break) as digits.
+    """Converts foreign digits (٣٧), Chinese numerals (二十四, 3万6000), and digits that no-break
+    spaces group (1 250).
     """
     if text.isascii():
         return text
@@ -54,8 +54,8 @@ def _converted(match: re.Match[str]) -> str:
 
 
 def _value(numeral: str) -> Fraction:
-    """Returns the value of a numeral. Raises ValueError for one that leaves out its last size, as
-    三百五 does for 350.
+    """Returns the value of a Chinese numeral. Raises ValueError for one that leaves out its last
+    unit: 三百五 (three hundred five) means 350.
     """
     if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", numeral):
         return Fraction(numeral)

@@ -90,7 +90,7 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
     """Returns the text of a prompt, prefill included. Raises ConfigError that names the setting or
     the problem.
 
-    A chat needs a chat template, however short it is; a template text can write one message.
+    A chat of several messages needs a chat template; `data.prompt_template` writes one message.
     """
     text = filled(style.template, prompt)
     if style.is_chat(tokenizer):
@@ -234,8 +234,8 @@ def _rendered(
 
 
 def _without_end(marked: list[int], bare: list[int]) -> list[int]:
-    """Returns `marked` without the special tokens after `bare`, and without those before it that
-    begin `bare`.
+    """Returns the token ids of a text with special tokens (`marked`) without those that the
+    tokenizer appends, and without prepended ones that the text itself (`bare`) begins with.
     """
     for start in range(len(marked) - len(bare) + 1):
         if marked[start : start + len(bare)] == bare:

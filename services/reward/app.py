@@ -74,14 +74,16 @@ def create_reward_app(
     async def check_ground_truths(
         body: BatchRewardRequest, request: Request
     ) -> GroundTruthProblems:
-        """The items that no response could solve: their ground truths cannot be read, or do not
-        match themselves. The responses of the items do not count.
+        """Lists the items that no response could solve: their ground truths cannot be read, or do
+        not match themselves. The responses of the items are ignored.
         """
         return await cancel_on_disconnect(request, scorer.check_ground_truths(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Answers scored so far by status, the functions, and the state of the workers."""
+        """Returns the answers scored so far by status, the functions, and the state of the
+        workers.
+        """
         return scorer.stats() | {"load": app.state.load.stats()}
 
     return app

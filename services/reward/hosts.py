@@ -1,5 +1,5 @@
-"""Hosts run reward functions in the reward-server: in its threads, or in worker processes that can
-be killed.
+"""Hosts call the reward functions of the reward-server: in its threads, or in worker processes that
+can be killed.
 
 Both limit the time of a call, split large batches, share the workers fairly between the batches of
 several requests, and repeat a failed call for each item separately, so that one bad item never

@@ -40,7 +40,7 @@ _MAX_LINE_BYTES = 256 << 20
 class CallFailed(Exception):
     """A call of a reward function gave no scores; its answers get `status`.
 
-    `always`: it would fail for any completions.
+    `always`: it would fail for other completions too.
     """
 
     def __init__(self, status: RewardStatus, reason: str, always: bool = False) -> None:

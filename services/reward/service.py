@@ -144,8 +144,8 @@ class RewardService:
             host.check(item, where)
 
     async def check_ground_truths(self, items: Sequence[RewardItem]) -> GroundTruthProblems:
-        """Returns the items that no response could solve, or only the same text, and how many
-        ground truths of the others were repaired.
+        """Finds the items that no response could solve, or only one that repeats the ground truth;
+        of the others, counts the ground truths that were repaired.
 
         A function that verifies final answers grades every ground truth against itself; others
         only check the columns that they need.
@@ -165,7 +165,7 @@ class RewardService:
         for host, indices in verified.items():
             answered = [_answered_by_itself(items[i]) for i in indices]
             for i, score in zip(indices, await host.score(answered), strict=True):
-                reason = _readable_by_nobody(items[i].ground_truth) or score.reason
+                reason = _why_unreadable(items[i].ground_truth) or score.reason
                 if reason or not score.correct:
                     reasons[i] = reason or _SELF_REASONS.get(score.status, _DIFFERS)
         checked = set(chain.from_iterable(verified.values()))
@@ -258,8 +258,8 @@ class RewardService:
         self._restarts.inc()
 
 
-def _readable_by_nobody(ground_truth: str) -> str:
-    """Returns why only an identical text would match a ground truth; empty when others may."""
+def _why_unreadable(ground_truth: str) -> str:
+    """Returns why no other text than a ground truth itself could match it; "" if others could."""
     gold = gold_answer(ground_truth) or ""
     if gold.count("{") != gold.count("}"):
         return "its braces are not balanced"

@@ -84,11 +84,13 @@ _MAX_WORDS = 3
 
 
 def verdict(gold: str, answer: str) -> str:
-    """Returns "right", "wrong", "unparsable" for an answer that is not understood completely,
-    "unevaluated", or "identical" for the text of a gold answer that is no value.
+    """Compares an answer with the gold answer, and returns a verdict.
 
-    Unevaluated is an expression with the right value when the gold answer is a number: `5 + 18` or
-    `46/2` for 23.
+    - "right" or "wrong";
+    - "unparsable" if some part of the answer is not understood;
+    - "unevaluated" if the gold answer is a number and the answer an expression with its value, such
+      as `5 + 18` or `46/2` for 23;
+    - "identical" if the answer repeats a gold answer that is no value, such as "see above".
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed
     instead.
@@ -111,8 +113,8 @@ def verdict(gold: str, answer: str) -> str:
 
 
 def read_gold(text: str) -> Reading | None:
-    """Returns the reading of a gold answer: of the answer inside JSON such as `["5"]`, and of the
-    only number in a sentence.
+    """Reads a gold answer. Of JSON such as `["5"]` it reads the item, and of a sentence that it
+    does not understand, the only number.
     """
     with suppress(ValueError, TypeError, RecursionError):
         held = json.loads(text)
@@ -125,7 +127,7 @@ def read_gold(text: str) -> Reading | None:
 
 
 def _is_value(gold: str) -> bool:
-    """Returns whether other texts than a gold answer itself may have its value."""
+    """Returns whether a gold answer is a value, which other texts can state too."""
     found = read_gold(gold)
     text = written(tokens(gold))
     is_sentence = isinstance(found, Words) and len(content_words(text)) > _MAX_WORDS
@@ -202,7 +204,7 @@ def same(expected: Reading, given: Reading) -> bool:
 
 
 def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
-    """Returns a reading as the kind of another one; None if it has no such form."""
+    """Converts a reading to the kind of another one; None if that is not possible."""
     match one, other:
         case Named(), Relation():
             return _as_relation(one)
@@ -245,7 +247,7 @@ def _vector(items: Sequence[Reading]) -> Value | None:
 
 
 def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
-    """Returns whether a matrix is the multiple of the identity that a term such as 2I names."""
+    """Returns whether a matrix is the multiple of the identity matrix I that `node` is: 2I."""
     names = [name for name in unknowns(node) if name[0] == "I" and as_line(node, name)]
     if len(names) != 1:
         return False
@@ -258,8 +260,10 @@ def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
 
 
 def _is_label(relation: Relation, is_gold: bool) -> bool:
-    """Returns whether the left side only labels the answer, as in a + b = 7. An equation that is
-    linear in one unknown is to be solved, and a gold answer may be the equation of a curve.
+    """Returns whether the left side only labels the answer, as in a + b = 7.
+
+    It does not if the equation is linear in one unknown (2x = 7), because that is still to be
+    solved, nor in a gold answer in x, y, …, which may be the equation of a curve.
     """
     names = unknowns(relation.left)
     is_statement = relation.operator == "=" and relation.right != ZERO
@@ -308,7 +312,9 @@ def _same_choice(choice: Choice, other: Reading) -> bool:
 
 
 def _letter(reading: Reading) -> str:
-    """Returns the letter of an option; `e` and `E - 24` are one beside an option, too."""
+    """Returns the letter of an option, "" for other readings. Compared with an option, `e` and
+    `E - 24` are options too.
+    """
     if isinstance(reading, Choice):
         return reading.letter
     if not isinstance(reading, Value) or not reading.source:
@@ -333,8 +339,8 @@ def _same_named(expected: Named, given: Named) -> bool:
 
 
 def _same_relation(expected: Relation, given: Relation) -> bool:
-    """Returns whether the differences of both sides are proportional at random points, with a
-    positive factor for an inequality.
+    """Returns whether two equations or inequalities say the same: left minus right of one is a
+    multiple of that of the other, a positive multiple for an inequality.
     """
     names = unknowns(expected.left) | unknowns(expected.right)
     if expected.operator != given.operator or names != unknowns(given.left) | unknowns(given.right):
@@ -357,14 +363,15 @@ def _as_relation(statement: Named) -> Relation | None:
 
 
 def _in_k(family: Family) -> list[Node]:
-    """Returns the values of a family, with the parameter k."""
+    """Returns the values of a family as expressions in k."""
     return [substituted(node, family.parameter, Unknown("k")) for node in family.values]
 
 
 def _same_progression(expected: Node, given: Node) -> bool:
     """Returns whether two expressions in k have the same values for all integers k.
 
-    a + bk and c + dk do if |b| = |d| and (a - c) / b is an integer: its own nearest integer.
+    a + bk and c + dk have if |b| = |d| and (a - c) / b is an integer, that is, equal to the nearest
+    one.
     """
     one = as_line(expected, "k")
     other = as_line(given, "k")

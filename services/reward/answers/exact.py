@@ -19,8 +19,8 @@ _MAX_EXPONENT = 400
 def same_answer(gold: str, answer: str) -> bool | None:
     """Returns whether two cleaned answers are the same, or None when this module cannot decide.
 
-    Equal texts are equal answers. Numbers are compared exactly: 0.333 is not 1/3. A unit counts
-    when both sides have one. An unevaluated expression with the right value is not decided here.
+    Numbers are compared exactly: 0.333 is not 1/3. Units count if both sides have one. An
+    expression such as 46/2 with the right value is not decided here.
     """
     if gold == answer:
         return bool(gold)
@@ -37,11 +37,11 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 @lru_cache(maxsize=1024)
 def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
-    """Returns the number in a text, its unit, and whether the number is written out (23 is, 46/2 is
-    not).
+    """Returns the number that a text is, its unit, and whether the number is written out (23 is,
+    46/2 is not).
 
     The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten.
-    Returns None when there is no number, or one that takes long to compute.
+    Returns None for any other text, and for a number that takes long to compute.
     """
     part = tokens(text)
     if ":" in text or len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):

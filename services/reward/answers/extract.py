@@ -1,7 +1,7 @@
-"""Finds the final answer in a response: the one that it states, or else the value in its last
-sentence with one.
+"""Finds the final answer of a response: the one that it states (`common.prompts.stated_answers`),
+else the last value of the last sentence with a value.
 
-Every step is linear in the length of any text: responses are untrusted.
+Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import calendar
@@ -114,8 +114,8 @@ _OTHERWISE = re.compile(r",?\s+or\s+|,\s+i\.e\.,?\s+")
 
 
 def extract_answer(response: str) -> str | None:
-    """Returns the final answer of a response, cleaned, or None without one (or with one over
-    `MAX_ANSWER_CHARS`, or one that is hedged or denied).
+    """Returns the final answer of a response, cleaned. Returns None if there is none, or if it is
+    hedged, denied, or longer than `MAX_ANSWER_CHARS`.
     """
     text = before_next_question(in_digits(answering_part(with_single_backslashes(response))))
     answer = stated_answer(text)
@@ -125,8 +125,8 @@ def extract_answer(response: str) -> str | None:
 
 
 def gold_answer(ground_truth: str) -> str | None:
-    """Returns the answer in a ground truth, repaired: the one that it states, else all of it. None
-    when it is empty, too long, or a list of several texts.
+    """Returns the answer in a ground truth, repaired: the one that it states, else all of it.
+    Returns None if that is empty, too long, or a list of several texts.
     """
     if ground_truth.isdecimal() and len(ground_truth) < _FEW_DIGITS and ground_truth.isascii():
         return ground_truth  # nearly every one of GSM8K
@@ -138,8 +138,8 @@ def gold_answer(ground_truth: str) -> str | None:
 
 
 def _one_of(answer: str) -> str | None:
-    """Returns the first of alternatives that are the same: 42 of "42 days, or 6 weeks". None for
-    an answer that is empty, too long or several options.
+    """Returns an answer, or if it is the same one in several forms, the first: 42 days of "42 days,
+    or 6 weeks". Returns None if it is empty, too long, or names several options, as "A or B".
     """
     first, *others = _OTHERWISE.split(answer)
     if others and all(same_answer(first, other) for other in others):
@@ -149,8 +149,8 @@ def _one_of(answer: str) -> str | None:
 
 
 def last_value(text: str) -> str | None:
-    """Returns the value in the last sentence with one, bold type first; None when there is none, or
-    the sentence hedges or denies it.
+    """Returns the last value of the last sentence with a value, if it has bold values, the last of
+    these. Returns None if there is none, or the sentence hedges or denies it.
     """
     last = _LAST.match(text)
     if last is None:
@@ -182,8 +182,8 @@ def last_value(text: str) -> str | None:
 
 
 def _read(value: re.Match[str], formulas: list[str]) -> str | None:
-    """Returns a value with everything attached to it, or the list that it ends; None when its
-    sentence hedges or denies it.
+    """Returns a value with everything attached to it, or the list or tuple that it belongs to.
+    Returns None if its sentence hedges or denies it.
     """
     sentence = value.string
     left = sentence[: value.start()]
@@ -225,9 +225,7 @@ def _run(number: re.Match[str]) -> str:
 
 
 def _last_side(formula: str) -> str:
-    """Returns the part after the last equals sign, unless the formula is an equation in
-    unknowns.
-    """
+    """Returns the part after the last equals sign; all of an equation in several unknowns."""
     *sides, last = re.split(r"(?<![<>!])=", formula)
     if not last.strip():
         return formula

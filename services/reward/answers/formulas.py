@@ -54,7 +54,9 @@ def _latex(part: Tokens) -> str:
 
 @lru_cache(maxsize=256)
 def _parsed(latex: str) -> object:
-    """Returns what math-verify reads, computed once: verify() would compute it many times."""
+    """Returns the sympy expression that math-verify reads, evaluated: verify() would evaluate it
+    again for each of its comparisons.
+    """
     found = latex2sympy(latex)
     return found.doit() if isinstance(found, sympy.Basic) else found
 
@@ -78,8 +80,8 @@ def same_formulas(gold: Tokens, answer: Tokens) -> bool:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Returns False for two different numbers: math-verify rounds to 6 decimals, so to it 10^-20
-    equals 10^-30.
+    """Returns False if two expressions are numbers that differ. math-verify rounds to 6 decimals,
+    and so takes 10^-20 for 10^-30.
     """
     if not all(isinstance(item, sympy.Expr) and item.is_number for item in (a, b)):
         return True

@@ -1,8 +1,8 @@
 """Tokenises an answer: LaTeX, ASCII, HTML and Unicode notations of the same thing become the same
 tokens.
 
-Nothing is dropped silently but typesetting. A character without a meaning here becomes a token of
-kind `other`, which no reader accepts. Every step takes time linear in the length of the text.
+Only typesetting is dropped. A character without a meaning here becomes a token of kind `other`,
+which no reader accepts. Every step takes time linear in the length of the text.
 """
 
 import html
@@ -110,7 +110,11 @@ def _vulgar(match: re.Match[str]) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """Returns a decimal with repeating digits as a token of its exact value."""
+    """Returns the exact value of a decimal with repeating digits, between two control characters.
+
+    0.1 with 6 repeating is (16 - 1) / 90: the digits with one period, minus those before it, over a
+    nine for each repeating digit and a zero for each fixed one.
+    """
     before = match["whole"] + match["fixed"]
     period = match["period"] or match["bracketed"] or match["again"]
     nines = (10 ** len(period) - 1) * 10 ** len(match["fixed"])
@@ -119,7 +123,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _mixed(match: re.Match[str]) -> str:
-    """Returns 2 1/2 as a token of its exact value."""
+    """Returns the exact value of 2 1/2, 5/2, between two control characters."""
     whole, *parts = (int(part.replace(",", "")) for part in match.groups() if part)
     if not 0 < parts[0] < parts[1]:
         return match.group()
@@ -269,7 +273,7 @@ _SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
 
 
 def canonical(text: str) -> str:
-    """Returns the text with other notations written in one way, mostly as LaTeX; upright text
+    r"""Rewrites all notations of a thing as one, mostly LaTeX. Upright text such as \text{apples}
     stands between two control characters.
     """
     if not text.isascii():
@@ -376,7 +380,9 @@ def written(part: Sequence[Token]) -> str:
 
 
 def matched(pattern: str, part: Tokens) -> dict[str, Tokens] | None:
-    """Returns the tokens of the named groups of a pattern, if it matches all that is written."""
+    """Returns the tokens of each named group of a pattern that matches what is `written`; None if
+    it does not match all of it.
+    """
     text = written(part)
     match = re.fullmatch(pattern, text)
     if match is None:

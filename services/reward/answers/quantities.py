@@ -101,7 +101,7 @@ def node_of(part: Tokens) -> Node:
 
 
 def _in_digits(part: Tokens) -> Tokens:
-    """Returns tokens with a number in words, at the start, in digits."""
+    """Writes a number in words at the start of the tokens in digits: twenty-one is 21."""
     negated = matched(r"(?i)(?:negative|minus) (?P<value>.+)", part)
     if negated:
         return (Token("op", "-"), *_in_digits(negated["value"]))
@@ -173,7 +173,7 @@ def _integer(node: Node) -> int | None:
 
 
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
-    """Splits off the unit: a currency sign in front, or the text after the value."""
+    """Returns a value without its unit, and the unit: a currency in front, or the text after it."""
     front = matched(_MONEY, part)
     if front:
         currency = read_unit(front["currency"])

@@ -117,9 +117,10 @@ def read(text: str) -> Reading | None:
 
 
 def _read(part: Tokens, depth: int = 0) -> Reading:
-    """Returns what the first reader says that knows this kind of answer, else a value. A reader
-    returns None for another kind, and raises NotUnderstood for its own kind with a part that has no
-    meaning.
+    """Returns the reading by the first reader that recognises its kind of answer, else a value.
+
+    A reader returns None for other kinds. It raises NotUnderstood for an answer of its kind of
+    which it does not understand a part.
     """
     if depth > _MAX_DEPTH or not part:
         raise NotUnderstood
@@ -174,6 +175,7 @@ def _choice(part: Tokens, depth: int) -> Reading | None:
 
 
 def _names_choice(reading: Reading | None) -> bool:
+    """Returns whether a reading is an option, or several values of which one is."""
     if isinstance(reading, Many | TupleOrInterval):
         return any(map(_names_choice, reading.items))
     is_letter = isinstance(reading, Value) and re.fullmatch("[A-H]", written(reading.source))
@@ -190,6 +192,7 @@ def _date(part: Tokens, _: int) -> Reading | None:
 
 
 def _words(part: Tokens, _: int) -> Reading | None:
+    """Reads words: a number in words, "no solution", "noon", or what words say."""
     part = tuple(token for token in part if token.text not in ('"', "`")) or part
     has_date = any(token.text.lower() in _DATES for token in part)
     kinds = ("word", "name", "num") if has_date else ("word", "name")
@@ -386,7 +389,7 @@ def _named_row(names: list[str], values: Reading) -> Named:
 
 
 def _several(part: Tokens, depth: int) -> Reading | None:
-    """Reads values between commas, "and" or "or", and those that ± stands for."""
+    """Reads several values: between commas, "and" or "or", or joined by ±."""
     pieces, separators = split(part, ", ; and or \\land \\lor")
     texts = texts_of(part)
     if not separators and ("\\{" in texts or not {"\\pm", "\\mp"} & {*texts}):
@@ -426,7 +429,7 @@ def _joined(items: list[Reading], separators: Sequence[str]) -> Reading:
 
 
 def _variants(part: Tokens) -> list[Tokens]:
-    """Returns the answers that ± stands for."""
+    """Returns the two, four or eight answers for which ± and ∓ stand."""
     places = [i for i, token in enumerate(part) if token.text in ("\\pm", "\\mp")]
     if len(places) > 3:
         raise NotUnderstood
@@ -504,8 +507,8 @@ def _relation(part: Tokens, depth: int) -> Reading | None:
 
 
 def _inequality(nodes: list[Node], signs: list[str]) -> Reading:
-    """Returns the region of a statement about one unknown, else a relation. The signs are <, ≤ or
-    ≠.
+    """Reads an inequality with the signs <, ≤ or ≠: as a region if it bounds one unknown by
+    constants, else as a relation.
     """
     if len(nodes) == 3:  # a < x < b
         lower = _inequality(nodes[:2], signs[:1])
@@ -561,9 +564,7 @@ def as_line(node: Node, name: str) -> tuple[Node, Node] | None:
 
 
 def _approximate(pieces: list[Tokens], signs: list[str], depth: int) -> Reading:
-    """Returns the side before the sign, or the approximate value of a name. The values must be
-    close.
-    """
+    """Reads π ≈ 3.14 as π, and x ≈ 3.14 as the value of x. Both values must be close."""
     *exact, rough = pieces
     if signs.index("\\approx") != len(exact) - 1 or {*signs} - {"=", "\\approx"}:
         raise NotUnderstood
@@ -585,8 +586,8 @@ def name_of(part: Tokens) -> str:
 
 
 def _chain(pieces: list[Tokens], depth: int) -> Reading:
-    """Returns the reading of a = b = c: all its constants must be equal, and the last fully
-    evaluated one counts.
+    """Reads a = b = c. All its constants must be equal; the last fully evaluated one is the answer:
+    7 in 3 + 4 = 7.
     """
     names: set[str] = set()
     while len(pieces) > 1 and (name := name_of(pieces[0])):
@@ -611,9 +612,7 @@ def _chain(pieces: list[Tokens], depth: int) -> Reading:
 
 
 def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Reading:
-    """Returns the reading of a chain whose last side has been read. `names` are those of its sides
-    that are names.
-    """
+    """Reads a chain of which the last side has been read, and `names` were sides that are names."""
     values = _side_values(pieces[:-1])
     # A label names what the value after it measures: |AB|, f(3).
     is_label = len(values) < len(pieces) - 1

@@ -1,4 +1,4 @@
-"""The kinds of answers besides a single value, and the arithmetic of sets of real numbers."""
+"""The kinds of answers besides a single value, and set operations on regions of real numbers."""
 
 import operator
 from collections.abc import Callable
@@ -17,9 +17,7 @@ Interval = tuple[Node, bool, Node, bool]
 
 @dataclass(frozen=True)
 class Words:
-    """Text that is not mathematics, unless it is compared with mathematics: then `ab` may be a
-    times b.
-    """
+    """Text. Compared with a value, a short word such as `ab` is the product of its letters."""
 
     text: str
     product: Node | None = field(default=None, compare=False)
@@ -41,8 +39,8 @@ class Many(NamedTuple):
 
 
 class TupleOrInterval(NamedTuple):
-    """A tuple, or with two items an interval; the column of a matrix; with other brackets, a matrix
-    of rows and a proportion.
+    """A tuple, or if it has two items perhaps an interval. A matrix is a tuple of rows with & for
+    brackets, and a proportion such as 1:2:3 one with colons.
     """
 
     opening: str
@@ -51,10 +49,10 @@ class TupleOrInterval(NamedTuple):
 
 
 class Named(NamedTuple):
-    """Values of named unknowns, in the order that a row states, else in that of the names."""
+    """Values of named unknowns: in the order of (x, y) = (1, 2), else in that of the alphabet."""
 
     values: tuple[tuple[str, "Reading"], ...]
-    """The name is empty for what a value measures: |AB|, f(2), the remainder."""
+    """The name is empty if it only labels the value: |AB|, f(2), the remainder."""
 
 
 class Relation(NamedTuple):
@@ -73,14 +71,14 @@ class Region(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Values that depend on an integer parameter."""
+    """Values that depend on an integer parameter, such as π/4 + kπ."""
 
     values: tuple[Node, ...]
     parameter: str
 
 
 class Residue(NamedTuple):
-    """A value modulo another."""
+    """A value modulo another, such as 7 mod 11."""
 
     value: Node
     modulus: Node
@@ -93,7 +91,7 @@ class Clock(NamedTuple):
 
 
 class Based(NamedTuple):
-    """Digits in a number base."""
+    """Digits in a number base, such as 52 in base 8."""
 
     digits: str
     base: int
@@ -142,8 +140,11 @@ def as_region(reading: Reading) -> Region | None:
 def combined(
     regions: list[Region], rule: Callable[[set[int], set[int]], set[int]] = operator.or_
 ) -> Region:
-    """Returns the union of the regions, or what another rule of sets makes of them, with intervals
-    that touch joined. Raises NotUnderstood where the ends cannot be ordered.
+    """Combines regions by a set operation, by default their union; intervals that touch are joined.
+    Raises NotUnderstood if the ends cannot be ordered.
+
+    The ends e0 < e1 < … divide the line into cells: {e0}, (e0, e1), {e1}, (e1, e2), … A region is a
+    set of cells, to which Python's set operators apply: [e0, e1) is {0, 1}, and (e0, e1] {1, 2}.
     """
     ends: set[Node] = set()
     for region in regions:

@@ -208,8 +208,8 @@ def starts_unit(token: Token, before: Token) -> bool:
 
 
 def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
-    """Returns the unit formed by all of these tokens, or None. `single`: they follow a 1, as in 1
-    apple.
+    """Returns the unit that all of these tokens form, or None. `single`: they follow the number 1,
+    so that a thing may be singular.
     """
     text = written(part)
     for pattern, replacement in _NOTATIONS:
@@ -265,8 +265,8 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
 
 
 def ratio(expected: Unit | None, given: Unit | None) -> Fraction | None:
-    """Returns the factor from `given` to `expected`: 1 if one side has no unit, None for different
-    kinds.
+    """Returns the factor that converts `given` to `expected`: 100 from m to cm, 1 if a side has no
+    unit. Returns None if they measure different things.
     """
     if expected is None and given is not None and given.is_coin:
         return None

@@ -2,8 +2,8 @@
 
 Rational values are exact. Others have 150 digits, or more when they are mixed with longer rational
 numbers, and are equal when they agree in all but the last 40. Expressions with unknowns are equal
-when their values at random points are. Only verdicts leave this module, never numbers, so that
-nobody mixes two precisions.
+when their values at random points are. This
+module returns verdicts, never rounded numbers, so that nobody mixes two precisions.
 """
 
 import math
@@ -78,7 +78,7 @@ class _Evaluator:
     largest: Any = 0
     """The largest term of any sum; rounding errors are relative to it."""
     digits: int = _DIGITS
-    """Digits with which no exact number loses what tells it from another."""
+    """Digits with which no exact number is rounded to another one."""
 
     def value(self, node: Node) -> Any:
         """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no
@@ -251,9 +251,8 @@ def _compared(
     verdict: Callable[[list[Sample]], bool],
     is_plausible: Callable[[Sample], bool] = lambda _: True,
 ) -> bool:
-    """Returns the verdict on the values of two expressions at points where both have one: at one
-    point if there are no unknowns, and no further after one that is not plausible. Raises Undecided
-    for too few points.
+    """Returns the verdict on samples of two expressions, computed with as many digits as they need.
+    Raises Undecided if too few samples have values.
     """
     digits = _DIGITS
     while digits <= _MAX_DIGITS:
@@ -266,8 +265,11 @@ def _compared(
 
 
 def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[list[Sample], int]:
-    """Returns samples, and the digits that they need: fractions, or where one value is none, real
-    or complex numbers. Raises Undecided for too few of them.
+    """Returns samples, and the digits that they need. Raises Undecided if too few have values.
+
+    Expressions without unknowns have one sample. Others have up to ten, at random points; the first
+    one that is not plausible is the last. Both values of a sample are fractions, or both real or
+    complex numbers.
     """
     names = sorted(unknowns(a) | unknowns(b))
     is_complex = _is_complex(a) or _is_complex(b)

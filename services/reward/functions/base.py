@@ -51,8 +51,8 @@ class Score:
 
 
 def own_copy(value: Any) -> Any:
-    """Returns a copy of a completion or column whose lists and dictionaries are new: a function may
-    change its arguments, and the next function, call or answer must not see that.
+    """Copies the lists and dictionaries of a completion or column. A function may change its
+    arguments, which the next function, call or answer must not see.
     """
     if isinstance(value, list):
         return [own_copy(each) for each in value]
@@ -62,14 +62,14 @@ def own_copy(value: Any) -> Any:
 
 
 class WrongScores(InvalidInput):
-    """A reward function returned something other than one number per completion, as it would for
-    any completions.
+    """A reward function did not return one number per completion. It would not for any other
+    completions either, so they are not tried one by one.
     """
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None if it is none or
-    exceeds float32.
+    """Converts a number of any type (NumPy, torch, Decimal, bool) to a float. Returns None if it is
+    no number or exceeds float32.
     """
     if isinstance(value, (str, bytes)):
         return None

@@ -244,7 +244,9 @@ def _json_scores(text: str) -> tuple[list[Any], str]:
 
 
 def _scores_in(value: Any) -> list[Any]:
-    """Returns the `score` of an object, which is a list of pairs here, or else those within it."""
+    """Returns the `score` members of a JSON object, which is a list of pairs here; if it has none,
+    those of the objects in it.
+    """
     if not isinstance(value, list):
         return []
     pairs = [each for each in value if isinstance(each, tuple)]

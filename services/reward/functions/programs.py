@@ -212,7 +212,7 @@ def _block(text: str, opening: re.Match[str], end: int, *, is_closed: bool) -> _
 
 
 def _with_literals(response: str) -> str:
-    """Returns a response in which markers of thoughts that are part of a program do not count."""
+    """Hides marks such as <think> that are text of a program, which end or begin no thought."""
     parts: list[str] = []
     done = 0
     for block in _blocks(response):
@@ -224,7 +224,7 @@ def _with_literals(response: str) -> str:
 
 
 def _unfenced(answer: str) -> list[str]:
-    """Returns a response that is nothing but a program."""
+    """Returns a response without any block as its only block, if all of it is a program."""
     source = answer.strip()
     has_code = _DEFINED.search(source) or _IMPORTED.search(source) or _PRINTS.search(source)
     return [source] if has_code and _is_python(source) else []
@@ -278,7 +278,7 @@ def _assembled(blocks: list[str], reads_input: bool) -> str:
 
 
 def _calls(block: str, earlier: list[str]) -> bool:
-    """Whether a block uses a name that an earlier one defines and it does not bind itself."""
+    """Returns whether a block uses a name that only an earlier one defines."""
     defined = {name for other in earlier for name in _DEFINED.findall(other)}
     return bool((defined - _bound(block)) & {*_NAME.findall(block)})
 
