@@ -29,10 +29,7 @@ from services.reward.answers.expressions import (
 )
 from services.reward.answers.extract import last_value
 from services.reward.answers.formulas import same_formulas, same_values
-from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
-from services.reward.answers.quantities import Value, written_out
-from services.reward.answers.readings import as_line, content_words, read
-from services.reward.answers.shapes import (
+from services.reward.answers.kinds import (
     Choice,
     Clock,
     Family,
@@ -47,6 +44,9 @@ from services.reward.answers.shapes import (
     as_region,
     combined,
 )
+from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
+from services.reward.answers.quantities import Value, written_out
+from services.reward.answers.readings import as_line, content_words, read
 from services.reward.answers.values import same_ratio
 
 _T = TypeVar("_T")

@@ -98,7 +98,7 @@ class Parser:
         if len(tokens) > _MAX_TOKENS or colons > 1:
             raise NotUnderstood
         # The parser looks at most two tokens ahead.
-        self._tokens = [*chain.from_iterable(map(_singles, tokens)), _END, _END, _END]
+        self._tokens = [*chain.from_iterable(map(_letters_of, tokens)), _END, _END, _END]
         self._i = 0
         self._depth = 0
         # Open bars: a bar then closes an absolute value.
@@ -327,7 +327,7 @@ class Parser:
         return node if power is None else operation("^", node, power)
 
 
-def _singles(token: Token) -> list[Token]:
+def _letters_of(token: Token) -> list[Token]:
     """Returns the letters of a product such as xy, or the word if it is one."""
     run = token.text
     is_product = len(run) <= 2 or any(set(run) <= group for group in _PRODUCTS)

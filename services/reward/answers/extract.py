@@ -8,7 +8,9 @@ import calendar
 import re
 
 from common.prompts.answer_text import answering_part
-from common.prompts.final_answers import (
+from common.prompts.numerals import in_digits
+from common.prompts.phrases import phrases
+from common.prompts.stated_answers import (
     DOUBT,
     FIRST_MASK,
     MAX_ANSWER_CHARS,
@@ -20,8 +22,6 @@ from common.prompts.final_answers import (
     stated_answer,
     unmasked,
 )
-from common.prompts.numerals import in_digits
-from common.prompts.phrases import phrases
 from services.reward.answers.exact import same_answer
 from services.reward.answers.golds import repaired, with_single_backslashes
 
@@ -121,7 +121,7 @@ def extract_answer(response: str) -> str | None:
     answer = stated_answer(text)
     if answer is None:
         answer = last_value(text)
-    return _one_of(answer or "")
+    return _single_answer(answer or "")
 
 
 def gold_answer(ground_truth: str) -> str | None:
@@ -134,10 +134,10 @@ def gold_answer(ground_truth: str) -> str | None:
     answer = stated_answer(answering_part(text))
     if answer is None and len(text) <= MAX_ANSWER_CHARS:
         answer = clean(text)
-    return _one_of(answer or "")
+    return _single_answer(answer or "")
 
 
-def _one_of(answer: str) -> str | None:
+def _single_answer(answer: str) -> str | None:
     """Returns an answer, or if it is the same one in several forms, the first: 42 days of "42 days,
     or 6 weeks". Returns None if it is empty, too long, or names several options, as "A or B".
     """
@@ -177,11 +177,11 @@ def last_value(text: str) -> str | None:
         for value in reversed(values):
             formula = unmasked(value.group(), formulas)
             if formula.strip() and len(_WORD.findall(formula)) < 2:
-                return _read(value, formulas)
+                return _value_in_context(value, formulas)
     return None
 
 
-def _read(value: re.Match[str], formulas: list[str]) -> str | None:
+def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:
     """Returns a value with everything attached to it, or the list or tuple that it belongs to.
     Returns None if its sentence hedges or denies it.
     """
@@ -203,7 +203,7 @@ def _read(value: re.Match[str], formulas: list[str]) -> str | None:
         return clean(unmasked(listed[1], formulas))
     found = value.group()
     if ord(found[0]) < FIRST_MASK:
-        return clean(unmasked(_run(value), formulas)) or clean(found)
+        return clean(unmasked(_with_attached(value), formulas)) or clean(found)
 
     formula = unmasked(found, formulas)
     if _ALIGNED.search(formulas[ord(found) - FIRST_MASK]):
@@ -212,7 +212,7 @@ def _read(value: re.Match[str], formulas: list[str]) -> str | None:
     return clean(_last_side(formula)) or None
 
 
-def _run(number: re.Match[str]) -> str:
+def _with_attached(number: re.Match[str]) -> str:
     """Returns a number with everything attached to it: 3√2 and not 2."""
     text = number.string
     left = text[max(0, number.start() - MAX_ANSWER_CHARS) : number.start()]

@@ -2,7 +2,7 @@
 
 import re
 
-from common.prompts.final_answers import MAX_ANSWER_CHARS
+from common.prompts.stated_answers import MAX_ANSWER_CHARS
 
 _LIST = re.compile(r"[\[(]\s*(?P<item>.*?)\s*,?\s*[\])]", re.DOTALL)
 _QUOTED = re.compile(r"""(?P<quote>["'])(?P<text>.*)(?P=quote)""", re.DOTALL)

@@ -400,7 +400,7 @@ def trimmed(pattern: str, part: Tokens) -> Tokens:
     return found["value"] if found else part
 
 
-def step(token: Token) -> int:
+def bracket_step(token: Token) -> int:
     """Returns 1 for an opening bracket, -1 for a closing one, else 0."""
     if token.kind not in ("op", "cmd"):
         return 0
@@ -417,7 +417,7 @@ def split(part: Tokens, separators: str) -> tuple[list[Tokens], list[str]]:
     depth = 0
     start = 0
     for i, token in enumerate(part):
-        depth += step(token)
+        depth += bracket_step(token)
         if depth < 0:
             raise NotUnderstood
         text = token.text.lower() if token.kind == "word" else token.text
@@ -430,7 +430,7 @@ def split(part: Tokens, separators: str) -> tuple[list[Tokens], list[str]]:
     return [*pieces, part[start:]], found
 
 
-def inner(part: Tokens) -> Tokens | None:
+def in_brackets(part: Tokens) -> Tokens | None:
     """Returns the tokens between an opening bracket at the start and its closing bracket at the
     very end, or None.
     """
@@ -438,7 +438,7 @@ def inner(part: Tokens) -> Tokens | None:
         return None
     depth = 0
     for i, token in enumerate(part):
-        depth += step(token)
+        depth += bracket_step(token)
         if depth == 0:
             return part[1:-1] if i == len(part) - 1 and i > 0 else None
     return None

@@ -10,8 +10,8 @@ from services.reward.answers.notation import (
     NotUnderstood,
     Token,
     Tokens,
+    bracket_step,
     matched,
-    step,
     texts_of,
     trimmed,
     words,
@@ -191,7 +191,7 @@ def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     has_angle = bool(_TRIGONOMETRIC & {*texts_of(part)})
     depth = 0
     for i, token in enumerate(part):
-        depth += step(token)
+        depth += bracket_step(token)
         if i == 0 or depth != 0 or (token.text == DEGREE and has_angle):
             continue
         # 2l is 2 litres, but 2w + 2l is an expression.

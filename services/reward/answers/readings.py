@@ -27,22 +27,7 @@ from services.reward.answers.expressions import (
     unknowns,
 )
 from services.reward.answers.formulas import same_values
-from services.reward.answers.notation import (
-    GREEK,
-    NotUnderstood,
-    Token,
-    Tokens,
-    inner,
-    matched,
-    split,
-    texts_of,
-    tokens,
-    trimmed,
-    words,
-    written,
-)
-from services.reward.answers.quantities import Value, node_of, read_value, written_out
-from services.reward.answers.shapes import (
+from services.reward.answers.kinds import (
     REALS,
     Based,
     Choice,
@@ -61,6 +46,21 @@ from services.reward.answers.shapes import (
     combined,
     without,
 )
+from services.reward.answers.notation import (
+    GREEK,
+    NotUnderstood,
+    Token,
+    Tokens,
+    in_brackets,
+    matched,
+    split,
+    texts_of,
+    tokens,
+    trimmed,
+    words,
+    written,
+)
+from services.reward.answers.quantities import Value, node_of, read_value, written_out
 from services.reward.answers.units import DOUBTS, NUMBERS, Unit, has_doubts, is_remark, read_unit
 from services.reward.answers.values import (
     INFINITY,
@@ -666,7 +666,7 @@ def _named(names: set[str], value: Reading) -> Named:
 
 def _bracketed(part: Tokens, depth: int) -> Reading | None:
     """Reads what stands in one pair of brackets: a set, a tuple, an interval, or a group."""
-    content = inner(part)
+    content = in_brackets(part)
     if content is None:
         return None
     brackets = (part[0].text, part[-1].text)

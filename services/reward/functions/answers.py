@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from common.errors import ConfigError, InvalidInput
 from common.process.loop_thread import LoopThread
-from common.prompts.final_answers import MAX_ANSWER_CHARS
+from common.prompts.stated_answers import MAX_ANSWER_CHARS
 from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem, RewardStatus

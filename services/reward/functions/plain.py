@@ -59,8 +59,7 @@ class PlainFunction(DetailedRewardFunction):
         self._loop: LoopThread | None = None
         self.gives_verdicts = bool(getattr(_unwrapped(function), "gives_verdicts", False))
 
-        self._parameters = inspect.signature(function).parameters.values()
-        self._names = {each.name for each in self._parameters}
+        self._signature = inspect.signature(function)
 
     def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns what the function returns. Raises WrongScores for anything but a number or None
@@ -75,7 +74,7 @@ class PlainFunction(DetailedRewardFunction):
         ]
 
         available = {**kwargs, "prompts": prompts, "completions": answers}
-        if "answer" in self._names and "ground_truth" in kwargs:
+        if "answer" in self._signature.parameters and "ground_truth" in kwargs:
             # Loaders keep only the final answer.
             available.setdefault("answer", kwargs["ground_truth"])
         extra: dict[str, list[Any]] = {}
@@ -94,19 +93,20 @@ class PlainFunction(DetailedRewardFunction):
 
     def _accepted(self, available: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments that the function takes. Raises WrongScores when one is missing."""
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        for each in self._parameters:
-            is_needed = each.default is each.empty and each.kind not in variadic
-            if is_needed and each.name not in available:
-                raise WrongScores(
-                    f"the reward function {self.name} needs the argument {each.name}; "
-                    f"there are {', '.join(sorted(available))}",
-                    field=self.name,
-                    remedy=f"give the data set a column {each.name}, or the argument a default",
-                )
-        if any(each.kind is each.VAR_KEYWORD for each in self._parameters):
-            return available
-        return {name: value for name, value in available.items() if name in self._names}
+        parameters = self._signature.parameters
+        accepted = {name: value for name, value in available.items() if name in parameters}
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            accepted = available
+        try:
+            self._signature.bind(**accepted)
+        except TypeError as error:
+            raise WrongScores(
+                f"the reward function {self.name} is {error}; "
+                f"there are {', '.join(sorted(available))}",
+                field=self.name,
+                remedy="give the data set a column of this name, or the argument a default",
+            ) from None
+        return accepted
 
     def checked(self, values: Any, count: int) -> list[Score]:
         """Returns scores for values; None means that the function does not apply. Raises

@@ -11,7 +11,7 @@ from itertools import combinations
 
 import pytest
 
-from common.prompts.final_answers import MAX_ANSWER_CHARS
+from common.prompts.stated_answers import MAX_ANSWER_CHARS
 from services.reward.answers.equivalence import verdict
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer

@@ -90,7 +90,7 @@ def test_async_functions_share_a_loop_of_their_own() -> None:
     [
         (
             lambda completions, solution: [],
-            r"needs the argument solution; there are completions, ground_truth, level",
+            r"missing a required argument: 'solution'; there are completions, ground_truth, level",
         ),
         (lambda completions: [1.0], r"returned 1 scores for 2 completions"),
         (lambda completions: None, r"returned None"),
