@@ -378,7 +378,7 @@ def _shortened(sentence: str, formulas: list[str]) -> str | None:
     None if nothing is left.
     """
     sentence = _INSTEAD.sub("", re.sub(r"(?<!\w)\*\*|\*\*(?!\w)", "", sentence))
-    if any(_ALTERNATIVE.search(note) for note in NOTE.findall(sentence)):
+    if any(map(_ALTERNATIVE.search, NOTE.findall(sentence))):
         return ""
     sentence = _REASON.split(NOTE.sub("", sentence))[0]
     if _HEDGE.search(sentence):

@@ -70,13 +70,12 @@ class RewardService:
             "reward_unfinished_answers_limit", "Answers that may wait for one function"
         ).set(QUEUE_LIMIT)
         self._counts: Counter[RewardStatus] = Counter()
-        self._restarted = 0
         self._hosts: list[Host]
         self._tasks: dict[str, list[Host]] = {}
         # The weight of each host, by its name.
         self._weights: dict[str, float] = {}
         if functions is None:
-            self._hosts = configured_hosts(config, self._on_restart)
+            self._hosts = configured_hosts(config, self._restarts.inc)
             for entry, host in zip(config.functions, self._hosts, strict=True):
                 self._weights[host.name] = entry.weight
                 for task in entry.tasks:
@@ -126,9 +125,7 @@ class RewardService:
             "functions": [host.name for host in self._hosts],
             "gives_verdicts": self.gives_verdicts,
             "workers": self.config.workers,
-            "worker_restarts": self._restarted,
             "unfinished": self._unfinished(),
-            "unfinished_limit": QUEUE_LIMIT * len(self._hosts),
         }
 
     @property
@@ -252,10 +249,6 @@ class RewardService:
             verified=correct is not None,
             reason=whole.reason,
         )
-
-    def _on_restart(self) -> None:
-        self._restarted += 1
-        self._restarts.inc()
 
 
 def _why_unreadable(ground_truth: str) -> str:

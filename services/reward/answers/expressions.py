@@ -296,8 +296,7 @@ class Parser:
         if text == "\\sqrt" and self._take("["):
             degree = self._sum()
             self._need("]")
-        is_group = self._next.kind == "num" or self._text in ("{", "(")
-        return operation("root", self._primary() if is_group else self._argument(), degree)
+        return operation("root", self._primary(), degree)  # √12 is not √1 times 2
 
     def _function(self, name: str) -> Node:
         base: Node | None = None

@@ -154,12 +154,15 @@ _UNICODE_STEPS: tuple[tuple[str, Replacement], ...] = (
     ("[¼-¾⅐-⅞↉]", _vulgar),
 )
 _STEPS: tuple[tuple[str, str, Replacement], ...] = (
-    # what a text must contain for the step to be tried, a pattern, and what replaces it
+    # What a text must contain for the step to be tried, a pattern, and what replaces it. The steps
+    # are applied in this order: some rely on what earlier ones have written.
+    # HTML
     ("&", r"&#?\w{1,8};", lambda match: html.unescape(match.group()).translate(_TABLE)),
     ("<su", r"<(?P<how>su[pb])>([^<>]*)</(?P=how)>", r"<\1 \2>"),
     ("<sup ", r"<sup ([^<>]*)>", r"^{\1}"),
     ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
     ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
+    # Signs and words with several spellings
     ("$", r"US\\?\$", "$"),
     ('\\"', r'\\"', '"'),
     ("``", r"``([^`']*)''", r'"\1"'),
@@ -171,6 +174,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         r"|colorbox|fcolorbox\{[^{}]*\})\s*\{[^{}]*\}|\\[hk](?:skip|ern)\s*[0-9.]+\s*[a-z]{2}",
         " ",
     ),
+    # Other commands for fractions, quantities (siunitx) and letters
     ("\\", r"\\(?:[dtc]frac|nicefrac|sfrac)(?![A-Za-z])", r"\\frac"),
     ("\\", r"\\(?:SI|qty|si|unit|num)\s*\{([^{}]*)\}(?:\s*\{([^{}]*)\})?", r" \1 \2"),
     ("\\ang", r"\\ang\s*\{([^{}]*)\}", r"{\1}^\\circ"),
@@ -182,14 +186,14 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         r"\\hat{\1\2}",
     ),
     ("\\mathbf", r"\\mathbf\s*\{\s*R\s*\}", r"\\setR "),
-    # thousands
+    # Separators of thousands
     (
         "",
         r"(?<=[0-9])(?:\s?(?:\\text)?\{\s*(?:,|\\[,;:! ]|~)?\s*\}|,\s?\\!|\\!,|\\[,!;: ]|[~'])\s*"
         r"(?=[0-9]{3}(?![0-9]))",
         "",
     ),
-    # a decimal comma, unless several numbers are joined by it
+    # A decimal comma, unless several numbers are joined by it
     ("{", r"(?<![0-9.}])([0-9]+)\{\s*,\s*\}([0-9]{1,2}|[0-9]{4,})(?![0-9{])", r"\1.\2"),
     ("{", r"(?:\\text\s*)?\{\s*([:,;])\s*\}", r"\1"),
     (
@@ -206,7 +210,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         _repeating,
     ),
     ("{\\frac", r"(?<=[0-9])\s*\{\s*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})\s*\}", r"\1"),
-    # not over a line break: that joins two numbers
+    # Mixed numbers. Not over a line break: that joins two numbers
     ("/", rf"{_WHOLE} +([0-9]{{1,30}})/([0-9]{{1,30}})(?![0-9.])", _mixed),
     (
         "\\frac",
@@ -214,8 +218,10 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         r" *(?:\{ *([0-9]{1,30}) *\}|([0-9]))",
         _mixed,
     ),
+    # Degrees
     ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
     ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
+    # Typesetting goes, and upright text is marked
     ("\\", rf"\\(?:{_TYPESETTING})(?![A-Za-z])", " "),
     ("(", r"^\s*\{\s*(\([A-H]\))(?:[\s~]|\\ )*\}", r" \1 "),
     ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
@@ -225,6 +231,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         "\x02 feet \x03\\1\x02 inches\x03",
     ),
     (DEGREE, rf"({DEGREE}\s*[0-9.]+)\s*'", "\\1\x02 arcminute\x03"),
+    # Sets; ]2, 5[ is the interval (2, 5)
     (" U", r"(?<=[)\]}]) U (?=[(\[\\])", r"\\cup "),
     ("-", r"(\\setR\s*)-", r"\1\\setminus "),
     ("]", r"((?:^|\\(?:big)?c[ua]p|\\setminus|\\in|[=,;\x03])\s*)\]", r"\1("),

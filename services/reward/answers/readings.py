@@ -8,10 +8,10 @@ returns: the texts of the tokens, with spaces between them.
 import calendar
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, pairwise, product
 
 from services.reward.answers.expressions import (
@@ -71,6 +71,8 @@ from services.reward.answers.values import (
     simplified,
 )
 
+# Reads a part of an answer.
+ReadPart = Callable[[Tokens], Reading]
 _MAX_DEPTH = 8
 _INTRODUCED = (
     r"(?i)(?:(?=(?:\S+ ){0,3}(?:answer|option|choice)\b)"
@@ -143,13 +145,13 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
         _matrix,
         _ratio,
     ):
-        found = reader(part, depth + 1)
+        found = reader(part, partial(_read, depth=depth + 1))
         if found is not None:
             return found
     return read_value(part)
 
 
-def _choice(part: Tokens, depth: int) -> Reading | None:
+def _choice(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads an option with or without text: (B), (B) 12, B. seat."""
     found = matched(
         r"(?:\( (?P<letter>[A-H]) \)|(?P<bare>[A-H]) [).:])"
@@ -166,7 +168,7 @@ def _choice(part: Tokens, depth: int) -> Reading | None:
         raise NotUnderstood
     value: Reading | None = None
     with suppress(NotUnderstood):
-        value = _read(rest, depth)
+        value = read_part(rest)
     is_text = value is None or isinstance(value, Words)
     # "(C) D" and "(B), (C)" name two options.
     if _names_choice(value) or (is_text and re.search(r"\b(?<!^)[A-H]\b|^[B-H]\b", written(rest))):
@@ -182,7 +184,7 @@ def _names_choice(reading: Reading | None) -> bool:
     return bool(is_letter) or isinstance(reading, Choice)
 
 
-def _date(part: Tokens, _: int) -> Reading | None:
+def _date(part: Tokens, _: ReadPart) -> Reading | None:
     """Reads 7th of March, 2024, in any order."""
     names = [name for name in written(part).lower().split() if name not in _DATE_GLUE]
     months = [_DATES[name] for name in names if _DATES.get(name) in _MONTHS]
@@ -191,7 +193,7 @@ def _date(part: Tokens, _: int) -> Reading | None:
     return Words(" ".join((*months, *sorted(numbers, key=len)))) if is_date else None
 
 
-def _words(part: Tokens, _: int) -> Reading | None:
+def _words(part: Tokens, _: ReadPart) -> Reading | None:
     """Reads words: a number in words, "no solution", "noon", or what words say."""
     part = tuple(token for token in part if token.text not in ('"', "`")) or part
     has_date = any(token.text.lower() in _DATES for token in part)
@@ -243,7 +245,7 @@ def content_words(text: str) -> list[str]:
     return [name for name in names if name.lower() not in _FILLERS] or names
 
 
-def _residue(part: Tokens, _: int) -> Reading | None:
+def _residue(part: Tokens, _: ReadPart) -> Reading | None:
     """Reads 7 mod 11, x ≡ 7 (mod 11)."""
     found = matched(
         r"(?:(?P<name>.+) (?:\\equiv|=) )?(?P<value>(?:(?!\\equiv|=).)+?)(?: \()?"
@@ -262,7 +264,7 @@ def _residue(part: Tokens, _: int) -> Reading | None:
     return None
 
 
-def _based(part: Tokens, _: int) -> Reading | None:
+def _based(part: Tokens, _: ReadPart) -> Reading | None:
     """Reads 52_8, 52 base eight."""
     match = re.fullmatch(
         r"(?:\( )?(?P<digits>[0-9A-Za-z][0-9A-Za-z ]*?)(?: \))?(?: in| \()? (?:base|_)(?: [{(])*"
@@ -282,7 +284,7 @@ def _based(part: Tokens, _: int) -> Reading | None:
     return Based(digits.upper().lstrip("0") or "0", base)
 
 
-def _clock(part: Tokens, _: int) -> Reading | None:
+def _clock(part: Tokens, _: ReadPart) -> Reading | None:
     """Reads 3:30 PM, 3 in the afternoon."""
     match = re.fullmatch(
         r"(?P<hour>[0-9]{1,2})(?: : (?P<minute>[0-5][0-9]))? "
@@ -296,7 +298,7 @@ def _clock(part: Tokens, _: int) -> Reading | None:
     return Clock(hour * 60 + int(match["minute"] or 0))
 
 
-def _annotated(part: Tokens, depth: int) -> Reading | None:
+def _annotated(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads an answer without the note in parentheses after it: 8 (in simplest form), 3 (three)."""
     found = matched(r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)", part)
     if found is None or not found["mark"][0].spaced or found["note"][0].kind != "word":
@@ -307,16 +309,16 @@ def _annotated(part: Tokens, depth: int) -> Reading | None:
         return read_value((*head, *note))
     if not any(len(token.text) > 3 for token in note):
         return None
-    main = _read(head, depth)
+    main = read_part(head)
     if is_remark(note):
         return main
-    value = _read(note, depth)
+    value = read_part(note)
     if not isinstance(value, Value) or not isinstance(main, Value):
         raise NotUnderstood
     return main if same_values(main, value) else Untrue()
 
 
-def _mixed_units(part: Tokens, _: int) -> Reading | None:
+def _mixed_units(part: Tokens, _: ReadPart) -> Reading | None:
     """Reads 5 feet 6 inches, 1 hour and 30 minutes: each part must be less than one unit of the
     part before.
     """
@@ -343,7 +345,7 @@ def _mixed_units(part: Tokens, _: int) -> Reading | None:
     return Value(Number(total / largest.size), largest, part) if largest else None
 
 
-def _family(part: Tokens, depth: int) -> Reading | None:
+def _family(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads x = a + kb, k ∈ ℤ."""
     found = matched(
         r"(?:(?:\S+ \\in )?\\\{ )?(?P<values>.+?)(?: (?:[,;:|]|where|for|with|and|any|all))*"
@@ -353,7 +355,7 @@ def _family(part: Tokens, depth: int) -> Reading | None:
     )
     if found is None:
         return None
-    reading = _read(found["values"], depth)
+    reading = read_part(found["values"])
     nodes: list[Node] = []
     for item in reading.items if isinstance(reading, Many) else (reading,):
         value = item.values[0][1] if isinstance(item, Named) else item
@@ -363,7 +365,7 @@ def _family(part: Tokens, depth: int) -> Reading | None:
     return Family(tuple(nodes), written(found["k"] or found["n"]))
 
 
-def _row(part: Tokens, depth: int) -> Reading | None:
+def _row(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads (x, y) = (1, 2), also with several rows of values, in the order that the names
     state.
     """
@@ -375,7 +377,7 @@ def _row(part: Tokens, depth: int) -> Reading | None:
     if found is None:
         return None
     names = [re.sub("[{} ]", "", name) for name in written(found["names"]).split(" , ")]
-    values = _read(found["values"], depth)
+    values = read_part(found["values"])
     if isinstance(values, Many) and all(isinstance(item, TupleOrInterval) for item in values.items):
         return values._replace(items=tuple(_named_row(names, item) for item in values.items))
     return _named_row(names, values)
@@ -388,14 +390,14 @@ def _named_row(names: list[str], values: Reading) -> Named:
     return Named(tuple(zip(names, items, strict=True)))
 
 
-def _several(part: Tokens, depth: int) -> Reading | None:
+def _several(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads several values: between commas, "and" or "or", or joined by ±."""
     pieces, separators = split(part, ", ; and or \\land \\lor")
     texts = texts_of(part)
     if not separators and ("\\{" in texts or not {"\\pm", "\\mp"} & {*texts}):
         return None
     variants = chain.from_iterable(map(_variants, pieces))
-    items = [_read(variant, depth) for variant in variants]
+    items = list(map(read_part, variants))
     if any(isinstance(item, Untrue) for item in items):
         return Untrue()
     if separators and 0 < sum(isinstance(item, Words) for item in items) < len(items):
@@ -446,7 +448,7 @@ def _variants(part: Tokens) -> list[Tokens]:
     return found
 
 
-def _labelled(part: Tokens, depth: int) -> Reading | None:
+def _labelled(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads "The remainder is 42" and "Total: 42"."""
     found = matched(
         r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*)"
@@ -457,31 +459,31 @@ def _labelled(part: Tokens, depth: int) -> Reading | None:
         return None
     if has_doubts(found["label"]):
         raise NotUnderstood
-    return _named({""}, _read(found["rest"], depth))
+    return _named({""}, read_part(found["rest"]))
 
 
-def _set(part: Tokens, depth: int) -> Reading | None:
+def _set(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads ∅, ℝ, "all real numbers except 2", and unions, intersections and differences."""
     text = written(part)
     if text in ("\\emptyset", "\\setR"):
         return REALS if text == "\\setR" else Many((), True)
     found = matched(r"all real (?:numbers|values|x) except (?P<points>.+)", part)
     if found:
-        points = as_region(_joined([_read(found["points"], depth)], ","))
+        points = as_region(_joined([read_part(found["points"])], ","))
         return points and combined([REALS, points], operator.sub)
     pieces, signs = split(part, " ".join(_SETS))
     if not signs:
         return None
     known = None
     for piece, sign in zip(pieces, ("", *signs), strict=True):
-        region = as_region(_read(piece, depth))
+        region = as_region(read_part(piece))
         if region is None:
             raise NotUnderstood
         known = combined([known, region], _SETS[sign]) if known else region
     return known
 
 
-def _relation(part: Tokens, depth: int) -> Reading | None:
+def _relation(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads equations, assignments and inequalities."""
     pieces, signs = split(part, _RELATIONS)
     if not signs:
@@ -490,12 +492,12 @@ def _relation(part: Tokens, depth: int) -> Reading | None:
         raise NotUnderstood
     kinds = set(signs)
     if "\\approx" in kinds:
-        return _approximate(pieces, signs, depth)
+        return _approximate(pieces, signs, read_part)
     if kinds == {"="}:
-        return _chain(pieces, depth)
+        return _chain(pieces, read_part)
     if kinds == {"\\in"} and len(pieces) == 2:
         name = name_of(pieces[0])
-        found = _read(pieces[1], depth)
+        found = read_part(pieces[1])
         region = as_region(found) if not isinstance(found, Many) else None
         return region._replace(name=name) if region and name else found
     if kinds <= {"\\gt", "\\ge"}:  # a > b is b < a
@@ -563,14 +565,14 @@ def as_line(node: Node, name: str) -> tuple[Node, Node] | None:
     return (start, step) if is_straight and unknowns(node) == {name} else None
 
 
-def _approximate(pieces: list[Tokens], signs: list[str], depth: int) -> Reading:
+def _approximate(pieces: list[Tokens], signs: list[str], read_part: ReadPart) -> Reading:
     """Reads π ≈ 3.14 as π, and x ≈ 3.14 as the value of x. Both values must be close."""
     *exact, rough = pieces
     if signs.index("\\approx") != len(exact) - 1 or {*signs} - {"=", "\\approx"}:
         raise NotUnderstood
     if name_of(exact[-1]):
-        return _chain([exact[-1], rough], depth)
-    found = _chain(exact, depth) if len(exact) > 1 else _read(exact[0], depth)
+        return _chain([exact[-1], rough], read_part)
+    found = _chain(exact, read_part) if len(exact) > 1 else read_part(exact[0])
     value = found.values[0][1] if isinstance(found, Named) else found
     with suppress(Undecided):
         match value, read_value(rough):
@@ -585,7 +587,7 @@ def name_of(part: Tokens) -> str:
     return "" if match is None or has_doubts(part) else re.sub("[{} ]", "", match["stem"])
 
 
-def _chain(pieces: list[Tokens], depth: int) -> Reading:
+def _chain(pieces: list[Tokens], read_part: ReadPart) -> Reading:
     """Reads a = b = c. All its constants must be equal; the last fully evaluated one is the answer:
     7 in 3 + 4 = 7.
     """
@@ -594,16 +596,16 @@ def _chain(pieces: list[Tokens], depth: int) -> Reading:
         names.add(name)
         pieces = pieces[1:]
     reversed_name = name_of(pieces[1]) if not names and len(pieces) == 2 else ""  # 5 = x
-    if reversed_name and not isinstance(_read(pieces[0], depth), Words):
+    if reversed_name and not isinstance(read_part(pieces[0]), Words):
         names.add(reversed_name)
         pieces = pieces[:1]
-    last = _read(pieces[-1], depth)
+    last = read_part(pieces[-1])
     if isinstance(last, Words) and not names:
         raise NotUnderstood
     if len(pieces) == 1:
         return _named(names, last)
     if isinstance(last, Based):
-        sides = [_read(piece, depth) for piece in pieces]
+        sides = list(map(read_part, pieces))
         based = [side for side in sides if isinstance(side, Based)]
         is_true = len({int(side.digits, side.base) for side in based}) == 1
         # of equal numbers in different bases, base ten is the explanation
@@ -617,7 +619,7 @@ def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Readin
     # A label names what the value after it measures: |AB|, f(3).
     is_label = len(values) < len(pieces) - 1
     if not isinstance(last, Value):
-        if any(_is_constant(value) for value in values):
+        if any(map(_is_constant, values)):
             raise NotUnderstood
         return _named({""}, last)
 
@@ -664,40 +666,40 @@ def _named(names: set[str], value: Reading) -> Named:
     return Named(tuple((name, value) for name in sorted(names)))
 
 
-def _bracketed(part: Tokens, depth: int) -> Reading | None:
+def _bracketed(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads what stands in one pair of brackets: a set, a tuple, an interval, or a group."""
     content = in_brackets(part)
     if content is None:
         return None
     brackets = (part[0].text, part[-1].text)
     if brackets == ("\\{", "\\}"):
-        return _in_braces(content, depth)
+        return _in_braces(content, read_part)
     if "{" in brackets or "}" in brackets or not content:
-        return _read(content, depth) if brackets == ("{", "}") else None
+        return read_part(content) if brackets == ("{", "}") else None
     pieces, separators = split(content, ", ;")
     if separators:
-        items = tuple(_read(piece, depth) for piece in pieces)
+        items = tuple(map(read_part, pieces))
         opening, closing = ("(", ")") if brackets[0] == "\\langle" else brackets
         return TupleOrInterval(opening, closing, items)
-    found = _read(content, depth)
+    found = read_part(content)
     is_group = brackets in (("(", ")"), ("[", "]")) and not isinstance(found, Words)
     return found if is_group else None
 
 
-def _in_braces(content: Tokens, depth: int) -> Reading | None:
+def _in_braces(content: Tokens, read_part: ReadPart) -> Reading | None:
     if not content:
         return Many((), True)
     built = matched(r"(?P<name>[^:|]+?)(?: \\in [^:|]+)? [:|] (?P<condition>[^:]+)", content)
     if built:  # {x : x > 3}
-        return _read(built["condition"], depth) if name_of(built["name"]) else None
-    found = _read(content, depth)
+        return read_part(built["condition"]) if name_of(built["name"]) else None
+    found = read_part(content)
     if isinstance(found, Named | Untrue):
         return found
     items = found.items if isinstance(found, Many) and not found.braces else (found,)
     return Many(items, True)
 
 
-def _matrix(part: Tokens, depth: int) -> Reading | None:
+def _matrix(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads a matrix as a tuple of rows, a column as a tuple, and `cases` as joined statements."""
     found = matched(
         r"\\begin \{ (?P<kind>[A-Za-z]+) \}(?: \{ [clr| ]+ \})? (?P<body>(?:(?!\\begin).)+?)"
@@ -710,7 +712,7 @@ def _matrix(part: Tokens, depth: int) -> Reading | None:
     lines = [line for line in split(found["body"], "\\\\")[0] if line]
     if _LISTS.fullmatch(kind) and not ("cases" in kind and "&" in texts_of(part)):
         sides = [tuple(token for token in line if token.text != "&") for line in lines]
-        return _joined([_read(side, depth) for side in sides], ["and"])
+        return _joined(list(map(read_part, sides)), ["and"])
     is_matrix = re.fullmatch(r"(?:[pbB]?|p?small|bsmall)matrix|array", kind)
     if not is_matrix and not _LISTS.fullmatch(kind):
         return None
@@ -719,13 +721,13 @@ def _matrix(part: Tokens, depth: int) -> Reading | None:
         cells = [list(column) for column in zip(*cells, strict=False)]
     rows: list[Reading] = []
     for row in cells:
-        items = tuple(_read(cell, depth) for cell in row)
+        items = tuple(map(read_part, row))
         rows.append(items[0] if len(items) == 1 else TupleOrInterval("&", "&", items))
     is_column = not isinstance(rows[0], TupleOrInterval) and len(rows) > 1
     return TupleOrInterval("(" if is_column else "&", ")" if is_column else "&", tuple(rows))
 
 
-def _ratio(part: Tokens, _: int) -> Reading | None:
+def _ratio(part: Tokens, _: ReadPart) -> Reading | None:
     """Reads 2:4:6 as 1, 2, 3 in order."""
     pieces, separators = split(part, ":")
     if len(separators) < 2 or not all(pieces):

@@ -5,7 +5,7 @@ None]`, as in TRL.
 import functools
 import inspect
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from common.process.loop_thread import LoopThread
@@ -108,17 +108,9 @@ class PlainFunction(DetailedRewardFunction):
             ) from None
         return accepted
 
-    def checked(self, values: Any, count: int) -> list[Score]:
-        """Returns scores for values; None means that the function does not apply. Raises
-        WrongScores.
-        """
-        if isinstance(values, Iterable) and not isinstance(values, str | bytes | dict):
-            values = list(values)
-        scores = super().checked(values, count)
-        return [
-            Score(None, "inapplicable") if value is None else score
-            for value, score in zip(values, scores, strict=True)
-        ]
+    def _score_of(self, value: Any) -> Score:
+        """Returns the score for a value; None means that the function does not apply."""
+        return Score(None, "inapplicable") if value is None else super()._score_of(value)
 
     def _rows(
         self, prompts: list[Any], completions: list[Any], extra: dict[str, list[Any]]
