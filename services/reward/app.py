@@ -42,16 +42,16 @@ def create_reward_app(
         ConfigError: a function does not exist or cannot work here.
     """
     metrics = Metrics("reward-server")
-    scorer = RewardService(config, metrics, functions)
+    service = RewardService(config, metrics, functions)
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        async with scorer:
+        async with service:
             yield
 
     app = create_app(
         "reward-server",
-        not_ready=scorer.not_ready,
+        not_ready=service.not_ready,
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
@@ -61,14 +61,14 @@ def create_reward_app(
     @app.post("/reward")
     async def reward(item: RewardItem, request: Request) -> RewardResult:
         """Scores one answer. `reward` is null when it could not be scored; `status` says why."""
-        scorer.check(item)
-        results = await cancel_on_disconnect(request, scorer.score([item]))
+        service.check(item)
+        results = await cancel_on_disconnect(request, service.score([item]))
         return results[0]
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
         """Scores many answers, in order. The means are over the answers with a reward."""
-        return await cancel_on_disconnect(request, scorer.score_batch(body.items))
+        return await cancel_on_disconnect(request, service.score_batch(body.items))
 
     @app.post("/check_ground_truths")
     async def check_ground_truths(
@@ -77,13 +77,13 @@ def create_reward_app(
         """Lists the items that no response could solve: their ground truths cannot be read, or do
         not match themselves. The responses of the items are ignored.
         """
-        return await cancel_on_disconnect(request, scorer.check_ground_truths(body.items))
+        return await cancel_on_disconnect(request, service.check_ground_truths(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         """Returns the answers scored so far by status, the functions, and the state of the
         workers.
         """
-        return scorer.stats() | {"load": app.state.load.stats()}
+        return service.stats() | {"load": app.state.load.stats()}
 
     return app

@@ -110,6 +110,7 @@ class Host(ABC):
         try:
             return await self.call(items, batch)
         except CallFailed as error:
+            # One bad completion fails the whole call: repeated alone, the others get their scores.
             if len(items) == 1 or error.always:
                 self._report(f"has no score: {error}")
                 return [Score(None, error.status, reason=str(error))] * len(items)

@@ -201,7 +201,9 @@ class WorkerPool:
         self.unfinished = 0
         """Calls that are in a worker or waiting for one."""
         self._slots = FairSlots(workers)
+        # Workers that wait for a call; in their place the error of starts that keep failing.
         self._idle: asyncio.Queue[_Worker | CallFailed] = asyncio.Queue()
+        # Counts the workers that are still to be started: `_fill` takes, a killed worker gives back.
         self._missing = asyncio.Semaphore(workers + spec.spares)
         self._started_once = asyncio.Event()
         self._server = ForkServer(spec)
@@ -250,6 +252,7 @@ class WorkerPool:
         worker = await self._idle.get()
         if isinstance(worker, CallFailed):
             raise worker
+        # A call that fails or is cancelled leaves a worker that may still be computing.
         is_spent = True
         try:
             answer = await self._answer(worker, message)

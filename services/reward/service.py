@@ -85,6 +85,7 @@ class RewardService:
                 ThreadHost(function, config.function_timeout_s, calls=config.workers)
                 for function in functions
             ]
+            # They score the items of all tasks.
             self._weights = config.weights
             self._tasks[""] = self._hosts
         check_names([host.name for host in self._hosts])

@@ -104,6 +104,7 @@ def verdict(gold: str, answer: str) -> str:
     if expected is None:
         return "wrong"
     right = same(expected, given)
+    # What only math-verify can read may still be a number, a set or a matrix: it compares any two.
     is_formula = any(isinstance(each, Value) and not each.node for each in (expected, given))
     if not right and is_formula and type(expected) is not type(given):
         right = same_formulas(tokens(gold), tokens(answer))

@@ -75,6 +75,7 @@ class MathHost(ProcessHost):
         read = 0
         for i, (item, gold) in enumerate(zip(items, golds, strict=True)):
             answer = extract_answer(item.response)
+            # With `require_stop`, a cut answer earns nothing, so no worker need compare it.
             is_cut = item.finish_reason == "length" and self._require_stop
             right = False if answer is None or is_cut else same_answer(gold, answer)
             if right is None:
