@@ -203,7 +203,7 @@ class WorkerPool:
         self._slots = FairSlots(workers)
         # Workers that wait for a call; in their place the error of starts that keep failing.
         self._idle: asyncio.Queue[_Worker | CallFailed] = asyncio.Queue()
-        # Counts the workers that are still to be started: `_fill` takes, a killed worker gives back.
+        # Counts the workers to start: `_fill` takes one, a killed worker adds one.
         self._missing = asyncio.Semaphore(workers + spec.spares)
         self._started_once = asyncio.Event()
         self._server = ForkServer(spec)
