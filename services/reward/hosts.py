@@ -9,15 +9,13 @@ affects the others.
 import asyncio
 import json
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
+from common.process.daemon_threads import in_daemon_thread
 from common.process.logs import event
 from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
@@ -248,16 +246,11 @@ async def in_thread(function: Callable[[], _T]) -> _T:
     An exit of the interpreter becomes a RuntimeError: it would end the event loop that all services
     may share.
     """
-    future: Future[_T] = Future()
 
-    def work() -> None:
-        with suppress(InvalidStateError):  # the caller has given up
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as ending:
-                future.set_exception(RuntimeError(f"{type(ending).__name__}: {ending}"))
+    def call() -> _T:
+        try:
+            return function()
+        except (SystemExit, KeyboardInterrupt) as ending:
+            raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
 
-    threading.Thread(target=work, name="reward-function", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await asyncio.wrap_future(in_daemon_thread(call, "reward-function"))

@@ -162,16 +162,10 @@ def extract_program(response: str, reads_input: bool = True) -> str | None:
     """
     answer = without_thoughts(_with_literals(response)).replace(_LITERAL, "<")
     blocks = [block for block in _blocks(answer) if _PYTHON.fullmatch(block.language)]
-    closed = [block.text for block in blocks if block.is_closed]
-    programs: list[str] = []
-    for block in blocks:
-        is_labelled = "py" in block.language.lower()
-        is_program = is_labelled or _DEFINED.search(block.text) or _IMPORTED.search(block.text)
-        if block.is_closed and is_program:
-            programs.append(block.text)
-
-    truncated = [block.text for block in blocks]  # counts only if none is closed
-    source = _assembled(programs or closed or truncated or _unfenced(answer), reads_input)
+    closed = [block for block in blocks if block.is_closed]
+    programs = [block for block in closed if _holds_program(block)]
+    texts = [block.text for block in programs or closed or blocks]
+    source = _assembled(texts or _unfenced(answer), reads_input)
     return source if source.strip() and len(source) <= MAX_SOURCE_CHARS else None
 
 
@@ -184,6 +178,12 @@ class _Block(NamedTuple):
     start: int
     end: int
     is_closed: bool
+
+
+def _holds_program(block: _Block) -> bool:
+    """Returns whether a block is labelled as Python, or defines or imports something."""
+    is_labelled = "py" in block.language.lower()
+    return is_labelled or bool(_DEFINED.search(block.text) or _IMPORTED.search(block.text))
 
 
 def _blocks(text: str) -> Iterator[_Block]:
