@@ -95,7 +95,7 @@ def _model_host(entry: ModelReward, on_restart: Callable[[], None]) -> Host:
     check_model(entry.model, "reward.functions.reward_model.model")
     if assigned_gpus() is not None:
         _tried(
-            WorkerSpec("services.reward.reward_model", {}),
+            WorkerSpec("services.reward.device", {}),
             entry.name,
             "on a node without GPUs it scores on the CPU",
         )

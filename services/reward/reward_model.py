@@ -1,8 +1,8 @@
-"""A reward model. This module is the only one of the reward-server that needs torch, and only when
-it is used.
+"""A reward model. This module and `device` are the only ones of the reward-server that need torch,
+and only when they are used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +137,3 @@ class RewardModelFunction(DetailedRewardFunction):
 
 def _joined(chat: list[Message]) -> str:
     return "\n".join(message["content"] for message in chat)
-
-
-def prepare(_: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """See `WorkerSpec`: making the handler fails if an assigned GPU cannot be used. The
-    reward-server tries that in a separate process, because it never imports torch.
-    """
-    from learning.device import choose_device
-
-    try:
-        device = choose_device(
-            "auto", "device", on_cpu="remove the GPU from the resources of reward-server"
-        )
-    except ConfigError as error:
-        raise RuntimeError(f"{error.message}; {error.remedy}") from None
-    return lambda: lambda _: str(device)
