@@ -225,7 +225,8 @@ def _rendered(
     except (TemplateError, TypeError, ValueError) as error:
         # A template may refuse a role or the value of a variable.
         raise ConfigError(
-            f"the chat template cannot be applied: {error}",
+            "the chat template cannot be applied to the messages "
+            f"{', '.join(message['role'] for message in chat)}: {error}",
             field="model.chat_template",
             value=tokenizer.name_or_path,
             remedy="leave out what it does not support (a system prompt, chat_template_kwargs), or "

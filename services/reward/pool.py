@@ -316,9 +316,12 @@ class WorkerPool:
         is_hopeless = failed > 1  # the first failure may have been a kill
         if not self._started_once.is_set():
             is_hopeless = failed >= _MAX_FAILED_STARTS
-            problem = f"the graders do not start: {error}"
-            remedy = "the output of the forking process, on standard error, says more"
-            self.problem = ServiceLost(problem, remedy=remedy) if is_hopeless else problem
+            self.problem = f"the graders do not start: {error}"
+            if is_hopeless:
+                self.problem = ServiceLost(
+                    f"the graders did not start {failed} times in a row: {error}",
+                    remedy="the output of the forking process, on standard error, says more",
+                )
         if is_hopeless and self._idle.empty() and self.unfinished:
             self._idle.put_nowait(error)
 
