@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.prompts.final_answers import last_box
+from common.prompts.stated_answers import last_box
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
 from services.data.rows import answer_of, further_columns, id_of, stop, stop_at, text_of

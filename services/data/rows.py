@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from common.errors import ConfigError
 from common.prompts.answer_text import answering_part, without_thoughts
-from common.prompts.final_answers import stated_answer as last_stated_answer
+from common.prompts.stated_answers import stated_answer as last_stated_answer
 from common.wire.schemas import Prompt
 
 Row = tuple[str, dict[str, Any]]

@@ -198,9 +198,7 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
     made = [_reward(each, log) for each in several]
     names = numbered([function.name for function in made])
     for function, name in zip(made, names, strict=True):
-        if isinstance(function, PlainFunction):
-            function.rename(name)
-        elif isinstance(function, RewardModelFunction):
+        if isinstance(function, PlainFunction | RewardModelFunction):
             function.name = name
     return made
 

@@ -14,7 +14,7 @@ from common.wire.schemas import EpisodeTask, RewardItem
 from services.environment.environments import Environment
 from services.environment.outcome import EpisodeFailed
 from services.reward.functions import RewardFunction
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 _NAME = "environment.name"
 
@@ -29,7 +29,7 @@ class EpisodeGrader:
     """
 
     def __init__(self, config: RewardSection, functions: Sequence[RewardFunction]) -> None:
-        self._scorer = RewardScorer(config, functions=functions)
+        self._scorer = RewardService(config, functions=functions)
 
     async def __call__(
         self, environment: Any, task: EpisodeTask, messages: list[Any], token_ids: Sequence[int]

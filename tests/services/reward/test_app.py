@@ -97,7 +97,6 @@ async def test_stats_and_metrics_count_by_status() -> None:
             "error": 0,
             "inapplicable": 0,
         }
-        assert stats["worker_restarts"] == 1
         page = (await http.get("/metrics")).text
         assert 'rlhf_reward_answers_total{status="timeout"} 1.0' in page
         assert "rlhf_reward_worker_restarts_total 1.0" in page

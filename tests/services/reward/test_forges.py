@@ -254,7 +254,7 @@ def g(mock, x):
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=5, partial_credit=True, slots=1)
+    return code_function(timeout_s=5, partial_credit=True, slots=1)
 
 
 def run(code: CodeRewardFunction, source: str) -> list[CaseResult]:

@@ -761,7 +761,7 @@ def test_number_of_tests():
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=5)
+    return code_function(timeout_s=5)
 
 
 def score(code: CodeRewardFunction, program: str, cases: Any, **columns: Any) -> float | None:
@@ -847,7 +847,7 @@ def test_a_package_that_programs_lack_is_refused(code: CodeRewardFunction, test:
 
 def test_arrays_are_compared_where_programs_have_numpy() -> None:
     code = CodeRewardFunction(
-        timeout=30, partial_credit=True, slots=1, memory_mb=8192, python=sys.executable,
+        timeout_s=30, partial_credit=True, slots=1, memory_mb=8192, python=sys.executable,
         sandbox="none",
     )  # fmt: skip
     tests = [

@@ -1,50 +1,46 @@
-"""The kinds of answers besides a single value, and the arithmetic of sets of real numbers."""
+"""The kinds of answers besides a single value, and set operations on regions of real numbers."""
 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cmp_to_key
+from typing import NamedTuple
 
-from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.expressions import Node, unknowns
 from services.reward.answers.notation import NotUnderstood
 from services.reward.answers.quantities import Value
 from services.reward.answers.values import INFINITY, MINUS_INFINITY, Undecided, order
 
+# Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval.
 Interval = tuple[Node, bool, Node, bool]
-"""Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Text that is not mathematics, unless it is compared with mathematics: then `ab` may be a
-    times b.
-    """
+    """Text. Compared with a value, a short word such as `ab` is the product of its letters."""
 
     text: str
     product: Node | None = field(default=None, compare=False)
     """The product of its letters as a node; None when the text is too long to be a product."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """An option letter, with the value next to it."""
 
     letter: str
     value: "Reading | None"
 
 
-@dataclass(frozen=True)
-class Many:
+class Many(NamedTuple):
     """Several values in any order. `braces`: written as a set."""
 
     items: tuple["Reading", ...]
     braces: bool
 
 
-@dataclass(frozen=True)
-class TupleOrInterval:
-    """A tuple, or with two items an interval; the column of a matrix; with other brackets, a matrix
-    of rows and a proportion.
+class TupleOrInterval(NamedTuple):
+    """A tuple, or if it has two items perhaps an interval. A matrix is a tuple of rows with & for
+    brackets, and a proportion such as 1:2:3 one with colons.
     """
 
     opening: str
@@ -52,16 +48,14 @@ class TupleOrInterval:
     items: tuple["Reading", ...]
 
 
-@dataclass(frozen=True)
-class Named:
-    """Values of named unknowns, in the order that a row states, else in that of the names."""
+class Named(NamedTuple):
+    """Values of named unknowns: in the order of (x, y) = (1, 2), else in that of the alphabet."""
 
     values: tuple[tuple[str, "Reading"], ...]
-    """The name is empty for what a value measures: |AB|, f(2), the remainder."""
+    """The name is empty if it only labels the value: |AB|, f(2), the remainder."""
 
 
-@dataclass(frozen=True)
-class Relation:
+class Relation(NamedTuple):
     """An equation or inequality that is not a solution; `operator` is the text of its token."""
 
     operator: str
@@ -69,40 +63,35 @@ class Relation:
     right: Node
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A union of disjoint intervals of real numbers, in order."""
 
     intervals: tuple[Interval, ...]
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Family:
-    """Values that depend on an integer parameter."""
+class Family(NamedTuple):
+    """Values that depend on an integer parameter, such as π/4 + kπ."""
 
     values: tuple[Node, ...]
     parameter: str
 
 
-@dataclass(frozen=True)
-class Residue:
-    """A value modulo another."""
+class Residue(NamedTuple):
+    """A value modulo another, such as 7 mod 11."""
 
     value: Node
     modulus: Node
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(NamedTuple):
     """A time of day in minutes after midnight."""
 
     minutes: int
 
 
-@dataclass(frozen=True)
-class Based:
-    """Digits in a number base."""
+class Based(NamedTuple):
+    """Digits in a number base, such as 52 in base 8."""
 
     digits: str
     base: int
@@ -138,12 +127,12 @@ def as_region(reading: Reading) -> Region | None:
             return reading
         case Named(((_, value),)):
             return as_region(value)
-        case TupleOrInterval(opening, closing, (Value(tuple(low)), Value(tuple(high)))):
-            if not symbols(low) | symbols(high):
+        case TupleOrInterval(opening, closing, (Value(Node() as low), Value(Node() as high))):
+            if not unknowns(low) | unknowns(high):
                 return Region(((low, opening == "[", high, closing == "]"),))
         case Many(items):
             nodes = [item.node for item in items if isinstance(item, Value) and item.node]
-            if len(nodes) == len(items) and not any(map(symbols, nodes)):
+            if len(nodes) == len(items) and not any(map(unknowns, nodes)):
                 return Region(tuple((node, True, node, True) for node in nodes))
     return None
 
@@ -151,8 +140,11 @@ def as_region(reading: Reading) -> Region | None:
 def combined(
     regions: list[Region], rule: Callable[[set[int], set[int]], set[int]] = operator.or_
 ) -> Region:
-    """Returns the union of the regions, or what another rule of sets makes of them, with intervals
-    that touch joined. Raises NotUnderstood where the ends cannot be ordered.
+    """Combines regions by a set operation, by default their union; intervals that touch are joined.
+    Raises NotUnderstood if the ends cannot be ordered.
+
+    The ends e0 < e1 < … divide the line into cells: {e0}, (e0, e1), {e1}, (e1, e2), … A region is a
+    set of cells, to which Python's set operators apply: [e0, e1) is {0, 1}, and (e0, e1] {1, 2}.
     """
     ends: set[Node] = set()
     for region in regions:

@@ -17,7 +17,7 @@ from common.settings.rewards import ModelReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.functions import RewardModelFunction
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 pytestmark = pytest.mark.integration
 
@@ -64,23 +64,20 @@ def by_hand(model: Path, prompt: str, text: str) -> float:
         return float(network(input_ids=ids).logits[0, 0])
 
 
-def test_scores_are_the_models_logits_whatever_the_batch(model: Path) -> None:
+def test_scores_are_the_models_logits_whatever_the_batch(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [by_hand(model, prompt, text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
     assert len(set(expected)) == 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # float32, on the CPU
     for batch_size in (1, 3, 8):
-        function = RewardModelFunction(str(model), batch_size, device="cpu")
+        function = RewardModelFunction(str(model), batch_size)
         assert function(chats(TEXTS), prompt=PROMPTS, ground_truth=[""] * 4) == pytest.approx(
             expected, abs=1e-5
         )
-    function = RewardModelFunction(str(model), device="cpu")
+    function = RewardModelFunction(str(model))
     as_chat = [{"role": "user", "content": PROMPTS[0]}]
     assert function(chats(TEXTS[:1]), prompt=[as_chat]) == pytest.approx(expected[:1], abs=1e-5)
-
-
-def test_bfloat16_on_a_cpu(model: Path) -> None:
-    expected = [by_hand(model, prompt, text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
-    function = RewardModelFunction(str(model), device="cpu", dtype="bfloat16")
-    assert function(chats(TEXTS), prompt=PROMPTS) == pytest.approx(expected, abs=2e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -93,7 +90,7 @@ def test_bfloat16_on_a_gpu(model: Path) -> None:
 
 
 def test_chat_over_the_limit_has_no_score(model: Path) -> None:
-    function = RewardModelFunction(str(model), device="cpu", max_tokens=60)
+    function = RewardModelFunction(str(model), max_tokens=60)
     short, long = function(chats(["5", "x" * 2000]), prompt=["p", "p"])
     assert math.isfinite(short)
     assert math.isnan(long)
@@ -110,12 +107,12 @@ def test_two_classes_give_a_probability_and_three_are_refused(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     tokenizer.chat_template = None
-    two = RewardModelFunction(str(make_model(tmp_path / "two", tokenizer, 2)), device="cpu")
+    two = RewardModelFunction(str(make_model(tmp_path / "two", tokenizer, 2)))
     values = two(chats(TEXTS), prompt=PROMPTS)
     assert all(0 < value < 1 for value in values)
     assert len(set(values)) == 4
     with pytest.raises(ConfigError, match="3 classes"):
-        RewardModelFunction(str(make_model(tmp_path / "three", tokenizer, 3)), device="cpu")
+        RewardModelFunction(str(make_model(tmp_path / "three", tokenizer, 3)))
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:
@@ -128,14 +125,14 @@ def test_missing_model_is_named(tmp_path: Path) -> None:
 def test_a_chat_model_in_place_of_a_reward_model_is_refused(base_model: Path) -> None:
     """It has no head that scores: transformers would make one of random numbers."""
     with pytest.raises(ConfigError, match=r"would be random: score\.weight.*reward_model\.model"):
-        RewardModelFunction(str(base_model), device="cpu")
+        RewardModelFunction(str(base_model))
 
 
 def test_a_directory_that_also_has_an_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     both = shutil.copytree(model, tmp_path / "both")
     (both / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*reward_model"):
-        RewardModelFunction(str(both), device="cpu")
+        RewardModelFunction(str(both))
 
 
 async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
@@ -145,7 +142,7 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
             {"name": "reward_model", "model": str(model), "max_tokens": 100, "weight": 10.0},
         ]
     )
-    async with RewardScorer(config) as scorer:
+    async with RewardService(config) as scorer:
         assert scorer.not_ready() is not None
         await scorer.ready()
         texts = ["\\boxed{5}", "x" * 4000]
@@ -162,10 +159,10 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
 async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> None:
     config = RewardSection(functions=[ModelReward(model=str(tmp_path / "nothing"))])
     with pytest.raises(ConfigError, match=r"no such directory.*reward_model\.model"):
-        RewardScorer(config)
+        RewardService(config)
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "config.json").write_text('{"model_type": "unheard-of"}')
-    async with RewardScorer(config) as scorer:
+    async with RewardService(config) as scorer:
         async with asyncio.timeout(120):
             while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
@@ -181,4 +178,4 @@ def test_assigned_but_unusable_gpus_end_the_start(
         ConfigError,
         match=r"torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 2: .*reward\.functions",
     ):
-        RewardScorer(config)
+        RewardService(config)

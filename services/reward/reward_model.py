@@ -4,15 +4,19 @@ and only when they are used.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common.errors import ConfigError
 from common.models.hub import check_model, refuse_random
-from services.reward.functions.base import DetailedRewardFunction, Message, Score, column
+from services.reward.functions.base import (
+    Completions,
+    DetailedRewardFunction,
+    Message,
+    Score,
+    column,
+)
 
 _FIELD = "reward.functions.reward_model.model"
-Device = Literal["auto", "cuda", "cpu"]
-Precision = Literal["auto", "bfloat16", "float32"]
 
 
 class RewardModelFunction(DetailedRewardFunction):
@@ -20,31 +24,23 @@ class RewardModelFunction(DetailedRewardFunction):
     the second of two classes.
 
     It formats the problem (`prompt`) and the completion with the model's chat template, or as a
-    pair of texts if it has none. A chat over the limit has no score.
+    pair of texts if it has none. A chat over the limit has no score. It computes in bfloat16 on a
+    GPU if there is one, else in float32 on the CPU.
 
     Args:
         model: a name on the hub or a local directory.
         batch_size: chats per forward pass.
-        device: `auto` is a GPU if there is one; an error if a GPU is assigned but cannot be used.
-        dtype: `auto` is bfloat16 on a GPU and float32 on a CPU.
         max_tokens: longest chat.
 
     Raises:
-        ConfigError: the model cannot be loaded or has more than two outputs, or no GPU is usable
-            (`choose_device`).
+        ConfigError: the model cannot be loaded or has more than two outputs, or an assigned GPU
+            cannot be used (`choose_device`).
     """
 
     name = "reward_model"
     bounds_itself = True
 
-    def __init__(
-        self,
-        model: str,
-        batch_size: int = 8,
-        device: Device = "auto",
-        dtype: Precision = "auto",
-        max_tokens: int = 4096,
-    ) -> None:
+    def __init__(self, model: str, batch_size: int = 8, max_tokens: int = 4096) -> None:
         try:
             import torch
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -56,20 +52,17 @@ class RewardModelFunction(DetailedRewardFunction):
                 value="reward_model",
                 remedy="pip install 'rlhf-math[trainer]'",
             ) from None
-        from learning.device import choose_device
+        from learning.device import choose_device, dtype_on
 
         self._torch = torch
-        self._device = choose_device(device, "device")
-        precision: str = dtype
-        if dtype == "auto":
-            precision = "bfloat16" if self._device.type == "cuda" else "float32"
+        self._device = choose_device("auto", "device")
         if Path(model).is_dir():
             check_model(model, _FIELD)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
             loaded, found = AutoModelForSequenceClassification.from_pretrained(
                 model,
-                dtype=getattr(torch, precision),
+                dtype=dtype_on(self._device, "bfloat16"),
                 use_safetensors=True,
                 output_loading_info=True,
             )
@@ -100,15 +93,12 @@ class RewardModelFunction(DetailedRewardFunction):
         self._batch_size = batch_size
         self._max_tokens = min(max_tokens, positions)
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns the score of each chat, an error for one over the limit. Raises InvalidInput
         without the column `prompt`.
         """
         prompts = column(kwargs, "prompt", len(completions), self.name)
-        chats: list[list[int]] = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            chats.append(self._token_ids(prompt, list(completion)))
-
+        chats = list(map(self._token_ids, prompts, completions))
         too_long = Score(None, "error", reason=f"the chat is longer than {self._max_tokens} tokens")
         scores = [too_long] * len(chats)
         fitting = [i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens]

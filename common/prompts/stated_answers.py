@@ -5,15 +5,14 @@ Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import re
-from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
 from common.prompts.answer_text import BOX
 from common.prompts.phrases import phrases
 
+# Longer answers are ignored, because cutting one could turn it into another answer.
 MAX_ANSWER_CHARS = 1024
-"""Longer answers are ignored, because cutting one could turn it into another answer."""
 _CONTEXT_CHARS = 500  # text around a mark that is read for its meaning
 _MAX_LABELS = 16  # statements that are read, from the last one backwards
 _MAX_QUESTIONS = 8  # headings that are tried
@@ -60,7 +59,6 @@ _JOINED_AFTER = re.compile(
     | [a-z](?![A-Za-z]) )""",
     re.VERBOSE,
 )
-_RUN_BEFORE = re.compile(r"(?:(?:(?<==)|(?<=:)|(?<=\bis))\s*[-−–]\s+|\S*)\Z")
 _SCALE = re.compile(
     r"(?:[\s$},]|\\[),;]|\\text\{)*(dozen|hundred|thousand|million|billion|trillion)\b"
 )
@@ -97,7 +95,7 @@ DOUBT = re.compile(rf"\b{phrases('doubt')}\b", re.IGNORECASE)
 _HEDGE = re.compile(rf"\b{phrases('doubt', 'could')}\b", re.IGNORECASE)
 _ALTERNATIVE = re.compile(rf"\b(?:{phrases('doubt', 'could')}|or|not)\b", re.IGNORECASE)
 _VALUE = r"(?:[-−–+]?\s?[$€£¥]?\.?[0-9]|[\ue000-\uf8ff]|\(?[A-H]\)?(?![\w'’]))"
-_NUMERAL = re.compile("[0-9\ue000-\uf8ff]")
+# A member of a JSON object that is the answer.
 _JSON = re.compile(
     r"""["'](?:(?:final|correct)[_\ ]?)?(?:answer|result)["']\s{0,8}:\s{0,8}
     (?: (?P<list>\[\s{0,8})?(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\\n]|\\.){0,1024})(?P=quote)
@@ -105,7 +103,6 @@ _JSON = re.compile(
     | (?P<bare>[^\s"',}]{1,1024}) | ["'] )""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""A member of a JSON object that is the answer."""
 _SIGNS_OF_QUESTION = (
     "uestion", "UESTION", "Q:", "roblem", "ROBLEM", "ruction", "uman:", "UMAN:", "ser:", "SER:",
     "user", "问题", "题目",
@@ -134,7 +131,6 @@ _DENIED_LABEL = re.compile(
 )
 _OPENING = re.compile(r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:>#]|[\"'](?=[\s*:]))*")
 _FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
-_PROSE = re.compile(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])")
 _RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
 _INSTEAD = re.compile(
     rf",?\s+(?:(?:and|but)\s+)?{phrases('instead')}\s+(?:(?:option|choice)\s+)?{_VALUE}.*",
@@ -152,7 +148,6 @@ _REMARK = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _SPACES = re.compile("(?:[^\\S\n]|[\ue000-\uf8ff])+")  # private characters stand for formulas
-_BOLD_MARK = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)")
 _NUMBERED_HEADING = re.compile(
     r"""[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?: [.):]\s+(?![-0-9$\\])\S | \s+(?:[-–—]\s+)?
     (?:Check|Verif|Solu|Solve|Step|Conclu|Summ|Result|Final|Answer|Calc|Compu|Find|Determ|Use|Apply
@@ -165,10 +160,9 @@ _WORDS_FIRST = re.compile(
     re.VERBOSE,
 )
 _FINAL_SIGN = re.compile(r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
-_TEX_QUOTES = re.compile(r"\A`{1,2}([^`']*)'{1,2}\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
+# Decoration after an answer: check marks, emoji.
 _SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
-"""Decoration after an answer: check marks, emoji."""
 
 
 class Mark(NamedTuple):
@@ -178,8 +172,9 @@ class Mark(NamedTuple):
     """box, tag, json, line (`####`), label ("the answer is"), or cut: a box or a second tag without
     its end.
     """
-    span: tuple[int, int]
-    inner: tuple[int, int]
+    start: int
+    end: int
+    inner: tuple[int, int] = (0, 0)
     """Where the answer is; empty when it ends with its line or sentence."""
 
 
@@ -190,17 +185,16 @@ def stated_answer(text: str) -> str | None:
     than `MAX_ANSWER_CHARS`; then nothing else in the text may be taken for the answer.
     """
     marks = _marks(text)
-    closed = [mark.span[1] for mark in marks if mark.kind != "line"]
+    closed = [mark.end for mark in marks if mark.kind != "line"]
     # After a box, only a later statement counts, and only one of a value.
     position = closed[-1] if closed else 0
     has_label = any(text.find(sign, position) >= 0 for sign in _SIGNS_OF_LABEL)
     labels = list(_LABEL.finditer(text, position)) if has_label else []
-    for match in labels[-_MAX_LABELS:]:
-        marks.append(Mark("label", match.span(), (match.end(), match.end())))
-    marks.sort(key=lambda mark: mark.span[1])
+    marks += [Mark("label", *match.span()) for match in labels[-_MAX_LABELS:]]
+    marks.sort(key=_end)
 
     lines = [mark for mark in marks if mark.kind == "line"]
-    if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].span[1] :].strip():
+    if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].end :].strip():
         return ""  # the last line was cut
 
     while marks:
@@ -209,14 +203,12 @@ def stated_answer(text: str) -> str | None:
         answer: str | None = ""  # if it was cut
         if mark.kind == "box":
             answer = _boxed(text, marks)
-        elif mark.kind == "json":
-            answer = _inside(content.replace("\\\\", "\\"))
-        elif mark.kind == "tag":
-            answer = _inside(content)
+        elif mark.kind in ("json", "tag"):
+            content = content.replace("\\\\", "\\") if mark.kind == "json" else content
+            answer = stated_answer(content)
+            answer = clean(content) if answer is None else answer
         elif mark.kind == "line":
-            answer = _line(
-                text[mark.span[1] : mark.span[1] + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1
-            )
+            answer = _line(text[mark.end : mark.end + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1)
         elif mark.kind == "label":
             answer = _labelled(text, mark, words=not closed)
         if answer is not None:
@@ -225,15 +217,13 @@ def stated_answer(text: str) -> str | None:
     return None
 
 
-def _inside(content: str) -> str:
-    """Returns the answer that a tag or a JSON object holds."""
-    answer = stated_answer(content)
-    return clean(content) if answer is None else answer
+def _end(mark: Mark) -> int:
+    return mark.end
 
 
 def before_next_question(text: str) -> str:
-    """Returns the text without what follows its first complete answer from "Question:" (or
-    "Problem:", "Q:", "User:") on: the model asks itself.
+    """Returns the text up to a heading "Question:" (or "Problem:", "Q:", "User:") that follows a
+    complete answer: from there on, the model makes up the next problem.
     """
     if not any(sign in text for sign in _SIGNS_OF_QUESTION):
         return text
@@ -245,8 +235,8 @@ def before_next_question(text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{…}` (or `\fbox{…}`), stripped, together with the
-    boxes that it continues; None when there is none, or it is cut.
+    r"""Returns the content of the last `\boxed{…}` (or `\fbox{…}`), together with the boxes that it
+    continues (`\boxed{2}` or `\boxed{3}`). Returns None if there is no box or the last is cut.
     """
     boxes = [mark for mark in _marks(text) if mark.kind in ("box", "cut")]
     if not boxes or boxes[-1].kind == "cut":
@@ -259,60 +249,52 @@ def last_box(text: str) -> str | None:
 
 def _marks(text: str) -> list[Mark]:
     """Returns the boxes, tags, answers in JSON and `####` lines in the order they end."""
-    marks = list(_json_marks(text))
-    if "####" not in text and "box" not in text and "nswer>" not in text:
-        return marks
+    marks = list(map(_json_mark, _JSON.finditer(text)))
     braces: list[re.Match[str] | None] = []  # open ones: a box's, or None for any other
     tag: re.Match[str] | None = None
     for match in _TOKEN.finditer(text):
         found = match.group()
         start, stop = match.span()
         if found == "####":
-            marks.append(Mark("line", (start, stop), (stop, stop)))
+            marks.append(Mark("line", start, stop))
         elif match["bare"]:
-            marks.append(Mark("box", (start, stop), match.span("bare")))
+            marks.append(Mark("box", start, stop, match.span("bare")))
         elif match["box"] or found == "{":
             braces.append(match if match["box"] else None)
         elif found == "}":
             box = braces.pop() if braces else None
             if box is not None:
-                marks.append(Mark("box", (box.start(), stop), (box.end(), start)))
+                marks.append(Mark("box", box.start(), stop, (box.end(), start)))
         elif match["closes"] == "":
             tag = match
         elif match["closes"] and tag is not None:
-            marks.append(Mark("tag", (tag.start(), stop), (tag.end(), start)))
+            marks.append(Mark("tag", tag.start(), stop, (tag.end(), start)))
             tag = None
     # What has no end was cut. A tag alone may have lost its end to a stop string.
     unclosed = filter(None, (*braces, tag if marks else None))
-    return sorted([*marks, *map(_cut, unclosed)], key=lambda mark: mark.span[1])
+    marks += [Mark("cut", *opening.span()) for opening in unclosed]
+    return sorted(marks, key=_end)
 
 
-def _cut(opening: re.Match[str]) -> Mark:
-    return Mark("cut", opening.span(), (opening.end(), opening.end()))
-
-
-def _json_marks(text: str) -> Iterator[Mark]:
-    if '":' in text or "':" in text or '" :' in text:
-        for match in _JSON.finditer(text):
-            name = "text" if match["quote"] else "bare"
-            inner = (match.end(), match.end()) if match[name] is None else match.span(name)
-            yield Mark("json", match.span(), inner)
+def _json_mark(match: re.Match[str]) -> Mark:
+    return Mark("json", *match.span(), match.span("text" if match["quote"] else "bare"))
 
 
 def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
-    r"""Returns where the first of the boxes begins that the last mark continues (`\boxed{2}` or
-    `\boxed{3}`), and the contents of all.
+    r"""Returns where a list of boxes begins that ends with the last mark (`\boxed{2}` or
+    `\boxed{3}`), and their contents, joined.
     """
-    begin = marks[-1].span[0]
+    begin = marks[-1].end
     joint = ", "
-    contents = [text[slice(*marks[-1].inner)].strip()]
-    for mark in islice(reversed(marks), 1, MAX_ANSWER_CHARS):
-        between = _TYPESETTING.sub("", text[mark.span[1] : min(begin, mark.span[1] + 80)])
-        if mark.kind != "box" or not _BETWEEN_BOXES.fullmatch(between):
-            break
-        # Without names, `2 or 3` may be two ways to write one answer.
-        joint = " or " if "or" in between and "=" not in between else ", "
-        begin = mark.span[0]
+    contents: list[str] = []
+    for mark in islice(reversed(marks), MAX_ANSWER_CHARS):
+        if contents:
+            between = _TYPESETTING.sub("", text[mark.end : min(begin, mark.end + 80)])
+            if mark.kind != "box" or not _BETWEEN_BOXES.fullmatch(between):
+                break
+            # Without names, `2 or 3` may be two ways to write one answer.
+            joint = " or " if "or" in between and "=" not in between else ", "
+        begin = mark.start
         contents.append(text[slice(*mark.inner)].strip())
     if _BLANK.fullmatch(contents[0]):
         return begin, ""
@@ -320,11 +302,11 @@ def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
 
 
 def _boxed(text: str, marks: list[Mark]) -> str:
-    r"""Returns the content of the last box within its formula: -7 of `-\boxed{7}`, "" when it is
-    empty, or the sentence denies or doubts it.
+    r"""Returns the content of the last box and what its formula joins to it: -7 of `-\boxed{7}`.
+    Returns "" if the box is empty, or its sentence denies or doubts it.
     """
     begin, answer = _joined(text, marks)
-    stop = marks[-1].span[1]
+    stop = marks[-1].end
     if not answer or len(answer) > MAX_ANSWER_CHARS:
         return answer
     left = text[max(0, begin - _CONTEXT_CHARS) : begin].rpartition("\n\n")[2]
@@ -332,14 +314,13 @@ def _boxed(text: str, marks: list[Mark]) -> str:
     if _DENIED_BEFORE.search(left[-100:].lower()) or _DENIED_AFTER.match(right):
         return ""
 
-    formulas = _FORMULA.finditer(left + text[begin:stop] + right)
-    around = next((each for each in formulas if each.start() < len(left) < each.end()), None)
-    if around:
-        head = _SIDE_END.split(left[around.start() :])[-1]
-        tail = _SIDE_END.split(right, maxsplit=1)[0]
-    else:
-        head = _RUN_BEFORE.findall(left[-100:])[0]
-        tail = re.split(r"\s", right[:100], maxsplit=1)[0].rstrip(".,;:!?")
+    head = re.findall(r"(?:(?:(?<==)|(?<=:)|(?<=\bis))\s*[-−–]\s+|\S*)\Z", left[-100:])[0]
+    tail = re.split(r"\s", right[:100], maxsplit=1)[0].rstrip(".,;:!?")
+    for formula in _FORMULA.finditer(left + text[begin:stop] + right):
+        if formula.start() < len(left) < formula.end():  # the box stands in a formula
+            head = _SIDE_END.split(left[formula.start() :])[-1]
+            tail = _SIDE_END.split(right, maxsplit=1)[0]
+            break
     scale = _SCALE.match(right)
     if _JOINED_BEFORE.search(head) or _JOINED_AFTER.match(tail):
         is_compound = re.search(r".[-+=,]", answer)
@@ -350,8 +331,8 @@ def _boxed(text: str, marks: list[Mark]) -> str:
 
 
 def _line(rest: str, alone: bool) -> str | None:
-    """Returns the answer on a `####` line; None for a heading, such as `#### 2. Check`. Words are
-    an answer if the line stands `alone`.
+    """Returns the answer on a `####` line; None for a heading, such as `#### 2. Check`. A line of
+    words is an answer only if it is the only mark (`alone`) and the last line.
     """
     line, _, after = rest.partition("\n")
     is_words = _WORDS_FIRST.match(line) and (not alone or after.strip())
@@ -361,16 +342,16 @@ def _line(rest: str, alone: bool) -> str | None:
 
 
 def _labelled(text: str, label: Mark, words: bool) -> str | None:
-    """Returns what "the answer is …" states; None when that is prose without a value, or words
-    unless `words` may be an answer.
+    """Returns what "the answer is …" states. Returns None for prose without a value; with `words`,
+    up to three words without a value are an answer too.
     """
-    clause = re.split(r"[.!?;\n]", text[max(0, label.span[0] - 200) : label.span[0]])[-1]
+    clause = re.split(r"[.!?;\n]", text[max(0, label.start - 200) : label.start])[-1]
     if _NO_LABEL.search(clause):
         return None
     if _DENIED_LABEL.search(clause):
         return ""
 
-    rest = text[label.span[1] : label.span[1] + 2 * MAX_ANSWER_CHARS]
+    rest = text[label.end : label.end + 2 * MAX_ANSWER_CHARS]
     sentence, formulas = masked(_OPENING.sub("", rest, count=1))
     end = SENTENCE_END.search(sentence)
     if end:
@@ -380,11 +361,11 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
     sentence = _FILLER.sub("", sentence, count=1)
     if "\\boxed" in sentence:
         return None  # a box without its end
-    if _PROSE.match(sentence):
+    if re.match(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])", sentence):
         restated = _RESTATED.match(sentence)
         if restated is None or _ALTERNATIVE.search(restated.group()):
             sentence = _REASON.split(NOTE.sub("", sentence))[0]
-            has_value = _NUMERAL.search(sentence) is not None
+            has_value = re.search("[0-9\ue000-\uf8ff]", sentence) is not None
             # What has a value is kept whole: nothing in it may be guessed.
             is_answer = has_value or (words and len(sentence.split()) <= 3)
             return clean(unmasked(sentence, formulas)) or None if is_answer else None
@@ -393,11 +374,11 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
 
 
 def _shortened(sentence: str, formulas: list[str]) -> str | None:
-    """Returns an answer without the remarks and reasons after it; "" when they hedge, None when
-    nothing is left.
+    """Returns an answer without the remarks and reasons after it. Returns "" if these hedge, and
+    None if nothing is left.
     """
-    sentence = _INSTEAD.sub("", _BOLD_MARK.sub("", sentence))
-    if any(_ALTERNATIVE.search(note) for note in NOTE.findall(sentence)):
+    sentence = _INSTEAD.sub("", re.sub(r"(?<!\w)\*\*|\*\*(?!\w)", "", sentence))
+    if any(map(_ALTERNATIVE.search, NOTE.findall(sentence))):
         return ""
     sentence = _REASON.split(NOTE.sub("", sentence))[0]
     if _HEDGE.search(sentence):
@@ -411,7 +392,9 @@ def _shortened(sentence: str, formulas: list[str]) -> str | None:
 
 
 def masked(text: str) -> tuple[str, list[str]]:
-    """Returns the text with one private character for each formula, and the formulas."""
+    """Returns the text with each formula replaced by one private-use character, and the formulas.
+    The dots and commas of a formula then end no sentence.
+    """
     formulas: list[str] = []
 
     def hide(formula: re.Match[str]) -> str:
@@ -422,13 +405,11 @@ def masked(text: str) -> tuple[str, list[str]]:
 
 
 def unmasked(text: str, formulas: list[str]) -> str:
-    """Returns the text with its formulas, without their delimiters."""
+    """Puts the formulas back into a masked text, without their delimiters."""
 
     def content(mask: re.Match[str]) -> str:
-        return _FORMULA.sub(
-            lambda formula: next(filter(None, formula.groups()), ""),
-            formulas[ord(mask.group()) - FIRST_MASK],
-        )
+        formula = formulas[ord(mask.group()) - FIRST_MASK]
+        return _FORMULA.sub(lambda match: next(filter(None, match.groups()), ""), formula)
 
     return re.sub("[\ue000-\uf8ff]", content, text)
 
@@ -439,14 +420,10 @@ def clean(answer: str) -> str:
     """
     text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
-        before = text
-        text = _TEX_QUOTES.sub(r"\1", text)
+        text = re.sub(r"\A`{1,2}([^`']*)'{1,2}\Z", r"\1", text)  # TeX quotes
         text = text.rstrip(_SYMBOLS).strip().strip("*_`").strip()
         is_money = len(_DOLLAR.findall(text)) == 1 and re.search(r"\$[-\s]*[0-9.]", text)
-        text = text if is_money else _DOLLAR.sub("", text)
-        text = _FINAL_SIGN.sub("", text)
+        text = _FINAL_SIGN.sub("", text if is_money else _DOLLAR.sub("", text))
         if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):
             text = text[2:-2]
-        if text == before:
-            break
     return text.replace("\\$", "$").rstrip("\\ ").strip()
