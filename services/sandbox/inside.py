@@ -130,9 +130,9 @@ def _run_program(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
         value = finished(eval(expression, module.__dict__))  # noqa: S307
         return {"status": "done", "value": encoded(value)}
 
-    from services.sandbox.program import serve
+    from services.sandbox.program import Program
 
-    serve(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT)
+    Program(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT).serve()
 
 
 class _NoInput(io.TextIOBase):

@@ -86,6 +86,10 @@ def extend(items):
 def pow(x, n):
     return 2 * x ** n
 
+def positive(x):
+    assert x > 0, "not positive"
+    return 2 * x
+
 def double(x):
     if x < 0:
         raise ValueError("negative")
@@ -482,6 +486,19 @@ except AssertionError:
     print("wrong")
     raise
 """,
+    "two right answers": """
+try:
+    assert double(2) == 0
+except AssertionError:
+    assert double(2) == 4
+""",
+    "a check of the program that a test catches": """
+try:
+    positive(0)
+except AssertionError:
+    pass
+assert positive(2) == 4
+""",
     "a call of a coroutine function": {"function": "later", "args": [2], "output": 4},
     "LiveCodeBench": {
         "input": "2",
@@ -802,9 +819,14 @@ def test_an_assert_that_is_always_true_is_refused(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", SWALLOWED)
-def test_an_assert_whose_failure_is_caught_is_refused(form: str) -> None:
-    with pytest.raises(InvalidInput, match="nobody learns that `"):
-        parse_cases([SWALLOWED[form]])
+def test_a_failed_check_fails_the_test_although_a_handler_catches_it(
+    code: CodeRewardFunction, form: str
+) -> None:
+    test = SWALLOWED[form]
+    raises = "def double(x):\n    if x < 0:\n        raise ValueError(x)\n    return 2 * x"
+
+    assert score(code, raises, [test]) == 1.0
+    assert score(code, "def double(x):\n    return 2 * x + 1", [test]) == 0.0
 
 
 @pytest.mark.parametrize("form", SKIPPED)
