@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.faults.fault import fault
 from benchmarks.faults.lab import Lab, replaced
 from common.clients.data import DataClient
-from common.process.storage import sum_of
+from common.process.sqlite_store import sum_of
 from common.wire.schemas import PromptBatch
 
 Row = dict[str, Any]

@@ -89,7 +89,7 @@ def test_a_flipped_bit_anywhere_changes_no_prompt_or_is_named(
         "UPDATE cursors SET served = 3",
         "DELETE FROM cursors",
         "UPDATE identity SET seed = '8'",
-        "UPDATE answers SET position = position + 1",
+        "UPDATE answers SET answer = replace(answer, '\"position\": ', '\"position\": 1')",
         "UPDATE draws SET place = (place + 1) % 12",
         "UPDATE draws SET free = 1 - free",
         "DELETE FROM draws WHERE position = 3",

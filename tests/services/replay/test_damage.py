@@ -32,7 +32,7 @@ def stored(tmp_path: Path, make_group: MakeGroup) -> Path:
     for i in range(GROUPS):
         buffer.add([make_group(f"group-{i}", i // 4, i, rewards=(0.25, 1.0), tokens=40)])
     buffer.take(TakeRequest(count=6, request_id="run-take-1"))
-    buffer.ack([f"group-{i}" for i in range(6)])
+    buffer.store.ack([f"group-{i}" for i in range(6)])
     ids = [f"group-{i}" for i in range(6)]
     buffer.set_priorities(PriorityUpdate(ids=ids, priorities=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
     buffer.sample(SAMPLED)
@@ -59,7 +59,7 @@ def served(path: Path, make_group: MakeGroup) -> dict[str, Any]:
             "experiences": buffer.sample_experiences(100, prioritized=True, seed=5),
             "stats": buffer.stats(),
             "removed": buffer.add([make_group("too old", 0, 90)]),
-            "acknowledged": buffer.ack([f"group-{i}" for i in range(GROUPS)]),
+            "acknowledged": buffer.store.ack([f"group-{i}" for i in range(GROUPS)]),
         }
     finally:
         buffer.close()
@@ -125,7 +125,7 @@ CHANGES = [
     "UPDATE experiences SET reward = -1",
     "UPDATE answers SET answer = replace(answer, '1.', '9.') WHERE call = 'sample'",
     "UPDATE counters SET value = 100 WHERE name = 'max_priority'",
-    "UPDATE counters SET value = 100 WHERE name = 'changes'",
+    "UPDATE life SET changes = 100",
     "UPDATE totals SET groups = 3 WHERE state = 'fresh'",
     "DROP TRIGGER group_in",
 ]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
-from common.process.storage import sum_of
+from common.process.sqlite_store import sum_of
 from common.settings.config import Config
 from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
 from tests.support.runs.in_process import Faulty, metrics, quiet, stored
