@@ -89,14 +89,12 @@ class Case:
                 return value is self.expected
             if self.exact:
                 return bool(value == self.expected) == self.equal
-            is_wrapped = self.may_be_wrapped and _holds_one(self.expected)
-            return _close(value, self.expected) or (is_wrapped and _close(value, self.expected[0]))
+            if _close(value, self.expected):
+                return True
+            is_list_of_one = isinstance(self.expected, list) and len(self.expected) == 1
+            return self.may_be_wrapped and is_list_of_one and _close(value, self.expected[0])
         except _FORGED:
             return False
-
-
-def _holds_one(expected: Any) -> bool:
-    return isinstance(expected, list) and len(expected) == 1
 
 
 def _close(value: Any, expected: Any) -> bool:
@@ -154,17 +152,13 @@ def _same_output(output: str, expected: str) -> bool:
         return True
     if len(lines) != len(expected_lines):
         return False
-    return all(map(_same_line, lines, expected_lines))
-
-
-def _same_line(line: str, expected: str) -> bool:
-    if line == expected:
-        return True
-    # With the spaces between the words, which draw figures.
-    words = _SPACES.split(line)
-    expected_words = _SPACES.split(expected)
-    same_count = len(words) == len(expected_words)
-    return same_count and all(map(_same_word, words, expected_words))
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        # With the spaces between the words, which draw figures.
+        words = _SPACES.split(line)
+        expected_words = _SPACES.split(expected_line)
+        if len(words) != len(expected_words) or not all(map(_same_word, words, expected_words)):
+            return False
+    return True
 
 
 def _same_word(word: str, expected: str) -> bool:

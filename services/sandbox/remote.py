@@ -16,7 +16,6 @@ from __future__ import annotations  # its Python may be older than the server's
 import ast
 import base64
 import builtins
-import collections
 import contextlib
 import io
 import json
@@ -272,22 +271,22 @@ class Test:
     def globals_of_program(self, asked: set[str]) -> dict[str, Any]:
         """Returns what the program binds to these names."""
 
-        def decode_names(reply: list[Any]) -> dict[str, Any]:
-            return {name: self._decoded(value) for name, value in reply[0].items() if name in asked}
+        def decode_names(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: self._decoded(value) for name, value in values.items() if name in asked}
 
-        values: dict[str, Any] = self._request(["names", sorted(asked)], decode_names)
-        return values
+        found: dict[str, Any] = self._request(["names", sorted(asked)], decode_names)
+        return found
 
     def do(self, action: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an action in the program's process; mutable arguments get the
         program's changes.
         """
 
-        def result(reply: list[Any]) -> Any:
-            for i, content in reply[1]:
+        def result(value: Any, changed: list[Any]) -> Any:
+            for i, content in changed:
                 if is_mutable(args[i]):
                     _overwrite(args[i], self._decoded(content))
-            return self._decoded(reply[0])
+            return self._decoded(value)
 
         request = ["do", action, self._dumps((args, kwargs))]
         return self._request(request, result, may_stop=action == "next")
@@ -329,27 +328,34 @@ class Test:
         """Awaits a coroutine of the program, in the program's process."""
         return self.do("await", Remote(self, key, _ABSENT))
 
-    def _request(
-        self, message: Any, result: Callable[[list[Any]], Any], may_stop: bool = False
-    ) -> Any:
+    def _request(self, message: Any, result: Callable[..., Any], may_stop: bool = False) -> Any:
         """Sends a request and returns the `result` of its reply, or raises what the program raised.
+
+        Whatever else the program sends ends the test here: it must not take that, or the end of the
+        program, for an exception that it expects.
 
         `may_stop`: it may raise StopIteration, which ends a loop of the test.
         """
         with self._lock:
             self._send(message)
-            while True:
-                kind, *reply = self._receive()
-                if kind == "ask":
-                    self._send(["answer", self._dumps(self._asked(*reply))])
-                    continue
+            raised: Exception | None = None
+            while raised is None:
+                line = self._in.readline(self._limit + 1)
+                if len(line) > self._limit:
+                    self._end("output", f"a value takes more than {self._limit} bytes")
+                if not line.endswith(b"\n"):
+                    self._end("died", "the program has ended")
                 try:
-                    value = result(reply) if kind == "ok" else self._error(reply, may_stop)
+                    kind, *content = json.loads(line)
+                    if kind == "ok":
+                        return result(*content)
+                    if kind == "raise":
+                        raised = self._error(*content, may_stop=may_stop)
+                    else:
+                        self._send(["answer", self._dumps(self._asked(*content))])
                 except Exception as error:
                     self._end("died", f"the program sent what is no answer: {error!r:.80}")
-                if kind == "ok":
-                    return value
-                raise value
+            raise raised
 
     def _send(self, message: Any) -> None:
         try:
@@ -358,27 +364,10 @@ class Test:
         except OSError:
             self._end("died", "the program has ended")
 
-    def _receive(self) -> list[Any]:
-        """Returns the next message of the program. Without one the test ends here: it must not take
-        the end of the program for an exception that it expects.
-        """
-        line = self._in.readline(self._limit + 1)
-        if len(line) > self._limit:
-            self._end("output", f"a value takes more than {self._limit} bytes")
-        if not line.endswith(b"\n"):
-            self._end("died", "the program has ended")
-        try:
-            kind, *content = json.loads(line)
-            wanted = {"ok": (1, 2), "raise": (4,), "ask": (3,)}[kind]
-            if len(content) not in wanted:
-                raise ValueError(f"{len(content)} parts")
-        except Exception as error:
-            self._end("died", f"the program sent what is no message: {error!r:.80}")
-        return [kind, *content]
-
-    def _error(self, reply: list[Any], may_stop: bool) -> Exception:
+    def _error(
+        self, kind: Any, args: list[Any], attributes: Any, text: Any, *, may_stop: bool
+    ) -> Exception:
         """Returns the exception that the program raised."""
-        kind, args, attributes, text = reply
         error_class = self._decoded(kind)
         stops = issubclass(error_class, (StopIteration, StopAsyncIteration)) and not may_stop
         if stops or not issubclass(error_class, Exception):
@@ -492,26 +481,19 @@ _ABSENT: Any = object()
 
 def _overwrite(local: Any, content: Any) -> None:
     """Replaces the content of a list, dictionary, … by that of the program's copy."""
-    if isinstance(local, bytearray):
-        local[:] = content
-        return
     if hasattr(local, "dtype"):  # an array
         local[...] = content
         return
     local.clear()
-    if isinstance(local, (list, collections.deque)):
-        local.extend(content)
-    else:
-        local.update(content)
+    fill = local.extend if hasattr(local, "extend") else local.update
+    fill(content)
 
 
-_CHANGES = {
-    *(set(dir(list)) - set(dir(tuple))),
-    *(set(dir(set)) - set(dir(frozenset))),
-    *(set(dir(bytearray)) - set(dir(bytes))),
-    *(set(dir(dict)) - set(dir(types.MappingProxyType))),
-    *("appendleft", "extendleft", "popleft", "rotate", "move_to_end", "subtract"),
-}
+_CHANGES = frozenset((
+    "add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "extendleft",
+    "insert", "intersection_update", "move_to_end", "pop", "popitem", "popleft", "remove",
+    "reverse", "rotate", "setdefault", "sort", "subtract", "symmetric_difference_update", "update",
+))  # fmt: skip
 """Methods that change a list, a set, a bytearray, a dictionary or a deque. The program's objects
 change in its process; all other methods of plain values are computed in this one."""
 
@@ -544,12 +526,6 @@ class Remote:
             return getattr(plain, name)
         return _do("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        _do("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _do("delattr", self, name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _test(self).do("call", self, *args, **kwargs)
 
@@ -558,9 +534,6 @@ class Remote:
 
     def __instancecheck__(self, value: Any) -> bool:
         return type(value) is Remote and _do("isinstance", value, self) is True
-
-    def __copy__(self) -> Any:
-        return _do("copy", self)
 
     def __deepcopy__(self, _: object) -> Any:
         return _do("deepcopy", self)
@@ -631,7 +604,7 @@ for _action in BINARY + COMPARED + UNARY:
 for _action in BINARY:
     reflected_name = f"__r{_action.rstrip('_')}__"
     setattr(Remote, reflected_name, _special(Test.operate, _action, reflected=True))
-for _action in ("next", "setitem", "delitem", "enter"):
+for _action in ("next", "setitem", "delitem", "enter", "copy", "setattr", "delattr"):
     setattr(Remote, f"__{_action}__", _special(Test.do, _action))
 for _action in ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem", "hash"):
     setattr(Remote, f"__{_action}__", _special(Test.query, _action))

@@ -6,8 +6,10 @@ the sandbox, like `inside`.
 
 from __future__ import annotations  # its Python may be older than the server's
 
+import collections
 import inspect
 import io
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -142,7 +144,8 @@ def _run_function(function: Any, fixtures: _Fixtures, owner: Any = None) -> None
     required = _required(function)
     choices = fixtures.choices([*fixtures.automatic(), *required])
     stacked = [*choices.values(), *getattr(function, "parameters", [])]
-    for parameters in _parameter_sets(stacked):
+    for combination in itertools.product(*stacked):
+        parameters = dict(collections.ChainMap(*combination))
         ready = dict(parameters, self=owner)
         cleanup: list[Iterator[Any]] = []
         for name in fixtures.automatic():
@@ -166,14 +169,6 @@ def _run_to_end(function: Any, arguments: dict[str, Any]) -> None:
     except Exception:
         if not expects_failure:
             raise
-
-
-def _parameter_sets(stacked: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns every combination of the sets of stacked `parametrize` marks."""
-    sets: list[dict[str, Any]] = [{}]
-    for choices in stacked:
-        sets = [{**one, **other} for one in sets for other in choices]
-    return sets
 
 
 def _required(function: Any) -> list[str]:
