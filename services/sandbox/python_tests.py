@@ -10,7 +10,6 @@ was executed, is decided by the run (`services.sandbox.remote`).
 
 import ast
 import builtins
-import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -141,6 +140,7 @@ def _tests(tree: ast.Module) -> list[str]:
     test function whose argument nothing provides.
     """
     fixtures = _fixtures(tree)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names: list[str] = []
     for definition in _definitions(tree):
         if _never_counts(definition):
@@ -152,10 +152,10 @@ def _tests(tree: ast.Module) -> list[str]:
             functions = _methods(definition)
         elif definition.name == "check":
             # `check(candidate)` gets the tested function; with other arguments it is a helper.
-            if len(_required(definition)) != 1 or _is_used(definition, tree):
+            if len(_required(definition)) != 1 or definition.name in used:
                 continue
         elif definition.name.startswith("test"):
-            if _is_used(definition, tree) and _missing(definition, fixtures):
+            if definition.name in used and _missing(definition, fixtures):
                 continue  # others call it with arguments
             functions = [definition]
         else:
@@ -172,8 +172,7 @@ def _definitions(tree: ast.Module) -> list[_Definition]:
 
 def _never_counts(definition: _Definition) -> bool:
     """Whether a test is skipped, or may fail: then any program passes it."""
-    decorators = map(ast.unparse, definition.decorator_list)
-    return any(_UNCOUNTED.search(decorator) for decorator in decorators)
+    return bool(_UNCOUNTED.search(_decoration(definition)))
 
 
 def _is_unittest(definition: ast.ClassDef, tree: ast.Module) -> bool:
@@ -194,13 +193,6 @@ def _methods(definition: ast.ClassDef) -> list[_Function]:
     return [method for method in named if not _never_counts(method)]
 
 
-def _is_used(definition: _Definition, tree: ast.Module) -> bool:
-    """Whether another statement of the module names a function."""
-    others = (statement for statement in tree.body if statement is not definition)
-    nodes = itertools.chain.from_iterable(map(ast.walk, others))
-    return any(isinstance(node, ast.Name) and node.id == definition.name for node in nodes)
-
-
 def _required(function: _Function) -> list[str]:
     """Returns the names of the arguments without a default, but for `self`."""
     arguments = function.args.posonlyargs + function.args.args
@@ -213,32 +205,30 @@ def _fixtures(tree: ast.Module) -> set[str]:
     nothing provides.
     """
     names: set[str] = set()
-    functions: list[tuple[_Function, str]] = []
+    fixtures: list[_Function] = []
     for node in ast.walk(tree):
-        decorators = node.decorator_list if isinstance(node, _Function) else []
-        for decorator in decorators:
-            if isinstance(node, _Function) and "fixture" in ast.unparse(decorator):
-                names |= {node.name, *_texts(decorator)}
-                functions.append((node, ast.unparse(decorator)))
-
-    for function, decoration in functions:
-        _refuse_missing(function, {*names, "request"} if "params=" in decoration else names)
+        if isinstance(node, _Function) and "fixture" in _decoration(node):
+            names |= {node.name, *_words(node)}  # it may have another name
+            fixtures.append(node)
+    for fixture in fixtures:
+        has_parameters = "params=" in _decoration(fixture)
+        _refuse_missing(fixture, {*names, "request"} if has_parameters else names)
     return names
 
 
 def _missing(function: _Function, fixtures: set[str]) -> list[str]:
     """Returns the arguments that neither a fixture nor `parametrize` provides."""
-    provided = set(fixtures)
-    for decorator in function.decorator_list:
-        provided.update(_texts(decorator))
+    provided = {*fixtures, *_words(function)}
     return [name for name in _required(function) if name not in provided]
 
 
-def _texts(decorator: ast.expr) -> Iterator[str]:
-    """Yields the words in the texts of a decorator, such as the names of `parametrize`."""
-    for node in ast.walk(decorator):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from re.split(r"[,\s]+", node.value)
+def _words(function: _Function) -> list[str]:
+    """Returns the words of a function's decorators, such as the names of `parametrize`."""
+    return re.findall(r"\w+", _decoration(function))
+
+
+def _decoration(definition: _Definition) -> str:
+    return " ".join(map(ast.unparse, definition.decorator_list))
 
 
 def _refuse_missing(function: _Function, fixtures: set[str]) -> None:
@@ -339,31 +329,22 @@ def _refuse_idle(tree: ast.Module, tests: list[str]) -> None:
 
 
 def _reached(tree: ast.Module, tests: list[str]) -> Iterator[ast.AST]:
-    """Yields the nodes that run: the statements of the module, the tests, and what these name."""
-    named: dict[str, list[_Function]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, _Function):
-            named.setdefault(node.name, []).append(node)
-
-    waiting: list[ast.AST] = []
+    """Yields the nodes that may run: the statements of the module, the tests, and every function
+    that is named anywhere.
+    """
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef):  # only its tests run by themselves
             runs = statement.name in tests or _is_unittest(statement, tree)
             if runs and not _never_counts(statement):
-                waiting += _methods(statement)
+                for method in _methods(statement):
+                    yield from ast.walk(method)
         elif not isinstance(statement, _Function) or statement.name in tests:
-            waiting.append(statement)
+            yield from ast.walk(statement)
 
-    seen: set[ast.AST] = set()
-    while waiting:
-        root = waiting.pop()
-        if root in seen:
-            continue
-        seen.add(root)
-        for node in ast.walk(root):
-            yield node
-            name = getattr(node, "id", getattr(node, "attr", ""))
-            waiting += named.get(name, [])
+    used = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, _Function) and node.name in used:
+            yield from ast.walk(node)
 
 
 def _can_fail(node: ast.AST) -> bool:
