@@ -4,6 +4,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _PARTS = {"train": "train", "test": "eval", "eval": "eval", "all": "all"}
 """The part of a single file for each split; ids contain the name of the part."""
 
 
+@dataclass
 class Loader(ABC):
     """A data set.
 
@@ -33,13 +35,11 @@ class Loader(ABC):
         task: task of the prompts, which selects their reward functions; empty for the default ones.
     """
 
-    def __init__(
-        self, source: str | Path, hub_config: str = "", name: str = "", task: str = ""
-    ) -> None:
-        self.source = str(source)
-        self.hub_config = hub_config
-        self.name = name
-        self.task = task
+    source: str | Path
+    _: KW_ONLY
+    hub_config: str = ""
+    name: str = ""
+    task: str = ""
 
     @property
     def has_splits(self) -> bool:
@@ -82,9 +82,15 @@ class Loader(ABC):
         """Returns all problems of a split."""
 
 
+@dataclass
 class RowLoader(Loader):
-    """A data set of rows with columns, in files or on the hub."""
+    """A data set of rows with columns, in files or on the hub.
 
+    Args:
+        map: function that transforms every row before it is read, or skips it by returning None.
+    """
+
+    _: KW_ONLY
     map: MapRow | None = None
 
     @abstractmethod
@@ -100,15 +106,16 @@ class RowLoader(Loader):
             part = _PARTS.get(split, split)
             prompts = self._prompts(read_file(path), f"{self.name or path.stem}-{part}")
             return part_of(prompts, split, path)
-        if not is_hub_name(self.source):
+        source = str(self.source)
+        if not is_hub_name(source):
             stop(
                 "there is no such file or directory",
                 self.source,
                 "gsm8k, math, tiny, the path of a file or a directory, or the name org/name of a "
                 "data set on the hub",
             )
-        prefix = f"{self.name or self.source.partition('/')[2]}-{split}"
-        return self._prompts(hub_rows(self.source, self.hub_config, split), prefix)
+        prefix = f"{self.name or source.partition('/')[2]}-{split}"
+        return self._prompts(hub_rows(source, self.hub_config, split), prefix)
 
     def _prompts(self, rows: Iterable[Row], prefix: str) -> list[Prompt]:
         prompts = list[Prompt]()

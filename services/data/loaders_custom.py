@@ -3,11 +3,11 @@ function.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from common.wire.schemas import Prompt
-from services.data.loaders_base import MapRow, RowLoader
+from services.data.loaders_base import RowLoader
 from services.data.rows import (
     answer_of,
     further_columns,
@@ -23,6 +23,7 @@ _TESTS = "test_cases"
 """Column with the tests of a program: such a row needs no answer."""
 
 
+@dataclass
 class CustomDatasetLoader(RowLoader):
     """Rows with a problem and an answer, or with a chat.
 
@@ -42,29 +43,14 @@ class CustomDatasetLoader(RowLoader):
         task_field: column with the task of each row, if a data set mixes tasks; empty: `task` for
             all.
         columns: names of further columns to keep; all when None.
-        map: function that transforms every row before it is read, or skips it by returning None.
         hub_config: configuration of a hub data set that has several; empty for the default one.
     """
 
-    def __init__(
-        self,
-        source: str | Path,
-        prompt_field: str = "question",
-        answer_field: str = "answer",
-        messages_field: str = "",
-        task: str = "",
-        task_field: str = "",
-        columns: Sequence[str] | None = None,
-        map: MapRow | None = None,
-        hub_config: str = "",
-    ) -> None:
-        super().__init__(source, hub_config, task=task)
-        self.prompt_field = prompt_field
-        self.answer_field = answer_field
-        self.messages_field = messages_field
-        self.task_field = task_field
-        self.columns = columns
-        self.map = map
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    messages_field: str = ""
+    task_field: str = ""
+    columns: Sequence[str] | None = None
 
     def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
         text, answer = self._problem(row)

@@ -3,7 +3,8 @@ arXiv:2103.03874).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _UNKNOWN_LEVEL = re.compile(r"level\s*\?", re.IGNORECASE)
 _MATH_COLUMNS = ("problem", "solution", "answer", "level", "subject", "type", "id")
 
 
+@dataclass
 class GSM8KLoader(RowLoader):
     """Grade-school problems with the columns question and answer; the answer ends in `#### N`.
 
@@ -31,8 +33,10 @@ class GSM8KLoader(RowLoader):
     same columns.
     """
 
-    def __init__(self, source: str | Path = GSM8K_ON_HUB, task: str = "") -> None:
-        super().__init__(source, hub_config="main", name="gsm8k", task=task)
+    source: str | Path = GSM8K_ON_HUB
+    _: KW_ONLY
+    hub_config: str = "main"
+    name: str = "gsm8k"
 
     def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
         answer = answer_of(row, "answer", "another source")
@@ -47,6 +51,7 @@ class GSM8KLoader(RowLoader):
         return Prompt(id=own, prompt=question, ground_truth=answer, task=self.task, columns=columns)
 
 
+@dataclass
 class MATHLoader(RowLoader):
     """Competition problems with the columns problem and solution, and optionally answer, level, and
     subject or type.
@@ -67,24 +72,22 @@ class MATHLoader(RowLoader):
         ConfigError: a level is invalid.
     """
 
-    def __init__(
-        self,
-        levels: Sequence[int | str] | None = None,
-        subjects: Sequence[str] | None = None,
-        source: str | Path = MATH_ON_HUB,
-        hub_config: str = "",
-        task: str = "",
-    ) -> None:
-        super().__init__(source, hub_config, name="math", task=task)
-        self.levels = None if levels is None else frozenset(map(_wanted_level, levels))
-        self.subjects = None if subjects is None else {_plain(name): name for name in subjects}
-        self._seen: set[str] = set()
+    source: str | Path = MATH_ON_HUB
+    _: KW_ONLY
+    name: str = "math"
+    levels: Collection[int | str] | None = None
+    subjects: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.levels is not None:
+            self.levels = frozenset(map(_wanted_level, self.levels))
+        self._wanted = {_plain(name): name for name in self.subjects or ()}
+        self._seen = set[str]()
 
     def _load(self, split: str) -> list[Prompt]:
         self._seen = set()
         prompts = super()._load(split)
-        wanted = self.subjects or {}
-        absent = next((name for plain, name in wanted.items() if plain not in self._seen), None)
+        absent = next((self._wanted[each] for each in self._wanted.keys() - self._seen), None)
         if absent:
             there = ", ".join(sorted(self._seen)) or "none"
             stop(
@@ -103,7 +106,7 @@ class MATHLoader(RowLoader):
         self._seen.add(_plain(subject or ""))
         if self.levels is not None and level not in self.levels:
             return None
-        if self.subjects is not None and _plain(subject or "") not in self.subjects:
+        if self.subjects is not None and _plain(subject or "") not in self._wanted:
             return None
         known = {"level": row.get("level") if level is None else level, "subject": subject}
         columns = {name: value for name, value in known.items() if value is not None}

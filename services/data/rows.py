@@ -242,16 +242,9 @@ def read_message(message: object, column: str) -> tuple[str, str]:
         )
     content = message.get("content")
     if isinstance(content, list):
-        texts = list(map(_text_of_part, content))
-        content = None if None in texts else "\n".join(map(str, texts))
+        is_text = all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+        content = "\n".join(str(part.get("text")) for part in content) if is_text else None
     named = f"{column} ({role})"
     if not isinstance(content, str):
         refuse(f"column {named!r} is {message.get('content')!r:.80}, not a text")
     return role, text_of({named: content}, named, "--data.messages_field")
-
-
-def _text_of_part(part: object) -> Any:
-    """Returns the text of a part of a message; None for another kind of part."""
-    if isinstance(part, dict) and part.get("type") == "text":
-        return part.get("text")
-    return None

@@ -6,7 +6,7 @@ answer; these loaders keep the whole answer, and with it the calls of tools.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import Field
@@ -80,9 +80,9 @@ class WorkedLoader(RowLoader):
     """
 
     def __init__(self, data: DataSection) -> None:
-        super().__init__(data.source, data.hub_config)
+        row_map = import_callable(data.map, "data.map") if data.map else None
+        super().__init__(data.source, hub_config=data.hub_config, map=row_map)
         self._data = data
-        self.map = import_callable(data.map, "data.map") if data.map else None
 
     def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
         data = self._data
@@ -233,9 +233,7 @@ def example_loader(data: DataSection) -> Loader:
     if isinstance(plain, GSM8KLoader):
         return _WorkedGSM8K()
     if isinstance(plain, MATHLoader):
-        return _WorkedMATH(
-            data.levels or None, data.subjects or None, plain.source, data.hub_config
-        )
+        return _WorkedMATH(**{each.name: getattr(plain, each.name) for each in fields(plain)})
     return WorkedLoader(data)
 
 

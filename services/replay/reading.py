@@ -37,6 +37,10 @@ class GroupRecord(NamedTuple):
 
 
 COLUMNS = ", ".join(GroupRecord._fields)
+_LISTED = (
+    "id", "prompt_id", "state", "version", "position", "completions", "priority", "times_sampled",
+    "created",
+)  # fmt: skip
 EXPERIENCE = ("prompt", "response", "reward", "ground_truth")
 
 
@@ -82,22 +86,13 @@ class Reading(Database):
         """
         condition = "WHERE state = ? OR ? IS NULL ORDER BY key LIMIT ? OFFSET ?"
         values = (state, state, limit, offset)
-        return [
-            {
-                "id": record.id,
-                "prompt_id": record.prompt_id,
-                "state": record.state,
-                "version": record.version,
-                "position": record.position,
-                "completions": record.completions,
-                "correct": None if record.correct == -1 else record.correct,
-                "mean_reward": record.reward_sum / record.completions,
-                "priority": record.priority,
-                "times_sampled": record.times_sampled,
-                "created": record.created,
-            }
-            for _, record in self.records(condition, *values)
-        ]
+        listed = []
+        for _, record in self.records(condition, *values):
+            shown = {name: getattr(record, name) for name in _LISTED}
+            shown["correct"] = None if record.correct == -1 else record.correct
+            shown["mean_reward"] = record.reward_sum / record.completions
+            listed.append(shown)
+        return listed
 
     def stats(self) -> dict[str, Any]:
         """Returns counts and means over everything stored; means are 0 when nothing is stored."""

@@ -51,7 +51,7 @@ class _Call(_Comparison):
 
     function: str
     args: list[Any] = Field([], validation_alias=AliasChoices("args", "input"))
-    kwargs: dict[str, Any] = {}
+    named: dict[str, Any] = Field({}, validation_alias="kwargs")
     expected: Any = Field(validation_alias=_OUTPUT)
 
 
@@ -140,7 +140,7 @@ def _parse_case(case: Any, where: str, entry_point: str) -> Case:
         "kind": "call",
         "function": call.function,
         "args": call.args,
-        "kwargs": call.kwargs,
+        "kwargs": call.named,
     }
     may_be_wrapped = kind == "function_call"
     return Case(request, call.expected, exact=False, may_be_wrapped=may_be_wrapped)

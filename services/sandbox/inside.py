@@ -95,7 +95,7 @@ def _set_limits(job: Json) -> None:
 # The work of a case's processes
 
 
-def _run_program(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
+def _run_program(job: Json, case: Json) -> Any:
     """Runs the program of a case, in its own process, and returns a dictionary for the result
     pipe.
     """
@@ -132,7 +132,7 @@ def _run_program(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
 
     from services.sandbox.program import Program
 
-    Program(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT).serve()
+    return Program(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT).serve()  # until the test has ended
 
 
 class _NoInput(io.TextIOBase):

@@ -34,7 +34,7 @@ def recipe(value: Any) -> tuple[str, str, list[Any], list[Any]] | None:
     kind = type(value)
     module = kind.__module__
     name = kind.__qualname__
-    dtype = getattr(value, "dtype", None)
+    dtype: Any = getattr(value, "dtype", None)
     if module == "numpy" and getattr(dtype, "kind", "?") in _NUMPY_KINDS:
         return module, "array", [dtype.str, list(value.shape), value.ravel().tolist()], []
     if name not in _TYPES.get(module, ()):

@@ -90,18 +90,17 @@ def names_of(text: str, tree: ast.Module, source: str, *, has_candidate: bool) -
         _add(library, name, _MODULES[name])
     needed = asked - (assigned - _wrapped(tree.body)) - set(library)
     judges = needed & set(_JUDGES)
-    if needed - judges or imported or has_candidate:
-        for name in judges:
-            _add(library, name, _JUDGES[name], name)
-
+    needed -= judges
     if not (needed or imported or stand_ins or has_candidate):
-        # A test of a function that has the name of a builtin.
-        needed = used & _TESTED_BUILTINS & _bound(program)
+        # A test of a function that has the name of a builtin, or of one that judges.
+        needed = used & (_TESTED_BUILTINS | set(_JUDGES)) & _bound(program)
         if not needed:
             raise AssertionError("the test uses nothing of the program")
+    for name in judges - needed:
+        _add(library, name, _JUDGES[name], name)
     return Names(
         asked=(asked | needed) - set(library),
-        needed=needed - set(library),
+        needed=needed,
         members=imported | {node.attr for node in attributes},
         stand_ins=stand_ins,
         library=library,

@@ -82,8 +82,8 @@ class approx:
             return True
         if not isinstance(actual, (int, float, complex)) or isinstance(expected, (str, bool)):
             return False
-        if actual != actual or expected != expected:
-            return self._nan_ok and bool(actual != actual and expected != expected)
+        if self._nan_ok and actual != actual and expected != expected:
+            return True
         return bool(abs(actual - expected) <= self._tolerance(expected))
 
     def _tolerance(self, expected: Any) -> float:
