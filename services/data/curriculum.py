@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidInput
-from common.process.sqlite_store import sealed, unsealed
 from common.wire.schemas import Wire
+from services.http.sqlite_store import sealed, unsealed
 
 Float64 = NDArray[np.float64]
 _STREAM = 1  # distinguishes these random numbers from those of the plain order

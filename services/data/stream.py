@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from common.errors import ConfigError, InvalidInput
 from common.process import logs
 from common.process.current_run import CurrentRun
-from common.process.sqlite_store import TABLES, Damaged, SqliteStore, sealed, unsealed
 from common.wire.schemas import Prompt, PromptBatch, Wire
 from services.data.curriculum import SCHEMA, Curriculum, CurriculumStats, Difficulty
+from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, unsealed
 
 _SHUFFLED = "shuffled"
 _ORDERED = "ordered"

@@ -24,7 +24,6 @@ from pydantic import Field
 
 from common.errors import InvalidInput, TooLarge
 from common.process.current_run import CurrentRun
-from common.process.sqlite_store import sum_of
 from common.process.storage import StorageFailed
 from common.settings.sections import ReplaySection
 from common.wire import codec
@@ -38,8 +37,9 @@ from common.wire.schemas import (
     Text,
     Wire,
 )
+from services.http.sqlite_store import sum_of
 from services.replay import sampling
-from services.replay.reading import GroupRecord
+from services.replay.queries import GroupRecord
 from services.replay.store import AddResult, Lease, Store
 
 log = logging.getLogger(__name__)

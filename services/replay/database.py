@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ServiceError
-from common.process.sqlite_store import TABLES, Damaged, SqliteStore, sealed, unsealed
 from common.wire.store_mark import StoreMark
+from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, unsealed
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")

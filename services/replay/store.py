@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from common.errors import InvalidInput
-from common.process.sqlite_store import Damaged, sealed
 from common.process.storage import StorageFailed
 from common.wire.schemas import TakeRequest
+from services.http.sqlite_store import Damaged, sealed
 from services.replay.database import MAX_PRIORITY, Full
-from services.replay.reading import COLUMNS, EXPERIENCE, GroupRecord, Reading, unknown
+from services.replay.queries import COLUMNS, EXPERIENCE, GroupRecord, Queries, unknown
 
 log = logging.getLogger(__name__)
 _REMEMBERED_IDS = 100_000
@@ -54,7 +54,7 @@ _CHANGE = (
 )
 
 
-class Store(Reading):
+class Store(Queries):
     """Changes of the stored groups."""
 
     # ------------------------------------------------------------ adding

@@ -51,7 +51,7 @@ class _Call(_Comparison):
 
     function: str
     args: list[Any] = Field([], validation_alias=AliasChoices("args", "input"))
-    named: dict[str, Any] = Field({}, validation_alias="kwargs")
+    named: dict[str, Any] = Field({}, validation_alias=AliasChoices("kwargs"))
     expected: Any = Field(validation_alias=_OUTPUT)
 
 
@@ -143,7 +143,7 @@ def _parse_case(case: Any, where: str, entry_point: str) -> Case:
         "kwargs": call.named,
     }
     may_be_wrapped = kind == "function_call"
-    return Case(request, call.expected, exact=False, may_be_wrapped=may_be_wrapped)
+    return Case(request, call.expected, "close or wrapped" if may_be_wrapped else "close")
 
 
 def _text(lines: Any) -> str:

@@ -15,6 +15,10 @@ CaseStatus = Literal[
 limit. `died`: its process ended before the test. `starved`: it got too little CPU to use its time.
 `skipped`: not run, because the score was decided or the time for all cases was used up."""
 
+Comparison = Literal["==", "!=", "is", "close", "close or wrapped"]
+"""The first three as in a test in Python; `is` for None, True and False: 1 is not True. `close`:
+floats may differ by 1e-6, and any iterable matches a list. `close or wrapped`: the expected value
+may also stand in a list of one, as in APPS and TACO."""
 _TOLERANCE = 1e-6
 """Relative and absolute, where a float is expected: programs print six digits by default."""
 _NUMBER = re.compile(r"[-+]?(?:\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
@@ -43,15 +47,7 @@ class Case:
 
     request: dict[str, Any]
     expected: Any = None
-    exact: bool = True
-    """Compare with Python's `==`; otherwise floats may differ by 1e-6, and any iterable matches a
-    list."""
-    equal: bool = True
-    """False for `assert … != literal`."""
-    identical: bool = False
-    """True for `assert … is literal`, a None, True or False: 1 is not True."""
-    may_be_wrapped: bool = False
-    """The expected value may stand in a list of one, as in APPS and TACO."""
+    comparison: Comparison = "=="
     imports: frozenset[str] = frozenset()
     """Modules that a test in Python imports."""
 
@@ -85,14 +81,15 @@ class Case:
         """Whether the value that the program reported is as expected."""
         try:
             value = decoded(json.loads(reported))
-            if self.identical:
+            if self.comparison == "is":
                 return value is self.expected
-            if self.exact:
-                return bool(value == self.expected) == self.equal
+            if self.comparison in ("==", "!="):
+                return bool(value == self.expected) == (self.comparison == "==")
             if _close(value, self.expected):
                 return True
             is_list_of_one = isinstance(self.expected, list) and len(self.expected) == 1
-            return self.may_be_wrapped and is_list_of_one and _close(value, self.expected[0])
+            may_be_wrapped = is_list_of_one and self.comparison == "close or wrapped"
+            return may_be_wrapped and _close(value, self.expected[0])
         except _FORGED:
             return False
 

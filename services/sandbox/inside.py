@@ -122,17 +122,15 @@ def _run_program(job: Json, case: Json) -> Any:
         return {"status": "done"}
 
     if kind == "call":
-        function = _callee(case["function"], module.__dict__)
-        value = finished(function(*case["args"], **case["kwargs"]))
-        return {"status": "done", "value": encoded(value)}
-    if kind == "value":
-        expression = compile(case["expression"], "<test>", "eval")
-        value = finished(eval(expression, module.__dict__))  # noqa: S307
-        return {"status": "done", "value": encoded(value)}
+        value = _callee(case["function"], module.__dict__)(*case["args"], **case["kwargs"])
+    elif kind == "value":
+        value = eval(compile(case["expression"], "<test>", "eval"), module.__dict__)  # noqa: S307
+    else:
+        from services.sandbox.program import Program
 
-    from services.sandbox.program import Program
-
-    return Program(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT).serve()  # until the test has ended
+        # Until the test has ended.
+        return Program(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT).serve()
+    return {"status": "done", "value": encoded(finished(value))}
 
 
 class _NoInput(io.TextIOBase):
@@ -374,7 +372,7 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     meter = Meter(*pids)
     limit_s = min(left_s, job["timeout_s"])
     deadline = _Deadline(meter, limit_s, max_wall_s=WALL_TIMES * job["timeout_s"])
-    limits = {read_stdout: job["output_bytes"], read_result: _max_value_bytes(job) + _CHUNK}
+    limits = {read_stdout: job["output_bytes"], read_result: _max_value_bytes(job)}
     # A tested program may outlive its test, whose result ends the case.
     last_fd = read_result if case["kind"] == "code" else None
     status, received = _exchange(limits, last_fd, deadline)
@@ -389,8 +387,6 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     if not result["status"]:
         output = bytes(received[read_stdout])
         result.update(_finished(case, wait_status, output, bytes(received[read_result])))
-    if len(str(result.get("value"))) > _max_value_bytes(job):
-        result = {**result, "status": "output", "value": "null"}
     if result["status"] == "output":
         result["detail"] = f"more than {job['output_bytes'] >> 10} KB (output_kb)"
     # A slow look at the meter must not cost the next cases their time.

@@ -92,15 +92,17 @@ def names_of(text: str, tree: ast.Module, source: str, *, has_candidate: bool) -
     judges = needed & set(_JUDGES)
     needed -= judges
     if not (needed or imported or stand_ins or has_candidate):
-        # A test of a function that has the name of a builtin, or of one that judges.
-        needed = used & (_TESTED_BUILTINS | set(_JUDGES)) & _bound(program)
+        # A test of a function that has the name of a builtin, or else of one that judges.
+        own = used & _bound(program)
+        needed = own & _TESTED_BUILTINS or own & judges
         if not needed:
             raise AssertionError("the test uses nothing of the program")
+    asked = asked - judges | needed
     for name in judges - needed:
         _add(library, name, _JUDGES[name], name)
     return Names(
-        asked=(asked | needed) - set(library),
-        needed=needed,
+        asked=asked - set(library),
+        needed=(needed | judges) - set(library),
         members=imported | {node.attr for node in attributes},
         stand_ins=stand_ins,
         library=library,

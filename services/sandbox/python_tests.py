@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 
 from common.errors import InvalidInput
-from services.sandbox.cases import Case
+from services.sandbox.cases import Case, Comparison
 from services.sandbox.command import PACKAGES
 
 _CHECKS = re.compile(r"assert|raises\Z|fail|_?exit\Z|quit\Z", re.IGNORECASE)
@@ -44,6 +44,7 @@ _UNSUPPORTED = (
 """Names that a test cannot use, as `_used_names` writes them; the problem; the remedy."""
 _NUMPY_ASSERTS = ("assert_allclose", "assert_array_equal")
 """Functions of numpy that a test has without an import (`services.sandbox.program_names`)."""
+_COMPARISONS: dict[type[ast.cmpop], Comparison] = {ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = _Function | ast.ClassDef
 
@@ -95,8 +96,8 @@ def _parse_comparison(statements: list[ast.stmt]) -> Case | None:
     test = first.test if isinstance(first, ast.Assert) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return None
-    operator = test.ops[0]
-    if not isinstance(operator, (ast.Eq, ast.NotEq, ast.Is)):
+    comparison = _COMPARISONS.get(type(test.ops[0]))
+    if comparison is None:
         return None
 
     left = test.left
@@ -106,13 +107,11 @@ def _parse_comparison(statements: list[ast.stmt]) -> Case | None:
             expected = ast.literal_eval(literal)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
-        is_identity = isinstance(operator, ast.Is)
         is_single = expected is None or isinstance(expected, bool)
-        if not _is_call(expression) or (is_identity and not is_single):
+        if not _is_call(expression) or (comparison == "is" and not is_single):
             return None
         request = {"kind": "value", "expression": ast.unparse(expression)}
-        equal = not isinstance(operator, ast.NotEq)
-        return Case(request, expected, equal=equal, identical=is_identity)
+        return Case(request, expected, comparison)
     return None
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, InvalidInput
-from common.process.sqlite_store import REMEMBERED_REQUESTS
 from common.process.storage import StorageFailed
 from common.wire.schemas import Prompt
 from services.data.stream import PromptStream, permutation
+from services.http.sqlite_store import REMEMBERED_REQUESTS
 
 GOLDEN_0 = [6, 3, 1, 4, 5, 2, 7, 0]
 GOLDEN_1 = [0, 6, 7, 2, 1, 4, 3, 5]

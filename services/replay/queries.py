@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from common.errors import NotFound
-from common.process.sqlite_store import Damaged, sum_of, unsealed
+from services.http.sqlite_store import Damaged, sum_of, unsealed
 from services.replay.database import COUNTERS, MAX_PRIORITY, Database
 
 _FLOAT32 = struct.Struct("<f")
@@ -44,7 +44,7 @@ _LISTED = (
 EXPERIENCE = ("prompt", "response", "reward", "ground_truth")
 
 
-class Reading(Database):
+class Queries(Database):
     """Queries; each sees the state after the last transaction. Raises StorageFailed for rows that
     are not what was written.
     """
