@@ -11,6 +11,7 @@ from services.data.loaders_base import RowLoader
 from services.data.rows import (
     answer_of,
     further_columns,
+    has_form,
     id_of,
     read_chat,
     refuse,
@@ -91,14 +92,13 @@ def _single_turn(messages: list[tuple[str, str]], column: str) -> tuple[str, str
     after an empty line each.
     """
     roles = [role for role, _ in messages]
-    instructions = roles.count("system")
-    begins_with_them = roles[:instructions] == ["system"] * instructions
-    turns = roles[instructions:]
-    if not begins_with_them or turns not in (["user"], ["user", "assistant"]):
+    if not has_form(roles, "s*ua?"):
         refuse(
             f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any "
             "number of system messages, one user message, and at most one answer of the assistant",
             "turn the rows into such chats, or into columns, with data.map",
         )
-    prompt = "\n\n".join(text for _, text in messages[: instructions + 1])
-    return prompt, messages[-1][1] if roles[-1] == "assistant" else None
+    _, last = messages[-1]
+    solution = last if roles[-1] == "assistant" else None
+    asked = messages if solution is None else messages[:-1]
+    return "\n\n".join(text for _, text in asked), solution

@@ -29,6 +29,7 @@ _ROLES_ELSEWHERE = {
     "model": "assistant",
 }
 """Roles of chats in other formats, and what they are called here."""
+_LETTERS = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["'].*\}\s*\]\s*""", re.DOTALL)
 _GROUPED = re.compile(r"[-+]?\$?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
@@ -224,6 +225,13 @@ def messages_of(row: Mapping[str, Any], column: str) -> Sequence[Any]:
     if not isinstance(messages, list | tuple) or not messages:
         refuse(f"column {column!r} is {value!r:.80}, which is not a list of messages")
     return messages
+
+
+def has_form(roles: Iterable[str], form: str) -> bool:
+    """Whether the roles of a chat match a regular expression over their first letters; roles that
+    are not known match none.
+    """
+    return re.fullmatch(form, "".join(_LETTERS.get(role, "?") for role in roles)) is not None
 
 
 def read_message(message: object, column: str) -> tuple[str, str]:

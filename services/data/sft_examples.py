@@ -21,6 +21,7 @@ from services.data.loaders_base import RowLoader
 from services.data.loaders_math import GSM8KLoader, MATHLoader
 from services.data.rows import (
     further_columns,
+    has_form,
     id_of,
     messages_of,
     read_message,
@@ -28,7 +29,6 @@ from services.data.rows import (
     text_of,
 )
 
-_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS = "tools"
 """The column with the tools of a chat, by the name that chat templates and TRL give it."""
 Message = dict[str, Any]
@@ -185,16 +185,13 @@ def _without_nulls(value: Any) -> Any:
 def _check(chat: list[Message], column: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    pairs = list(zip(["", *roles], roles, strict=False))
-    unasked = any(role == "assistant" and before not in ("user", "tool") for before, role in pairs)
-    uncalled = any(role == "tool" and before not in ("assistant", "tool") for before, role in pairs)
-    is_known = set(roles) <= set(_ROLES)
-    if not is_known or roles[-1] != "assistant" or unasked or uncalled:
+    # An answer follows a user's message or a tool's, and a tool's an answer or another tool's.
+    if not has_form(roles, r"(?:[su]|(?<=[ut])a|(?<=[at])t)*(?<=a)"):
         refuse(
             f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
             "end with the assistant's answer, every answer must follow a user's message or a "
-            "tool's, and a tool's message an answer that calls it; known roles are "
-            f"{', '.join(_ROLES)}",
+            "tool's, and a tool's message an answer that calls it; known roles are system, user, "
+            "assistant and tool",
             "turn the row into such a chat, or leave it out, with data.map",
         )
 

@@ -48,6 +48,8 @@ class Case:
     request: dict[str, Any]
     expected: Any = None
     comparison: Comparison = "=="
+    test: dict[str, Any] | None = None
+    """A test in Python, which enters the sandbox when the program has its process."""
     imports: frozenset[str] = frozenset()
     """Modules that a test in Python imports."""
 

@@ -81,8 +81,8 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
         _refuse_idle(tree, tests)
     except _Refused as refused:
         raise InvalidInput(str(refused), field=where, value=text, remedy=refused.remedy) from None
-    code = {"text": text, "tests": tests, "entry_point": entry_point}
-    return Case({"kind": "code", "code": code}, imports=_imports(tree))
+    test = {"text": text, "tests": tests, "entry_point": entry_point}
+    return Case({"kind": "code"}, test=test, imports=_imports(tree))
 
 
 # A single comparison
