@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _MAX_NUMBER_CHARS = 40
 _SPACES = re.compile(r"(\s+)")
 _FORGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
-"""What the report of a program that forged it can raise."""
+"""What decoding a value that a program has forged can raise."""
 
 
 @dataclass(frozen=True, slots=True)

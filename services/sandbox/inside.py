@@ -204,7 +204,7 @@ def _fork(
     if pid == 0:
         try:
             _prepare(job, fds)
-            _work(job, case, work)
+            _report(job, case, work)
         finally:
             os._exit(2)
     return pid
@@ -231,7 +231,8 @@ def _prepare(job: Json, fds: tuple[int, ...]) -> None:
         _forbid_processes(base64.b64decode(job["filter"]))
 
 
-def _work(job: Json, case: Json, work: Callable[[Json, Json], dict[str, Any]]) -> NoReturn:
+def _report(job: Json, case: Json, work: Callable[[Json, Json], dict[str, Any]]) -> NoReturn:
+    """Does the work of a case, writes its outcome to the result pipe, and ends the process."""
     # A program may replace them.
     exit_now = os._exit
     write = os.write
@@ -258,7 +259,7 @@ def _work(job: Json, case: Json, work: Callable[[Json, Json], dict[str, Any]]) -
 
 
 def _max_value_bytes(job: Json) -> int:
-    """Returns the limit on a value in JSON, which writes one value in many ways."""
+    """Returns the limit of a value as JSON, which may be longer than the value."""
     return int(2 * job["output_bytes"])
 
 
@@ -346,7 +347,7 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     """Runs one case; returns its result and the time that counts towards all cases, at most its own
     limit.
     """
-    # In this order: `_run_child` copies descriptors to lower numbers.
+    # In this order: `_prepare` copies descriptors to lower numbers.
     null = os.open(os.devnull, os.O_RDWR)
     stdin = os.dup(null)
     if case["kind"] == "stdin":

@@ -1,5 +1,5 @@
-"""Values of the standard library and of numpy, which a program sends as what makes an equal value,
-and strict comparisons of arrays. Source for the Python of the sandbox, like `inside`.
+"""Builds values of the standard library and of numpy again in the test's process, and compares
+arrays strictly. Source for the Python of the sandbox, like `inside`.
 
 numpy stretches an empty array to any shape of one item, and all of its items are then equal: a
 program that returns `[]` would pass `np.allclose(f(x), 4)`.
@@ -28,8 +28,8 @@ _NUMPY_KINDS = "biufcU"
 
 
 def recipe(value: Any) -> tuple[str, str, list[Any], list[Any]] | None:
-    """Returns what makes an equal value: the module and the name of its type, the arguments, and
-    the items with which it is then filled. None for other types.
+    """Returns how to build an equal value: the module and the name of its type, the arguments of
+    the type, and the items with which the value is then filled. None for other types.
     """
     kind = type(value)
     module = kind.__module__
@@ -53,7 +53,7 @@ def recipe(value: Any) -> tuple[str, str, list[Any], list[Any]] | None:
 
 
 def made(module: str, name: str, arguments: list[Any], items: list[Any]) -> Any:
-    """Returns the value with this `recipe`. Raises ValueError for types that have none."""
+    """Builds a value by its `recipe`. Raises ValueError for types that have none."""
     if (module, name) == ("numpy", "array"):
         import numpy
 

@@ -297,15 +297,17 @@ class Test:
         """
         plain = [_plain(arg) for arg in args]
         compares = action in ("eq", "ne")
-        if compares and args[0] is args[1]:
+        if compares and args[0] is args[1]:  # one object of the program
             return action == "eq"
         if all(value is not _ABSENT for value in plain):
             return ACTIONS[action](*plain)
         some_are_plain = any(map(_is_plain, args))
+        # Its class may say that the object is equal to everything.
         if some_are_plain and compares:
             return action == "ne"
 
         result = self.do(action, *args)
+        # `4 - f(x)` would be the 0 that its class makes of it.
         if _is_plain(result) and (some_are_plain or len(args) == 1):
             raise TypeError(
                 f"an object of the program and a value of the test do not support {action}"

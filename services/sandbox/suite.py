@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from services.sandbox.values import finished
+
 
 def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[], Any]) -> None:
     """Runs the cases of unittest, and the functions and classes with these names.
@@ -34,7 +36,7 @@ def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[]
     for name in tests:
         value = vars(module)[name]
         if name == "check":
-            _run_to_end(value, {_required(value)[0]: candidate()})
+            finished(value(candidate()))
         elif inspect.isclass(value):
             _run_class(value, fixtures)
         else:
@@ -153,22 +155,9 @@ def _run_function(function: Any, fixtures: _Fixtures, owner: Any = None) -> None
         arguments = {name: value for name, value in parameters.items() if name.isidentifier()}
         for name in required:
             arguments[name] = fixtures.value(name, ready, cleanup)
-        _run_to_end(function, arguments)
+        finished(function(**arguments))
         for generator in reversed(cleanup):
             next(generator, None)
-
-
-def _run_to_end(function: Any, arguments: dict[str, Any]) -> None:
-    expects_failure = getattr(function, "expects_failure", False)
-    try:
-        value = function(**arguments)
-        if inspect.iscoroutine(value):
-            import asyncio
-
-            asyncio.run(value)
-    except Exception:
-        if not expects_failure:
-            raise
 
 
 def _required(function: Any) -> list[str]:
