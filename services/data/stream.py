@@ -13,6 +13,7 @@ import hashlib
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,8 @@ class PromptStream(SqliteStore):
         self.seed = seed
         # In memory: a late call waits in a connection, which a restart of this process closes.
         self._runs = CurrentRun()
-        self._orders: dict[int, NDArray[np.int64]] = {}
+        # A batch at the border of two epochs needs both.
+        self._order = lru_cache(maxsize=2)(partial(permutation, seed, size=len(prompts)))
         self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
         self._curriculum: Curriculum | None = None
         if difficulty:
@@ -236,11 +238,7 @@ class PromptStream(SqliteStore):
     def _place_at(self, index: int) -> int:
         """Returns the index of the prompt at a position of the plain shuffled stream."""
         epoch, place = divmod(index, len(self.prompts))
-        if epoch not in self._orders:
-            if len(self._orders) >= 2:  # a batch at the border of two epochs needs both
-                self._orders.pop(min(self._orders))
-            self._orders[epoch] = permutation(self.seed, epoch, len(self.prompts))
-        return int(self._orders[epoch][place])
+        return int(self._order(epoch)[place])
 
     def _repeated(self, request_id: str, stream: str, count: int) -> int | None:
         """Returns the position that a request got before; None when it is new."""
