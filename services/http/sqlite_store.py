@@ -280,19 +280,16 @@ class SqliteStore:
         try:
             yield
         except (sqlite3.Error, OSError, UnicodeError) as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: Exception) -> StorageFailed:
-        if _is_damage(error):
-            remedy = f"check the disk; {self.restore}"
-            return self._error(f"is damaged: {error}", remedy, code="damaged")
-        number = getattr(error, "sqlite_errorcode", None)
-        return self._error(
-            f"cannot be used, and nothing was changed: {error}",
-            _remedy(error),
-            code="disk_full" if number == sqlite3.SQLITE_FULL else None,
-            status=_STATUSES.get(number or 0),
-        )
+            if _is_damage(error):
+                remedy = f"check the disk; {self.restore}"
+                raise self._error(f"is damaged: {error}", remedy, code="damaged") from error
+            number = getattr(error, "sqlite_errorcode", 0)
+            raise self._error(
+                f"cannot be used, and nothing was changed: {error}",
+                _remedy(error),
+                code="disk_full" if number == sqlite3.SQLITE_FULL else None,
+                status=_STATUSES.get(number),
+            ) from error
 
     def _error(
         self, what: str, remedy: str, *, code: str | None, status: int | None = None

@@ -81,7 +81,7 @@ def names_of(text: str, tree: ast.Module, source: str, *, has_candidate: bool) -
             defined.add(symbol.get_name())
         elif symbol.is_assigned():
             assigned.add(symbol.get_name())
-    used = _global_names(symbols) - defined
+    used = global_names(symbols) - defined
     asked = {name for name in used if is_public(name) and not hasattr(builtins, name)}
 
     program = ast.parse(source).body
@@ -114,7 +114,7 @@ def is_public(name: str) -> bool:
     return not name.startswith(("__", "assert"))
 
 
-def _global_names(table: symtable.SymbolTable) -> set[str]:
+def global_names(table: symtable.SymbolTable) -> set[str]:
     """Returns the global names that a scope and the scopes in it use."""
     is_module = table.get_type() == "module"
     names: set[str] = set()
@@ -122,7 +122,7 @@ def _global_names(table: symtable.SymbolTable) -> set[str]:
         if symbol.is_referenced() and (is_module or symbol.is_global()):
             names.add(symbol.get_name())
     for inner in table.get_children():
-        names |= _global_names(inner)
+        names |= global_names(inner)
     return names
 
 

@@ -11,12 +11,14 @@ was executed, is decided by the run (`services.sandbox.remote`).
 import ast
 import builtins
 import re
+import symtable
 import sys
 from collections.abc import Iterator
 
 from common.errors import InvalidInput
 from services.sandbox.cases import Case, Comparison
 from services.sandbox.command import PACKAGES
+from services.sandbox.program_names import global_names
 
 _CHECKS = re.compile(r"assert|raises\Z|fail|_?exit\Z|quit\Z", re.IGNORECASE)
 """Names of functions that may end a test (`self.assertEqual`, `pytest.raises`, `sys.exit`)."""
@@ -42,7 +44,7 @@ _UNSUPPORTED = (
     ),
 )
 """Names that a test cannot use, as `_used_names` writes them; the problem; the remedy."""
-_NUMPY_ASSERTS = ("assert_allclose", "assert_array_equal")
+_NUMPY_ASSERTS = {"assert_allclose", "assert_array_equal"}
 """Functions of numpy that a test has without an import (`services.sandbox.program_names`)."""
 _COMPARISONS: dict[type[ast.cmpop], Comparison] = {ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -75,7 +77,7 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
         if comparison is not None:
             return comparison
         _refuse_unsupported(tree)
-        _refuse_undefined_asserts(tree)
+        _refuse_undefined_asserts(text, tree)
         tests = _tests(tree)
         _refuse_always_true(tree)
         _refuse_idle(tree, tests)
@@ -259,26 +261,18 @@ def _used_names(tree: ast.Module) -> Iterator[str]:
             yield ast.unparse(node) + (" =" if isinstance(node.ctx, ast.Store) else "")
 
 
-def _refuse_undefined_asserts(tree: ast.Module) -> None:
-    """Raises _Refused for a function `assert…` that a test calls and that only the program could
+def _refuse_undefined_asserts(text: str, tree: ast.Module) -> None:
+    """Raises _Refused for a function `assert…` that a test uses and that only the program could
     define.
     """
-    called: set[str] = set()
-    known: set[str] = set(_NUMPY_ASSERTS)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            called.add(node.func.id)
-        elif isinstance(node, _Function):
-            known.add(node.name)
-        elif isinstance(node, ast.arg):
-            known.add(node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            known.add(node.id)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            root = str(node.module).partition(".")[0]
-            if root in sys.stdlib_module_names or root in PACKAGES.split():
-                known |= {alias.asname or alias.name for alias in node.names}
-    for name in sorted(called - known):
+    symbols = symtable.symtable(text, "<test>", "exec")
+    known = {symbol.get_name() for symbol in symbols.get_symbols() if symbol.is_assigned()}
+    for node in tree.body:
+        root = str(getattr(node, "module", "")).partition(".")[0]
+        is_known = root in sys.stdlib_module_names or root in PACKAGES.split()
+        if isinstance(node, ast.ImportFrom) and (node.level or not is_known):
+            known -= {alias.asname or alias.name for alias in node.names}
+    for name in sorted(global_names(symbols) - known - _NUMPY_ASSERTS):
         if name.startswith("assert"):
             raise _Refused(
                 f"{name} is not defined in the test, so the program would define it",
@@ -359,8 +353,7 @@ def _imports(tree: ast.Module) -> frozenset[str]:
     """Returns the names of the modules that a test imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(str(node.module).partition(".")[0])
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [str(getattr(node, "module", alias.name)) for alias in node.names]
+            names |= {module.partition(".")[0] for module in modules}
     return frozenset(names)

@@ -132,10 +132,10 @@ def _computes(expression: ast.expr) -> bool:
 class _Solution(types.ModuleType):
     """The program's module, as the test imports it: it asks the program for every name."""
 
-    def __init__(self, test: Test, names: Names) -> None:
+    def __init__(self, test: Test, names: Names, found: dict[str, Any]) -> None:
         super().__init__(PROGRAM)
         self.__dict__.update(names.library, _test=test, _names=names)
-        self.__all__ = [*names.asked, *names.library]
+        self.__all__ = [*found, *names.library]
 
     def __getattr__(self, name: str) -> Any:
         if not is_public(name):
@@ -231,10 +231,11 @@ class Test:
         checks.visit(tree)
         ast.fix_missing_locations(tree)
 
-        sys.modules[PROGRAM] = _Solution(self, names)
+        found = self.globals_of_program(names.asked)
+        sys.modules[PROGRAM] = _Solution(self, names, found)
         module = types.ModuleType(_TEST)
         module.__dict__.update({name: self.missing(name) for name in names.needed})
-        module.__dict__.update(self.globals_of_program(names.asked))
+        module.__dict__.update(found)
         module.__dict__.update(names.library, __file__="/test_solution.py")
         module.__dict__[_CHECKED] = checks.count_one
         module.__dict__[_CAUGHT] = lambda: self._caught(sys.exc_info()[1])

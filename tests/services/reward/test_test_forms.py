@@ -350,6 +350,12 @@ def test_double():
     "an import of a dotted module": "import src.app\nassert src.app.double(2) == 4 and True",
     "an import by the name of a module of Python": "from code import double\nassert double(2) == 4",
     "an import of everything": "from solution import *\nassert double(2) == 4 and True",
+    "an import of everything, and names of the test": """
+from solution import *
+
+result = double(2)
+assert result == 4
+""",
     "the path of the test": """
 import os
 import sys
