@@ -2,11 +2,10 @@
 a kill.
 
 The prompt at a position is a pure function of seed and position, so the cursor is the only state.
-It is on disk before
-a batch is returned: no prompt is handed out twice in an epoch, however many clients there are and
-whenever the process ends. A client whose response was lost gets the same batch by repeating its
-`request_id`. With a curriculum (`services.data.curriculum`) prompts are drawn, and the draws are
-stored with the cursor.
+It is on disk before a batch is returned: no prompt is handed out twice in an epoch, however many
+clients there are and whenever the process ends. A client whose response was lost gets the same
+batch by repeating its `request_id`. With a curriculum (`services.data.curriculum`) prompts are
+drawn, and the draws are stored with the cursor.
 """
 
 import hashlib
