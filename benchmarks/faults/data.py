@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.faults.fault import fault
 from benchmarks.faults.lab import Lab, replaced
 from common.clients.data import DataClient
-from common.process.storage import sum_of
 from common.wire.schemas import PromptBatch
+from services.http.sqlite_store import sum_of
 
 Row = dict[str, Any]
 

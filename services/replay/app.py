@@ -102,7 +102,7 @@ def create_replay_app(
     _gauges(metrics, buffer)
     app = create_app(
         "replay-buffer",
-        flush=lambda: worker.call(buffer.flush),
+        flush=lambda: worker.call(buffer.store.flush),
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
@@ -148,7 +148,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id,
         which gives a 404.
         """
-        return {"acknowledged": await worker.call_of_run(buffer.ack, body.ids)}
+        return {"acknowledged": await worker.call_of_run(buffer.store.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
     async def reset_fresh(
@@ -214,7 +214,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
     async def clear(request: Request) -> dict[str, str]:
         """Forgets everything stored."""
         stored = sum(groups for groups, _ in buffer.store.committed.values())
-        await worker.call(buffer.clear)
+        await worker.call(buffer.store.clear)
         _note(request, f"everything was forgotten, {stored} groups (clear)")
         return {"status": "cleared"}
 

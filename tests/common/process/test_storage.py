@@ -158,9 +158,9 @@ async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
             served += [prompt["id"] for prompt in response.json()["prompts"]]
             number += 1
         error = response.json()["error"]
-        assert (response.status_code, error["field"]) == (503, "state_dir")
-        assert "stream.db" in error["value"]
-        assert "no prompt was handed out" in error["remedy"]
+        assert (response.status_code, error["code"]) == (507, "disk_full")
+        assert (error["field"], "stream.db" in error["value"]) == ("state_dir", True)
+        assert "nothing was changed" in error["message"]
         disk.free()
         served += [prompt.id for prompt in (await client.prompts(5, "last")).prompts]
     assert len(served) == len(set(served))

@@ -375,9 +375,7 @@ async def test_sqlite_error_is_reported(
     )
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (500, "storage_failed")
-    assert error["message"].endswith(
-        "nothing was changed: attempt to write a readonly database (SQLITE_READONLY)"
-    )
+    assert "readonly database" in error["message"]
 
 
 async def test_flush_moves_everything_into_the_file(

@@ -1,10 +1,11 @@
 """Queries of the store."""
 
 import struct
+from math import isfinite
 from typing import Any, NamedTuple
 
 from common.errors import NotFound
-from common.process.storage import StorageFailed, sum_of
+from services.http.sqlite_store import Damaged, sum_of, unsealed
 from services.replay.database import COUNTERS, MAX_PRIORITY, Database
 
 _FLOAT32 = struct.Struct("<f")
@@ -36,51 +37,41 @@ class GroupRecord(NamedTuple):
 
 
 COLUMNS = ", ".join(GroupRecord._fields)
+_LISTED = (
+    "id", "prompt_id", "state", "version", "position", "completions", "priority", "times_sampled",
+    "created",
+)  # fmt: skip
 EXPERIENCE = ("prompt", "response", "reward", "ground_truth")
 
 
-class Reading(Database):
+class Queries(Database):
     """Queries; each sees the state after the last transaction. Raises StorageFailed for rows that
     are not what was written.
     """
 
-    def _check(self) -> None:
-        super()._check()
+    def check_content(self) -> None:
+        """Raises Damaged also for a record that is not what was written."""
+        super().check_content()
         last = 0
         while found := self.records("WHERE key > ? ORDER BY key LIMIT 10000", last):
             last = found[-1][0]
 
     def records(self, condition: str, *values: object) -> list[tuple[int, GroupRecord]]:
         """Returns the keys and records of the groups that meet an SQL condition."""
-        query = f"SELECT key, seal, {COLUMNS} FROM groups {condition}"  # noqa: S608
-        found = []
+        query = f"SELECT key, {COLUMNS}, seal FROM groups {condition}"  # noqa: S608
         with self.errors():
-            for key, seal, *fields in self.db.execute(query, values):
-                record = GroupRecord(*fields)
-                if seal != sum_of(tuple(record)):
-                    raise self._differs(record)
-                found.append((key, record))
-        return found
-
-    def record(self, key: int) -> GroupRecord:
-        """Returns the record with this key, which must be there."""
-        found = self.records("WHERE key = ?", key)
-        if not found:
-            raise self.damaged(f"group {key} is in an index but not in the table")
-        return found[0][1]
+            return [
+                (key, GroupRecord(*unsealed(row, f"group {row[0]}")))
+                for key, *row in self.db.execute(query, values)
+            ]
 
     def data(self, key: int, record: GroupRecord) -> bytes:
         """Returns a group as msgpack."""
         with self.errors():
             row = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()
-        if row is None or not isinstance(row[0], bytes) or sum_of(row[0]) != record.data_sum:
-            raise self._differs(record)
+            if row is None or not isinstance(row[0], bytes) or sum_of(row[0]) != record.data_sum:
+                raise Damaged(f"group {record.id} differs from its checksum")
         return row[0]
-
-    def _differs(self, record: GroupRecord) -> StorageFailed:
-        return self.damaged(
-            f"group {record.id} differs from its checksum, which was computed when it was written"
-        )
 
     def blob(self, group_id: str) -> bytes:
         """Returns the msgpack bytes of a group. Raises NotFound."""
@@ -95,22 +86,13 @@ class Reading(Database):
         """
         condition = "WHERE state = ? OR ? IS NULL ORDER BY key LIMIT ? OFFSET ?"
         values = (state, state, limit, offset)
-        return [
-            {
-                "id": record.id,
-                "prompt_id": record.prompt_id,
-                "state": record.state,
-                "version": record.version,
-                "position": record.position,
-                "completions": record.completions,
-                "correct": None if record.correct == -1 else record.correct,
-                "mean_reward": record.reward_sum / record.completions,
-                "priority": record.priority,
-                "times_sampled": record.times_sampled,
-                "created": record.created,
-            }
-            for _, record in self.records(condition, *values)
-        ]
+        listed = []
+        for _, record in self.records(condition, *values):
+            shown = {name: getattr(record, name) for name in _LISTED}
+            shown["correct"] = None if record.correct == -1 else record.correct
+            shown["mean_reward"] = record.reward_sum / record.completions
+            listed.append(shown)
+        return listed
 
     def stats(self) -> dict[str, Any]:
         """Returns counts and means over everything stored; means are 0 when nothing is stored."""
@@ -152,7 +134,11 @@ class Reading(Database):
             "(? IS NULL OR times_sampled < ?) ORDER BY version, position, id"
         )
         with self.errors():
-            return self.db.execute(query, (min_version, max_times, max_times)).fetchall()
+            rows = self.db.execute(query, (min_version, max_times, max_times)).fetchall()
+            # Read without their checksums, which would need every column.
+            if not all(isinstance(priority, float) and isfinite(priority) for _, priority in rows):
+                raise Damaged("the priority of a group is not a number")
+        return rows
 
     def blob_at(self, key: int) -> bytes | None:
         """Returns the msgpack bytes of the group with this key, which none gets twice; None when it
@@ -162,11 +148,10 @@ class Reading(Database):
         return self.data(*found[0]) if found else None
 
     def experience_at(self, key: int) -> dict[str, Any]:
-        query = "SELECT seal, prompt, response, reward, ground_truth FROM experiences WHERE key = ?"
+        query = "SELECT prompt, response, reward, ground_truth, seal FROM experiences WHERE key = ?"
         with self.errors():
-            seal, *fields = self.db.execute(query, (key,)).fetchone()
-        if seal != sum_of(tuple(fields)):
-            raise self.damaged(f"the experience {key} differs from its checksum")
+            row = self.db.execute(query, (key,)).fetchone()
+            fields = unsealed(row, f"the experience {key}")
         return dict(zip(EXPERIENCE, fields, strict=True))
 
 
