@@ -19,7 +19,8 @@ from typing import Any
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
 from common.errors import ConfigError, did_you_mean
-from trainer.api.settings import TrainerConfig, in_own_words
+from trainer.api.refusals import names_in
+from trainer.api.settings import TrainerConfig
 from trainer.observe.run_dir import append_line, read_lines
 from trainer.run import Listener, Run
 
@@ -97,7 +98,8 @@ class Callbacks(Listener):
 
     def words(self, text: str) -> str:
         """See `Listener`."""
-        return in_own_words(text, self.args)
+        names = names_in(text, self.args.names())
+        return f"{text} ({names})" if names else text
 
     def measured(self, step: int) -> dict[str, float]:
         """See `Listener`."""

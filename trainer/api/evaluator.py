@@ -23,7 +23,7 @@ from learning.device import DeviceKind
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards, weights_of
-from trainer.api.refusals import renamed
+from trainer.api.refusals import with_names
 from trainer.evaluation.evaluator import graded_answers
 from trainer.evaluation.generation import Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
@@ -236,7 +236,7 @@ def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
     try:
         config = from_mapping({"rollout.engine": "embedded", **context, **own, **settings})
     except ConfigError as error:
-        raise renamed(error, {name: name.partition(".")[2] for name in own}) from None
+        raise with_names(error, {name: name.partition(".")[2] for name in own}) from None
     sampling = config.sampling
     bounds = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
     config.evaluation = config.evaluation.model_copy(update=bounds)

@@ -47,13 +47,7 @@ class GRPOConfig(TrainerConfig):
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
     assumed: ClassVar[dict[str, Any]] = {"eval_strategy": "no"}
-    trl_names: ClassVar[Mapping[str, str]] = {
-        "max_new_tokens": "max_completion_length",
-        "kl_coef": "beta",
-        "clip_range": "epsilon",
-        "clip_range_high": "epsilon_high",
-        "reward_fn": "reward_funcs",
-    }
+    has_trl_names: ClassVar[bool] = True
     loss_type: str | None = "dapo"
     num_generations: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, gt=0)

@@ -37,8 +37,8 @@ from trainer.api.evaluator import ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
-from trainer.api.refusals import Refusals, renamed
-from trainer.api.settings import TrainerConfig, own_names
+from trainer.api.refusals import Refusals, with_names
+from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
 from trainer.backends.in_process import Problems
 from trainer.evaluation.results import EvaluationResults
@@ -181,7 +181,7 @@ class OnlineRLTrainer:
         self._problems = Problems(train, held_out)
         for error in _contradictions(config, self._problems):
             refusals.add(error)
-        refusals.raise_all(config.given_names(self._arguments))
+        refusals.raise_all(config.names(self._arguments))
 
         self._train_dataset = train_dataset
         self._rounds = 0
@@ -305,7 +305,7 @@ class OnlineRLTrainer:
         refusals = Refusals()
         for error in _contradictions(self.config, self._problems):
             refusals.add(error)
-        refusals.raise_all(self.config.given_names(self._arguments))
+        refusals.raise_all(self.config.names(self._arguments))
 
     # ------------------------------------------------------------ the run
 
@@ -599,14 +599,13 @@ class OnlineRLTrainer:
         try:
             yield
         except ServiceError as error:
-            names = own_names()
+            names = self.config.names(self._arguments)
             if self._caller_model.model is not None:
                 names["model.name"] = "model"
             reference = self.config.ref_model_name_or_path
             if error.value == reference != self.config.model_name_or_path:
                 names["model.name"] = "ref_model_name_or_path"
-            given = self.config.given_names(self._arguments)
-            raise renamed(renamed(error, names), given) from None
+            raise with_names(error, names) from None
 
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")

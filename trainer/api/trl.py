@@ -17,7 +17,6 @@ from trainer.api.refusals import Refusals
 from trainer.trackers.base import LIBRARIES
 
 Values = dict[str, Any]
-NO_EFFECT = "-"
 LOSSES: dict[str, Values] = {
     "grpo": {"aggregation": "sequence_mean_token_mean"},
     "bnpo": {"aggregation": "token_mean"},
@@ -29,12 +28,23 @@ LOSSES: dict[str, Values] = {
 _log = logging.getLogger(__name__)
 
 
+class Effect(Enum):
+    """What happens to an argument that is given."""
+
+    USED = "used"
+    NONE = "no effect"
+    """It asks for what is done anyway, so nothing is said."""
+    SAID = "no effect, said"
+    """The user is told."""
+    REFUSED = "refused"
+
+
 @dataclass(frozen=True)
 class Argument:
     """What one of TRL's arguments is here."""
 
     ours: str = ""
-    """Field of TrainerConfig, or setting `section.name`; `NO_EFFECT`; empty: refused."""
+    """Field of TrainerConfig, or setting `section.name`, if it has an effect."""
     remark: str = ""
     """What differs, why it has no effect, or why it is refused."""
     convert: Callable[[Any], Values | None] | Mapping[Any, Values] | None = None
@@ -42,17 +52,16 @@ class Argument:
     which the user is told. Raises `Unsupported`."""
     accepted: tuple[Any, ...] = ()
     """Values that ask for what is done here anyway, besides None, False, 0 and empty ones."""
-    is_said: bool = False
-    """Whether a user is told that it has no effect."""
+    effect: Effect = Effect.USED
 
 
 class Unsupported(ValueError):
     """A value that this trainer cannot honour, with the reason."""
 
 
-def _fields(names: str) -> dict[str, Argument]:
+def _fields(*names: str) -> dict[str, Argument]:
     """Returns arguments that are fields of the same name."""
-    return {name: Argument(name) for name in names.split()}
+    return {name: Argument(name) for name in names}
 
 
 def _settings(**names: str) -> dict[str, Argument]:
@@ -60,19 +69,19 @@ def _settings(**names: str) -> dict[str, Argument]:
     return {name: Argument(setting) for name, setting in names.items()}
 
 
-def _silent(remark: str, names: str) -> dict[str, Argument]:
+def _silent(remark: str, *names: str) -> dict[str, Argument]:
     """Returns arguments without effect that ask for nothing beyond what is done anyway."""
-    return {name: Argument(NO_EFFECT, remark) for name in names.split()}
+    return dict.fromkeys(names, Argument(remark=remark, effect=Effect.NONE))
 
 
-def _said(remark: str, names: str, *accepted: Any) -> dict[str, Argument]:
+def _said(remark: str, *names: str, accepted: tuple[Any, ...] = ()) -> dict[str, Argument]:
     """Returns arguments without effect, of which a user is told."""
-    argument = Argument(NO_EFFECT, remark, accepted=accepted, is_said=True)
-    return dict.fromkeys(names.split(), argument)
+    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.SAID))
 
 
-def _refused(remark: str, names: str, *accepted: Any) -> dict[str, Argument]:
-    return dict.fromkeys(names.split(), Argument(remark=remark, accepted=accepted))
+def _refused(remark: str, *names: str, accepted: tuple[Any, ...] = ()) -> dict[str, Argument]:
+    """Returns arguments that are refused, unless their value is one of `accepted`."""
+    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.REFUSED))
 
 
 def _warmup(value: Any) -> Values:
@@ -201,10 +210,27 @@ _KERNELS = "the trainer chooses kernels itself (docs/explanation/batches.md)"
 
 ARGUMENTS: dict[str, Argument] = {
     **_fields(
-        "output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate "
-        "num_train_epochs weight_decay seed run_name overwrite_output_dir gradient_checkpointing "
-        "push_to_hub hub_model_id hub_private_repo hub_token temperature top_p min_p "
-        "num_generations reward_weights save_steps warmup_ratio"
+        "output_dir",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "num_train_epochs",
+        "weight_decay",
+        "seed",
+        "run_name",
+        "overwrite_output_dir",
+        "gradient_checkpointing",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_private_repo",
+        "hub_token",
+        "temperature",
+        "top_p",
+        "min_p",
+        "num_generations",
+        "reward_weights",
+        "save_steps",
+        "warmup_ratio",
     ),
     "max_steps": Argument(
         "max_steps",
@@ -318,71 +344,148 @@ ARGUMENTS: dict[str, Argument] = {
         },
     ),
     "shuffle_dataset": Argument(
-        NO_EFFECT, "the order of the data is a function of the seed; False is refused", {True: {}}
+        remark="the order of the data is a function of the seed; False is refused",
+        convert={True: {}},
+        effect=Effect.NONE,
     ),
     "optim": Argument(
-        NO_EFFECT, "torch's AdamW, in float32, also for its 8-bit and paged variants", _optimizer
+        remark="torch's AdamW, in float32, also for its 8-bit and paged variants",
+        convert=_optimizer,
+        effect=Effect.NONE,
     ),
     # ---------------------------------------------------------------- without effect, silently
     **_silent("logits are computed in float32 (model.fp32_head)", "cast_lm_head_to_fp32"),
     **_silent(
         "there is no data loader to tune",
-        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_drop_last "
-        "dataloader_in_order length_column_name remove_unused_columns group_by_length "
-        "pad_to_multiple_of label_names",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context",
+        "dataloader_drop_last",
+        "dataloader_in_order",
+        "length_column_name",
+        "remove_unused_columns",
+        "group_by_length",
+        "pad_to_multiple_of",
+        "label_names",
     ),
     **_silent(
         _LOGS,
-        "logging_strategy logging_first_step log_completions num_completions_to_print "
-        "log_unique_prompts log_on_each_node disable_tqdm logging_nan_inf_filter log_level "
-        "log_level_replica log_multimodal include_num_input_tokens_seen skip_memory_metrics debug",
+        "logging_strategy",
+        "logging_first_step",
+        "log_completions",
+        "num_completions_to_print",
+        "log_unique_prompts",
+        "log_on_each_node",
+        "disable_tqdm",
+        "logging_nan_inf_filter",
+        "log_level",
+        "log_level_replica",
+        "log_multimodal",
+        "include_num_input_tokens_seen",
+        "skip_memory_metrics",
+        "debug",
     ),
     **_silent(
         "held-out problems are answered before and after training, as many at once as the engine "
         "takes",
-        "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval "
-        "do_predict eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+        "per_device_eval_batch_size",
+        "eval_accumulation_steps",
+        "eval_on_start",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "batch_eval_metrics",
         "include_for_metrics",
     ),
     **_silent(
         "for EarlyStoppingCallback and `state.best_metric`; checkpoints/best is that of the best "
         "accuracy, or mean reward",
-        "metric_for_best_model greater_is_better",
+        "metric_for_best_model",
+        "greater_is_better",
     ),
     **_silent(
         "read only with use_vllm, or for generation in transformers",
-        "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host "
-        "vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
-        "vllm_max_model_length vllm_tensor_parallel_size ds3_gather_for_generation use_cache "
-        "use_transformers_continuous_batching transformers_continuous_batching_config "
-        "use_transformers_paged cache_implementation",
+        "vllm_mode",
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_server_timeout",
+        "vllm_group_port",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+        "vllm_tensor_parallel_size",
+        "ds3_gather_for_generation",
+        "use_cache",
+        "use_transformers_continuous_batching",
+        "transformers_continuous_batching_config",
+        "use_transformers_paged",
+        "cache_implementation",
     ),
     **_silent(
         "read only with vespo, an adaptive entropy bonus or a mixed reference, which are refused",
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_min "
-        "entropy_coef_max entropy_coef_delta entropy_target ref_model_mixup_alpha "
+        "vespo_k_pos",
+        "vespo_lambda_pos",
+        "vespo_k_neg",
+        "vespo_lambda_neg",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+        "entropy_target",
+        "ref_model_mixup_alpha",
         "ref_model_sync_steps",
     ),
     **_silent(
         _KERNELS,
-        "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps "
-        "torch_compile_backend torch_compile_mode liger_kernel_config",
+        "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs",
+        "torch_empty_cache_steps",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "liger_kernel_config",
     ),
     **_silent(
         "one process trains here",
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-        "ddp_backend ddp_timeout average_tokens_across_devices local_rank save_on_each_node "
-        "accelerator_config fsdp_config",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+        "average_tokens_across_devices",
+        "local_rank",
+        "save_on_each_node",
+        "accelerator_config",
+        "fsdp_config",
     ),
     **_silent("a checkpoint has all that the run needs to go on", "save_only_model"),
     **_silent("for the script, which gives it to train(), as in TRL", "resume_from_checkpoint"),
     **_silent(
         "only earlier versions of TRL and transformers have it",
-        "save_safetensors use_mps_device use_ipex jit_mode_eval half_precision_backend "
-        "fp16_backend fp16_opt_level dispatch_batches split_batches ray_scope tpu_num_cores "
-        "include_inputs_for_metrics dataset_num_proc vllm_device vllm_dtype vllm_max_model_len "
-        "vllm_enable_prefix_caching local_rollout_forward_batch_size num_sample_generations",
+        "save_safetensors",
+        "use_mps_device",
+        "use_ipex",
+        "jit_mode_eval",
+        "half_precision_backend",
+        "fp16_backend",
+        "fp16_opt_level",
+        "dispatch_batches",
+        "split_batches",
+        "ray_scope",
+        "tpu_num_cores",
+        "include_inputs_for_metrics",
+        "dataset_num_proc",
+        "vllm_device",
+        "vllm_dtype",
+        "vllm_max_model_len",
+        "vllm_enable_prefix_caching",
+        "local_rollout_forward_batch_size",
+        "num_sample_generations",
     ),
     # ---------------------------------------------------------------- without effect, and said
     **_said(
@@ -390,45 +493,67 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     **_said(
         "set algorithm.rollout_correction, which holds for every engine",
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode "
-        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_correction",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min",
         "vllm_importance_sampling_cap",
-        *(True, "sequence_mask", 3.0),
+        accepted=(
+            True,
+            "sequence_mask",
+            3.0,
+        ),
     ),
-    **_said(_LOGS, "logging_steps", 1),
+    **_said(_LOGS, "logging_steps", accepted=(1,)),
     **_said(_KERNELS, "use_liger_kernel"),
     **_said(
         "one process trains here; the same settings train on many GPUs as a job group "
         "(docs/how-to/clusters.md)",
-        "deepspeed fsdp parallelism_config",
+        "deepspeed",
+        "fsdp",
+        "parallelism_config",
     ),
     **_said(
         "trained weights are float32, and bf16=True computes in bfloat16 over them",
-        "fp16 bf16_full_eval fp16_full_eval tf32",
+        "fp16",
+        "bf16_full_eval",
+        "fp16_full_eval",
+        "tf32",
     ),
     **_said("`seed` decides the order of the data too", "data_seed"),
     **_said("trackers write to their own places (docs/how-to/metrics.md)", "logging_dir"),
     **_said("set evaluation.n", "num_generations_eval"),
     **_said(
         "an evaluation answers every held-out problem, before and after training too",
-        "eval_delay prediction_loss_only",
+        "eval_delay",
+        "prediction_loss_only",
     ),
     **_said("dropout of a model is as its configuration says", "disable_dropout"),
     **_said("`settings={'reproducible': True}` makes two runs equal", "full_determinism"),
     **_said(
         "a resumed run goes on at the place in the data where it stopped, at the batch size that "
         "is set",
-        "ignore_data_skip auto_find_batch_size enable_jit_checkpoint "
+        "ignore_data_skip",
+        "auto_find_batch_size",
+        "enable_jit_checkpoint",
         "restore_callback_states_from_checkpoint",
     ),
     **_said(
         "push_to_hub writes the model once, after training",
-        "hub_strategy hub_always_push hub_revision log_completions_hub_repo",
-        *("every_save", "end"),
+        "hub_strategy",
+        "hub_always_push",
+        "hub_revision",
+        "log_completions_hub_repo",
+        accepted=(
+            "every_save",
+            "end",
+        ),
     ),
     **_said(
         "trackio logs where its own environment variables say",
-        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
     ),
     # ---------------------------------------------------------------- refused
     **_refused(
@@ -441,26 +566,32 @@ ARGUMENTS: dict[str, Argument] = {
         "vllm_structured_outputs_regex",
     ),
     **_refused("an entropy bonus has a fixed weight (entropy_coef)", "use_adaptive_entropy"),
-    **_refused("an entropy bonus covers all tokens", "top_entropy_quantile", 1.0),
-    **_refused(_SAMPLING, "repetition_penalty", 1.0),
+    **_refused("an entropy bonus covers all tokens", "top_entropy_quantile", accepted=(1.0,)),
+    **_refused(_SAMPLING, "repetition_penalty", accepted=(1.0,)),
     **_refused(
         "the loss of a mixture of experts has no term for its router", "router_aux_loss_coef"
     ),
     **_refused(
         "every prompt is drawn exactly once in each epoch, in an order that the seed decides",
         "train_sampling_strategy",
-        "random",
+        accepted=("random",),
     ),
     **_refused(
         "AdamW, decoupled, with epsilon 1e-8",
-        "optim_args adam_epsilon optim_target_modules neftune_noise_alpha",
-        1e-8,
+        "optim_args",
+        "adam_epsilon",
+        "optim_target_modules",
+        "neftune_noise_alpha",
+        accepted=(1e-8,),
     ),
     **_refused("checkpoints/best is the best one", "load_best_model_at_end"),
     # ---------------------------------------------------------------- refused, of RLOO
     **_refused(
         "scale or clip rewards in the reward function, which may also see whether an answer ended",
-        "reward_clip_range normalize_reward whiten_rewards missing_eos_penalty",
+        "reward_clip_range",
+        "normalize_reward",
+        "whiten_rewards",
+        "missing_eos_penalty",
     ),
     **_refused(
         "set settings={'algorithm.advantage': 'batch_normalised'}, which has no leave-one-out",
@@ -468,8 +599,13 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     **_refused("set kl_coef and settings={'algorithm.kl_in': …}", "token_level_kl"),
     **_refused("set max_steps", "total_episodes"),
-    **_refused("set generation_kwargs={'stop_token_ids': […]}", "stop_token stop_token_id", "eos"),
-    **_refused("give reward_funcs and model to the trainer", "reward_model_path sft_model_path"),
+    **_refused(
+        "set generation_kwargs={'stop_token_ids': […]}",
+        "stop_token",
+        "stop_token_id",
+        accepted=("eos",),
+    ),
+    **_refused("give reward_funcs and model to the trainer", "reward_model_path", "sft_model_path"),
     **_refused(
         "it has no meaning for answers that a reward function grades", "label_smoothing_factor"
     ),
@@ -633,13 +769,13 @@ def _of_value(argument: Argument, value: Any) -> Values | None:
         return argument.convert[value]
     if argument.convert is not None:
         return argument.convert(value)
-    if argument.ours not in ("", NO_EFFECT):
+    if argument.effect is Effect.USED:
         return {argument.ours: value}
-    if not value or value in argument.accepted:
+    if argument.effect is Effect.NONE or not value or value in argument.accepted:
         return {}
-    if not argument.ours:
+    if argument.effect is Effect.REFUSED:
         raise Unsupported(argument.remark)
-    return None if argument.is_said else {}
+    return None
 
 
 def _of_several(

@@ -63,7 +63,7 @@ MISTAKES = [
     (
         "train_math",
         "--dataset tiny --num-samples 3 --model BASE",
-        "--gradient-accumulation-steps|3 problems|lower it or --per-device-train-batch-size",
+        "--gradient-accumulation-steps|3 problems|lower it or per_device_train_batch_size",
     ),
     (
         "train_math",
@@ -134,7 +134,7 @@ MISTAKES = [
     (
         "train_math",
         "--dataset FOLDER/rows.jsonl --model BASE",
-        "--dataset|there is no column 'question'|--set data.prompt_field=NAME",
+        "--dataset|there is no column|data.prompt_field|such a setting is --set NAME=VALUE here",
     ),
     (
         "train_math",
@@ -144,12 +144,12 @@ MISTAKES = [
     (
         "evaluate_model",
         "--dataset FOLDER/rows.jsonl --model BASE",
-        "--dataset|there are foo|--set data.prompt_field=NAME",
+        "--dataset|there are foo|data.prompt_field|such a setting is --set NAME=VALUE here",
     ),
     (
         "evaluate_model",
         "--dataset no/where --model BASE",
-        "--dataset|use a copy in files: --dataset PATH",
+        "--dataset|use a copy in files|data.source is --dataset here",
     ),
     (
         "evaluate_model",
@@ -190,7 +190,11 @@ MISTAKES = [
     ("train_math", "--model docs --dataset tiny", "--model|docs|no config.json"),
     ("train_math", "--model not/there --dataset tiny", "--model|not/there|hub|HF_HUB_OFFLINE"),
     ("train_math", "--trainer gropo", "--trainer|gropo|did you mean grpo?"),
-    ("train_math", "--num-generations 1", "--num-generations is 1|raise|--trainer ppo"),
+    (
+        "train_math",
+        "--num-generations 1",
+        "sampling.group_size is num_generations here|raise|trainer_type is --trainer",
+    ),
     ("train_math", "--num-generations four", "--num-generations|four|give a whole number"),
     ("train_math", "--learning-rate -1", "--learning-rate|-1|above 0"),
     ("train_math", "--learning-rate -1e-4", "--learning-rate|-0.0001|above 0"),
@@ -207,8 +211,8 @@ MISTAKES = [
     ),
     ("train_math", "--learning-rate fast", "--learning-rate|fast|give a number"),
     ("train_math", "--temperature 0", "--temperature|0|above 0"),
-    ("train_math", "--num-generations 5", "--per-device-train-batch-size|--num-generations"),
-    ("train_math", "--bf16", "--bf16|True|set --use-gpu"),
+    ("train_math", "--num-generations 5", "--per-device-train-batch-size|num_generations"),
+    ("train_math", "--bf16", "--bf16|True|set use_gpu"),
     ("train_math", "--report-to wandbb", "--report-to|wandbb|did you mean wandb?"),
     (
         "train_math",
@@ -239,7 +243,7 @@ MISTAKES = [
     (
         "train_math",
         "--output-dir FOLDER --dataset tiny --model BASE",
-        "--output-dir|continue it (--resume), replace it (--overwrite-output-dir), or",
+        "--output-dir|continue it|resume_from_checkpoint is --resume here",
     ),
     ("evaluate_model", "--model x --output-file FOLDER", "--output-file|this is a directory"),
     (
@@ -252,7 +256,11 @@ MISTAKES = [
         "--save-to README.md --dataset tiny",
         "--save-to|README.md|name another directory",
     ),
-    ("train_math", "--critic-learning-rate 1e-5", "--critic-learning-rate|1e-05|--trainer='ppo'"),
+    (
+        "train_math",
+        "--critic-learning-rate 1e-5",
+        "--critic-learning-rate|1e-05|trainer_type is --trainer here",
+    ),
     ("evaluate_model", "", "--model|add it"),
     ("evaluate_model", "--model ./nothing", "--model|./nothing|local model directory"),
     ("evaluate_model", "--model .cache/tiny-base --compare ./other", "--compare|./other"),
