@@ -129,7 +129,6 @@ def argument_names(flags: Mapping[str, str]) -> Iterator[None]:
         names = {
             name: flag for name, flag in flags.items() if flag != f"--{name.replace('_', '-')}"
         }
-        named = with_names(error, names | {error.field or "": flag})
-        if named.remedy and re.search(r"--\w+\.\w", named.remedy):
-            named.remedy += "; such a setting is --set NAME=VALUE here"
-        raise named from None
+        if error.remedy and re.search(r"--\w+\.\w", error.remedy):
+            error.remedy += "; such a setting is --set NAME=VALUE here"
+        raise with_names(error, names | {error.field or "": flag}) from None

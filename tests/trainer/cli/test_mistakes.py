@@ -149,7 +149,7 @@ MISTAKES = [
     (
         "evaluate_model",
         "--dataset no/where --model BASE",
-        "--dataset|use a copy in files|data.source is --dataset here",
+        "--dataset|use a copy in files|--data.source PATH",
     ),
     (
         "evaluate_model",
