@@ -91,7 +91,7 @@ MISTAKES = [
     Mistake(
         "answers of no tokens",
         "trainer.train_math --model BASE --dataset tiny --max-new-tokens 0",
-        "--max-new-tokens|0|give a number above 0",
+        "--max-new-tokens|0|greater than 0",
     ),
     Mistake(
         "the directory of an earlier run",
@@ -168,7 +168,7 @@ MISTAKES = [
     Mistake(
         "a rate with a slip of the finger",
         "trainer.sft --model.name BASE --data.source tiny --optimizer.learning_rate 2e-5x",
-        "optimizer.learning_rate|2e-5x|give a number",
+        "optimizer.learning_rate|2e-5x|a valid number",
     ),
     Mistake(
         "a model that is not there",

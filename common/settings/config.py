@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from common.errors import ConfigError, did_you_mean, shorten
+from common.errors import ConfigError, shorten
 from common.process.cli import fail
 from common.process.topology import Topology, setting_status
 from common.settings.checks import check
@@ -59,7 +59,9 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _resolved(self) -> "Config":
-        """Resolves defaults that depend on other settings, so that no reader has to."""
+        """Resolves defaults that depend on other settings, so that no reader has to, and checks
+        that all fit one another.
+        """
         if self.state_dir == IN_RUN_DIR:
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         if self.algorithm.rollout_correction == "auto":
@@ -67,6 +69,7 @@ class Config(Settings):
                 "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
             )
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
+        check(self)
         return self
 
     def with_memory_use(self, checkpointing: bool | str, reshards: bool) -> "Config":
@@ -76,11 +79,6 @@ class Config(Settings):
         trainer = self.trainer.model_copy(update={"activation_checkpointing": checkpointing})
         parallel = self.parallel.model_copy(update={"reshard_after_forward": reshards})
         return self.model_copy(update={"trainer": trainer, "parallel": parallel})
-
-    @model_validator(mode="after")
-    def _fits(self) -> "Config":
-        check(self)
-        return self
 
 
 @dataclass(frozen=True)
@@ -195,24 +193,13 @@ def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
     # Without list indices.
-    parts = [str(part) for part in first["loc"] if not isinstance(part, int)]
-    place = ".".join(parts)
+    place = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     name = next((setting for setting in names() if place.startswith(f"{setting}.")), place)
     if name == "reward.functions":
         name = place
-        if first["type"] == "extra_forbidden":
-            _, _, function, argument = parts
-            return ConfigError(
-                f"the reward function {function} has no argument {argument}",
-                field=name,
-                value=shorten(first["input"]),
-                remedy=did_you_mean(argument, BUILT_IN.get(function, OwnReward).model_fields),
-            )
     if first["type"] == "extra_forbidden":
-        return unknown(names(), name, name, first["input"])
+        return unknown([*names(), *_reward_arguments()], name, name, first["input"])
     message, remedy = explained(first)
-    if first["type"] == "list_type" and name.startswith("reward.functions."):
-        remedy = "give a list, such as [first, second]"  # a pattern may have commas
     # A whole section explains nothing and might hold a credential.
     if isinstance(first["input"], dict | BaseModel):
         words = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
@@ -223,22 +210,26 @@ def from_validation(error: ValidationError) -> ConfigError:
     return ConfigError(message, field=field, value=shorten(first["input"]), remedy=remedy)
 
 
+def _reward_arguments() -> Iterator[str]:
+    """Yields the arguments of all reward functions, such as `reward.functions.judge.url`."""
+    for name, kind in (*BUILT_IN.items(), ("own", OwnReward)):
+        for argument in kind.model_fields:
+            yield f"reward.functions.{name}.{argument}"
+
+
 def misspelt(variable_name: str) -> str:
     """Returns the variable that was probably meant; empty when the name exists or resembles none of
     ours.
     """
+    known = names()
     if variable_name in _VARIABLES:
         return ""
     if variable_name.startswith(PREFIX):
         name = variable_name.removeprefix(PREFIX).lower().replace("__", ".")
-        return (
-            ""
-            if name in names()
-            else " or ".join(map(variable, near(name, names()))) or "RLHF_SECTION__FIELD"
-        )
-    meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
+        meant = [] if name in known else list(map(variable, near(name, known)))
+        return " or ".join(meant) if meant or name in known else "RLHF_SECTION__FIELD"
     leaf = variable_name.lower()
-    return " or ".join(
-        meant
-        or [variable(name) for name in names() if "_" in leaf and name.rpartition(".")[2] == leaf]
-    )
+    meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
+    if not meant and "_" in leaf:
+        meant = [variable(name) for name in known if name.rpartition(".")[2] == leaf]
+    return " or ".join(meant)

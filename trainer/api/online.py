@@ -401,7 +401,7 @@ class OnlineRLTrainer:
 
         self._rounds = rounds
         self._settings = read_settings(self.output_dir)
-        self._load_into_object()
+        self._load_into_object(self._checkpoint)
         if self.config.push_to_hub:
             try:
                 self.push_to_hub()
@@ -409,11 +409,10 @@ class OnlineRLTrainer:
                 print(f"not pushed: {error}")
         return self._result(self._checkpoint)
 
-    def _load_into_object(self) -> None:
+    def _load_into_object(self, saved: Path) -> None:
         """Gives the caller's model object, if there is one, the trained weights."""
-        assert self._checkpoint is not None
         if self._caller_model.has_adapter:
-            self._caller_model.load_adapter(self._checkpoint)
+            self._caller_model.load_adapter(saved)
         elif self._caller_model.is_object:
             with self._whole_model() as directory:
                 self._caller_model.load(directory)

@@ -300,8 +300,12 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             return self._given[name]
         if name in READ_AS:
             return READ_AS[name]
-        if name in ("eval_strategy", "greater_is_better"):
-            return self._derived(name)
+        # What transformers makes of an argument that is not given.
+        if name == "greater_is_better":
+            metric = self.metric_for_best_model
+            return metric and not metric.endswith("loss")
+        if name == "eval_strategy" and self.eval_steps != "epoch":
+            return "steps" if self.eval_steps else "no"
         return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -318,15 +322,6 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             self._given = self._given | {name: value}
 
     # ------------------------------------------------------------ derived values
-
-    def _derived(self, name: str) -> Any:
-        """Returns what transformers makes of an argument that is not given."""
-        if name == "greater_is_better":
-            metric = self.metric_for_best_model
-            return metric and not metric.endswith("loss")
-        if self.eval_steps == "epoch":
-            return "epoch"
-        return "steps" if self.eval_steps else "no"
 
     @property
     def problems_per_step(self) -> int:

@@ -200,7 +200,7 @@ def _differing_settings(
     configs = [each.facts()["config"] or {} for each in runs]
     different = {}
     for name in sorted(changed):
-        values = [_text(config.get(name)) for config in configs]
+        values = [str(config.get(name, _NONE)) for config in configs]
         if len(set(values)) > 1:
             different[name] = values
     return different
@@ -220,10 +220,6 @@ def _settings_table(different: Mapping[str, Sequence[str]], num_runs: int) -> Ta
     for number, *values in zip(numbers, *different.values(), strict=True):
         table.add_row(number, *values)
     return table
-
-
-def _text(value: Any) -> str:
-    return _NONE if value is None else str(value)
 
 
 def _paired(evaluations: Sequence[Evaluated | None]) -> Table:

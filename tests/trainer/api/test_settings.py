@@ -32,7 +32,7 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
         ({"learning_rat": 1}, r"no field learning_rat.*did you mean learning_rate\\?"),
         (
             {"learning_rate": -1},
-            r"too small.*field: learning_rate.*value: -1.*remedy: give a number above 0",
+            r"field: learning_rate.*value: -1.*remedy: give a value that is greater than 0",
         ),
         ({"trainer_type": "dpo"}, r"field: trainer_type.*value: dpo.*use grpo, dr_grpo, dapo"),
         ({"max_steps": 0}, r"field: max_steps.*value: 0"),
