@@ -25,7 +25,7 @@ from common.process.topology import Topology, setting_status
 from common.settings.checks import check
 from common.settings.explain import explained
 from common.settings.help import print_help
-from common.settings.rewards import BUILT_IN, OwnReward
+from common.settings.rewards import BUILT_IN, OwnReward, Reward
 from common.settings.settings import IN_RUN_DIR, Settings
 from common.settings.sources import (
     PREFIX,
@@ -212,7 +212,8 @@ def from_validation(error: ValidationError) -> ConfigError:
 
 def _reward_arguments() -> Iterator[str]:
     """Yields the arguments of all reward functions, such as `reward.functions.judge.url`."""
-    for name, kind in (*BUILT_IN.items(), ("own", OwnReward)):
+    kinds: dict[str, type[Reward]] = {**BUILT_IN, "own": OwnReward}
+    for name, kind in kinds.items():
         for argument in kind.model_fields:
             yield f"reward.functions.{name}.{argument}"
 

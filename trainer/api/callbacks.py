@@ -237,7 +237,7 @@ class Callbacks(Listener):
             self._note_best(_named_evaluation(earlier), earlier["step"])
 
     def _note_best(self, numbers: dict[str, float], step: int) -> None:
-        """Keeps the best evaluation; that before training does not count."""
+        """Keeps the best evaluation; the one before training does not count."""
         value = numbers.get(self._best_name(numbers))
         if value is None or step == 0:
             return
@@ -248,7 +248,9 @@ class Callbacks(Listener):
             self.state.best_global_step = step
 
     def _carry_out(self, run: Run, may_evaluate: bool) -> None:
-        """Carries out the requests of callbacks; after the last step, the end of the run does."""
+        """Does what callbacks asked for. After the last step nothing is left to do: the end of the
+        run evaluates and saves.
+        """
         control = self.control
         ends_epoch = control.should_epoch_stop and not self.state.epoch.is_integer()
         if ends_epoch and math.ceil(self.state.epoch) < self.state.num_train_epochs:
@@ -295,8 +297,9 @@ def _with_names_of_trl(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: dict[str, Any]) -> Any:
-    """Calls a hook with (args, state, control) and those of `keywords` that it accepts, or only
-    with what it names.
+    """Calls a hook with (args, state, control) and the `keywords` that it accepts.
+
+    A hook whose first parameter is `state` or `control` gets everything by name.
     """
     parameters = inspect.signature(hook).parameters
     names_only = next(iter(parameters), "state") in ("state", "control")

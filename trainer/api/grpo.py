@@ -150,8 +150,8 @@ GRPOConfig.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _dataclass() -> Any:
-    """Returns a dataclass of TRL's arguments, and of the fields that have none of TRL, whose
-    description `dataclasses.asdict` and `replace` read.
+    """Returns a dataclass with TRL's arguments and with our fields that TRL lacks;
+    `dataclasses.asdict` and `replace` read its description.
     """
     ours = {argument.ours for name, argument in ARGUMENTS.items() if argument.ours != name}
     names = dict.fromkeys([*ARGUMENTS, *(set(GRPOConfig.model_fields) - ours)])

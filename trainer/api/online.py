@@ -33,7 +33,7 @@ from trainer.api.episodes import (
     takes_environments,
     with_environment,
 )
-from trainer.api.evaluator import ModelEvaluator, is_read
+from trainer.api.evaluator import ModelEvaluator
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
@@ -570,20 +570,10 @@ class OnlineRLTrainer:
                 field="dataset",
                 remedy="give dataset here, or eval_dataset to the trainer",
             )
-        config = self.config
-        bounds = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p or 0.0}
-        settings = {f"sampling.{name}": value for name, value in bounds.items()}
-        settings |= {name: value for name, value in config.settings.items() if is_read(name)}
-        evaluator = ModelEvaluator(
-            self._checkpoint or self._caller_model.saved(config),
-            system_prompt=config.system_prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=config.seed,
-            device="cuda" if config.use_gpu else "cpu",
-            dtype="bfloat16" if config.bf16 else "float32",
-            progress=config.verbose,
-            settings=settings,
+        evaluator = ModelEvaluator.of_run(
+            self._checkpoint or self._caller_model.saved(self.config),
+            self.config.to_config(self.config.problems_per_step, 0, Path()),
+            progress=self.config.verbose,
         )
         return evaluator.evaluate(
             self._problems.held_out if dataset is None else dataset,

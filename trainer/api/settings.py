@@ -529,8 +529,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         return config
 
     def _check(self, refusals: Refusals) -> None:
-        """Adds contradictions between the fields, or else the first one of the settings that follow
-        from them, to `refusals`.
+        """Adds contradictions between the fields to `refusals`; without any, the first one between
+        the settings that follow from the fields.
         """
         is_consistent = True
         for field, message, remedy in self._contradictions():
@@ -583,7 +583,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             yield "bf16", message, "set use_gpu, or leave it out"
 
     def _wrong_settings(self) -> Iterator[ConfigError]:
-        """Yields an error for every name in `settings` that is none of them."""
+        """Yields an error for every item of `settings` that cannot be set there."""
         derived = [row.setting for row in ROWS.values() if row.when != "given"]
         fixed = {*derived, *self._mapped(), *_OF_THE_RUN}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}

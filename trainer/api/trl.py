@@ -178,7 +178,7 @@ def _top_k(value: Any) -> Any:
 
 
 def _generation(value: Any) -> Values:
-    """Returns the fields and settings for `generation_kwargs`, and itself."""
+    """Returns the fields and settings for `generation_kwargs`, and the field of that name."""
     found: Values = {"generation_kwargs": dict(value)}
     refused = []
     for name, setting in found["generation_kwargs"].items():
@@ -725,8 +725,8 @@ def _converted(
     refusals: Refusals,
     said: Collection[str] = (),
 ) -> dict[tuple[str, str], Any]:
-    """Returns the value of each field and setting, by the argument that gives it and by its name,
-    without refused ones.
+    """Returns the value of each field and setting by (argument, name of the field or setting).
+    Refused arguments go to `refusals` instead.
     """
     found: dict[tuple[str, str], Any] = {}
     without_effect: dict[str, str] = {}
@@ -781,8 +781,8 @@ def _of_value(argument: Argument, value: Any) -> Values | None:
 def _of_several(
     given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float, float]
 ) -> Values:
-    """Takes from `given` what another argument overrides in TRL or gives a meaning; returns the
-    fields and settings that follow from several arguments.
+    """Returns the fields and settings that follow from several arguments together, and removes from
+    `given` the arguments that TRL would not read beside the others.
     """
     made: Values = {}
     if "adam_beta1" in given or "adam_beta2" in given:

@@ -114,8 +114,8 @@ def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})
 
 @contextmanager
 def argument_names(flags: Mapping[str, str]) -> Iterator[None]:
-    """Gives an error inside the block the command's name of its field, and says which arguments the
-    other settings are that it mentions.
+    """Names the command's argument in an error inside the block: as its field, and for the other
+    settings that it mentions.
 
     Args:
         flags: arguments by the names of settings and of the Python API's fields and parameters.
