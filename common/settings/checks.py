@@ -98,6 +98,7 @@ def check(config: Settings) -> None:
 
     for message in _conflicts(config):
         raise ValueError(filled(message))
+    # What a recipe sets is no mistake of the user's.
     presets = {"algorithm": preset(config.algorithm.model_dump())}
     for names, reason in _unread(config):
         for name in names:

@@ -62,8 +62,9 @@ class Config(Settings):
         """Resolves defaults that depend on other settings, so that no reader has to, and checks
         that all fit one another.
         """
-        if self.state_dir == IN_RUN_DIR:
+        if self.state_dir == IN_RUN_DIR:  # unset: each run keeps its own state
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
+        # Engines on GPUs round differently from the trainer, and with staleness weights differ too.
         if self.algorithm.rollout_correction == "auto":
             correction = (
                 "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
@@ -195,7 +196,7 @@ def from_validation(error: ValidationError) -> ConfigError:
     # Without list indices.
     place = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     name = next((setting for setting in names() if place.startswith(f"{setting}.")), place)
-    if name == "reward.functions":
+    if name == "reward.functions":  # has arguments below its name, unlike other lists
         name = place
     if first["type"] == "extra_forbidden":
         return unknown([*names(), *_reward_arguments()], name, name, first["input"])

@@ -138,7 +138,7 @@ class Callbacks(Listener):
         per_step = run.config.trainer.batch_size
         self.state.global_step = step
         self.state.epoch = step * per_step / self._num_problems
-        if not self._has_begun:
+        if not self._has_begun:  # the first event of any kind finds models and services ready
             self._has_begun = True
             self._take_logged()  # drops what the trial of the functions logged
             self._begin_state(run)
@@ -153,6 +153,7 @@ class Callbacks(Listener):
             logs = _with_names_of_trl(about["logs"])
             self._log(logs, logs)
         else:
+            # The checkpoint of a step is written after its evaluation.
             if event == "save" and self.state.best_global_step == step:
                 self.state.best_model_checkpoint = str(about["checkpoint"])
             for hook in self._hooks_of(event, step * per_step, per_step):
@@ -263,6 +264,7 @@ class Callbacks(Listener):
         if control.should_training_stop or ends_epoch or self.state.should_training_stop:
             run.stop()
         is_last = run.policy.step >= run.total_steps
+        # An evaluation that a callback asked for is itself an event: it must not ask again.
         if self._carrying_out or is_last:
             return
         self._carrying_out = True

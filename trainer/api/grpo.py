@@ -87,7 +87,7 @@ class GRPOConfig(TrainerConfig):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Prepares a subclass for `@dataclass`, as scripts declare more arguments."""
         if cls.__module__ == __name__:
-            return
+            return  # RLOOConfig is no script's
         names = [name for name in cls.__annotations__ if name in cls.model_fields]
         defaults = {
             name: cls.model_fields[name].get_default(call_default_factory=True) for name in names
@@ -105,6 +105,7 @@ class GRPOConfig(TrainerConfig):
         advantage = self.settings.get(
             "algorithm.advantage", RECIPES[self.trainer_type].get("advantage", "group_normalised")
         )
+        # TRL divides by the standard deviation plus 1e-4.
         compared = (
             {"algorithm.advantage_eps": 1e-4}
             if advantage in ("group_normalised", "reward_normalised")
@@ -118,6 +119,7 @@ class GRPOConfig(TrainerConfig):
         """Chooses device, precision and warm-up as TRL does."""
         say = _log.debug if is_said else _log.warning
         chosen = dict(given)
+        # TRL takes a GPU where there is one; `TrainerConfig` only where it is told to.
         if not {"use_gpu", "use_cpu"} & chosen.keys():
             import torch
 
@@ -222,6 +224,8 @@ class GRPOTrainer(WithTransformersNames):
             )
         train_dataset, plain = _is_plain(train_dataset)
         self._is_plain = plain
+        # Plain text is continued as it is: the template is the text itself, unless something else
+        # makes the prompts.
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}
         if plain and not (environment_factory or tools or templates & args.settings.keys()):
             args = args.model_copy(

@@ -357,6 +357,7 @@ class OnlineRLTrainer:
         if isinstance(resume_from_checkpoint, str | Path):
             check_newest(self.output_dir, Path(resume_from_checkpoint))
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
+        # A run with a checkpoint has called its functions before.
         if checkpoint.newest(self.output_dir / "checkpoints") is None:
             self._try_rewards()
         self.config.model_name_or_path = self._caller_model.saved(self.config)
@@ -366,6 +367,8 @@ class OnlineRLTrainer:
             remove_run(self.output_dir)
         self._began = True
 
+        # Each call adds the steps of a whole run. An interrupted call counts as not made, so that
+        # the next one finishes it.
         count = len(self._problems.train)
         rounds = max(self._rounds + 1, self._rounds_on_disk())
         settings = self.config.to_config(
@@ -377,6 +380,7 @@ class OnlineRLTrainer:
         )
         settings.reward = settings.reward.for_objects(self._weights)
         environment = self._environment
+        # Without get_reward, the reward functions grade episodes, inside the environment-server.
         if environment is not None and not environment.has_reward:
             grader = EpisodeGrader(settings.reward, self._rewards)
             environment = replace(environment, grade=grader, has_reward=True)
@@ -393,6 +397,7 @@ class OnlineRLTrainer:
                     environment=environment,
                 )
         except ConfigError:
+            # The caller corrects the mistake and calls again, which is no second run.
             nothing_trained = not (self.output_dir / "metrics.jsonl").exists()
             if not resume and nothing_trained:
                 remove_run(self.output_dir)

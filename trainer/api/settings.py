@@ -403,6 +403,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         Raises ConfigError when `settings` are invalid.
         """
         total_steps = self.total_steps(problems)
+        # Whole epochs are counted by the data-server, which knows the prompts; a fraction of one is a
+        # number of steps.
         counts_epochs = self.max_steps is None and self.num_train_epochs == int(
             self.num_train_epochs
         )
@@ -446,8 +448,10 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 mapped[row.setting] = value
             elif row.when == "given" and field in self.model_fields_set:
                 given[row.setting] = value
+        # Later ones win: the fields, the loss, then fields that the recipe decides unless they are set.
         for name, value in self._loss().items():
             mapped[f"algorithm.{name}"] = value
+        # One `clip_range` is both bounds, as in PPO.
         if "clip_range" in self.model_fields_set and "clip_range_high" not in self.model_fields_set:
             mapped["algorithm.clip_high"] = self.clip_range
         mapped |= given
@@ -501,6 +505,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     ) -> Self:
         given = {}
         refusals = Refusals()
+        # A script's own fields mean nothing to TRL; all other names may be TRL's.
         if isinstance(data, dict) and info.context != OWN_NAMES:
             given = with_present_names(cls.assumed | data)
             own = {name: given[name] for name in given if name in cls.of_script}
@@ -515,12 +520,13 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         try:
             config = handler(data)
         except ValidationError as error:
+            # With what TRL's arguments did wrong already: everything is told at once.
             for problem in error.errors():
                 refusals.add(_named(problem, cls.__name__))
             refusals.raise_all(cls._names(given))
             raise
         config._given = given
-        if given:
+        if given:  # `dataclasses.replace` finds the arguments there (`GRPOConfig.__init__`)
             settings = GivenSettings(config.settings)
             settings.arguments = given
             config.__dict__["settings"] = settings

@@ -733,6 +733,7 @@ def _converted(
     for name, value in given.items():
         argument = table.get(name) or Argument(_OTHERS.get(name, name))
         reason = ""
+        # The value may have any type: whatever a conversion raises, the user made a mistake.
         try:
             made = _of_value(argument, value)
         except Unsupported as unsupported:
@@ -762,7 +763,7 @@ def _of_value(argument: Argument, value: Any) -> Values | None:
     """Returns the fields and settings for a value; None for one without effect of which the user
     is told. Raises Unsupported.
     """
-    if isinstance(argument.convert, Mapping):
+    if isinstance(argument.convert, Mapping):  # a choice, each with its settings
         if value not in argument.convert:
             choices = ", ".join(map(repr, argument.convert))
             raise Unsupported(f"there is no {shorten(value)} here: use one of {choices}")
@@ -785,10 +786,13 @@ def _of_several(
     `given` the arguments that TRL would not read beside the others.
     """
     made: Values = {}
+    # The system has one setting for both betas.
     if "adam_beta1" in given or "adam_beta2" in given:
         beta1 = given.pop("adam_beta1", betas[0])
         beta2 = given.pop("adam_beta2", betas[1])
         made["optimizer.adam_betas"] = (beta1, beta2)
+    # Without a tracker, a divergence or a strategy, TRL ignores what belongs to it; the system would
+    # refuse a setting that nothing reads.
     if not given.get("report_to") or given["report_to"] == "none":
         given.pop("project", None)
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
@@ -796,11 +800,14 @@ def _of_several(
     for what in ("eval", "save"):
         if given.get(f"{what}_strategy") in ("no", "epoch"):
             given.pop(f"{what}_steps", None)
+    # transformers evaluates as often as it logs, unless told otherwise.
     if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
         given["eval_steps"] = given.get("logging_steps", 10)
     if given.get("multi_objective_aggregation") == "normalize_then_sum":
         given.pop("scale_rewards", None)
 
+    # TRL generates for several updates at once: 8 passes are generated, and every 4 make an update.
+    # Here a step is all of these passes, cut into 8 / 4 = 2 mini-batches.
     passes = given.get("gradient_accumulation_steps", fields["gradient_accumulation_steps"].default)
     per_pass = given.get(
         "per_device_train_batch_size", fields["per_device_train_batch_size"].default
@@ -818,6 +825,7 @@ def _of_several(
             made["algorithm.mini_batches"] = generated // passes
         # With fewer passes, the same weights generate the batch of an update in several parts.
 
+    # CISPO in TRL has only an upper bound.
     if given.get("loss_type") == "cispo":
         given.pop("epsilon", None)
         bound = given.get("epsilon_high")

@@ -126,6 +126,7 @@ class Evaluator:
         generator = TokenGenerator(self._services.rollout, self._prompter, self._config)
 
         async def graded(index: int, prompt: Prompt) -> _Graded:
+            # A greedy answer comes beside the samples; it must not count for pass@k.
             samples = 0 if greedy else own.n
             if index < pass_samples:
                 samples += PASS_K

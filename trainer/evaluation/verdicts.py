@@ -21,8 +21,8 @@ class Verdicts:
         return self._decided
 
     def of(self, verified: Iterable[bool]) -> bool:
-        """Returns the decision. Where only answers can tell, the first call decides: `verified` says
-        for every answer whether a verdict came with it.
+        """Returns the decision. Where only answers can tell, the first call decides: `verified`
+        says for every answer whether a verdict came with it.
         """
         if self._decided is None:
             self._decided = all(verified)

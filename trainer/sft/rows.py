@@ -54,6 +54,7 @@ class Encoder:
             if rows:
                 prompt, completion, learned = rows[-1]
                 known = len(prompt) + len(completion)
+                # The template has left earlier messages as they were: one row holds the whole chat.
                 if before[:known] == prompt + completion:
                     between = before[known:]
                     completion += between + answer

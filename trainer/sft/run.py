@@ -231,6 +231,7 @@ class SftRun:
         policy = self._policy
         leader = self._leader
         self._checkpoints.check()
+        # Every rank and step has dropout of its own, which a resumed run repeats.
         torch.manual_seed((policy.seed * 4096 + self._ranks.rank) % 2**63)
         watchdog.at(f"the update of step {policy.step + 1}")
         if leader:
