@@ -72,15 +72,9 @@ class Refusals:
             return
         if len(errors) == 1:
             raise errors[0]
-        lines = [f"{len(errors)} arguments are wrong:"]
-        fields = []
-        for error in errors:
-            about = [f"value: {error.value}"] if error.value is not None else []
-            about += [error.remedy] if error.remedy else []
-            fields.append(error.field or "")
-            lines.append(f"  {error.field}: {error.message} ({'; '.join(about)})")
+        fields = dict.fromkeys(error.field or "" for error in errors)
         raise ConfigError(
-            "\n".join(lines),
-            field=", ".join(dict.fromkeys(fields)),
+            "\n  ".join([f"{len(errors)} arguments are wrong:", *map(str, errors)]),
+            field=", ".join(fields),
             remedy="correct all of them",
         )

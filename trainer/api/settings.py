@@ -403,8 +403,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         Raises ConfigError when `settings` are invalid.
         """
         total_steps = self.total_steps(problems)
-        # Whole epochs are counted by the data-server, which knows the prompts; a fraction of one is a
-        # number of steps.
+        # Whole epochs are counted by the data-server, which knows the prompts; a fraction of one is
+        # a number of steps.
         counts_epochs = self.max_steps is None and self.num_train_epochs == int(
             self.num_train_epochs
         )
@@ -448,7 +448,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 mapped[row.setting] = value
             elif row.when == "given" and field in self.model_fields_set:
                 given[row.setting] = value
-        # Later ones win: the fields, the loss, then fields that the recipe decides unless they are set.
+        # Later ones win: the fields, the loss, and fields that the recipe decides unless they are
+        # set.
         for name, value in self._loss().items():
             mapped[f"algorithm.{name}"] = value
         # One `clip_range` is both bounds, as in PPO.

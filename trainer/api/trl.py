@@ -791,8 +791,8 @@ def _of_several(
         beta1 = given.pop("adam_beta1", betas[0])
         beta2 = given.pop("adam_beta2", betas[1])
         made["optimizer.adam_betas"] = (beta1, beta2)
-    # Without a tracker, a divergence or a strategy, TRL ignores what belongs to it; the system would
-    # refuse a setting that nothing reads.
+    # Without a tracker, a divergence or a strategy, TRL ignores what belongs to it; the system
+    # would refuse a setting that nothing reads.
     if not given.get("report_to") or given["report_to"] == "none":
         given.pop("project", None)
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
