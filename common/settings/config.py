@@ -86,7 +86,7 @@ class Config(Settings):
 class SettingsSubset:
     """A program that reads only some of the settings and has its own defaults for some of them."""
 
-    about: str
+    about: str | None
     """The first text of its `--help`."""
     does: str
     """Why it does not read the other settings, for error messages."""
@@ -123,23 +123,23 @@ def load(
     env = os.environ if env is None else env
     path, rest = take_config_option(list(argv))
     known = names()
+    subset = subset or SettingsSubset(about, does="", reads=known, defaults={}, meanings={})
     everything = "--help-all" in rest
     if everything or not {"-h", "--help"}.isdisjoint(rest):
-        reads = {name: field for name, field in known.items() if not subset or name in subset.reads}
         print_help(
             prog,
-            subset.about if subset else about,
-            reads,
+            subset.about,
+            {name: field for name, field in known.items() if name in subset.reads},
             everything=everything,
-            defaults=subset.defaults if subset else {},
-            meanings=subset.meanings if subset else {},
+            defaults=subset.defaults,
+            meanings=subset.meanings,
         )
         raise SystemExit(0)
     path = path or env.get("RUN_CONFIG") or None
     try:
         run_dir = f"runs/{Topology.from_env(env).group or 'local'}"
         values: dict[str, Any] = {"trainer": {"run_dir": run_dir}}
-        for name, own in (subset.defaults if subset else {}).items():
+        for name, own in subset.defaults.items():
             put(values, tuple(name.split(".")), own)
 
         # Later ones win: file, environment, command line.
@@ -148,8 +148,7 @@ def load(
         values = merge(values, from_env(env, known))
         values = merge(values, from_words(rest, known))
         config = Config(**values)
-        if subset:
-            subset.check(config)
+        subset.check(config)
         return config
     except ValidationError as error:
         raise from_validation(error) from None

@@ -179,8 +179,7 @@ class OnlineRLTrainer:
         with refusals.collected():
             held_out = self._held_out_problems(eval_dataset)
         self._problems = Problems(train, held_out)
-        for error in _contradictions(config, self._problems):
-            refusals.add(error)
+        _check_together(config, self._problems, refusals)
         refusals.raise_all(config.names(self._arguments))
 
         self._train_dataset = train_dataset
@@ -303,8 +302,7 @@ class OnlineRLTrainer:
         self._callbacks.args = self.config
         self._weights = weights_of(self._rewards, self.config.reward_weights)
         refusals = Refusals()
-        for error in _contradictions(self.config, self._problems):
-            refusals.add(error)
+        _check_together(self.config, self._problems, refusals)
         refusals.raise_all(self.config.names(self._arguments))
 
     # ------------------------------------------------------------ the run
@@ -682,25 +680,22 @@ def _check_length(dataset: Any, config: TrainerConfig) -> None:
         )
 
 
-def _contradictions(config: TrainerConfig, problems: Problems) -> Iterator[ConfigError]:
-    """Yields what does not fit between settings, data and machine."""
-    if config.use_gpu:
-        try:
+def _check_together(config: TrainerConfig, problems: Problems, refusals: Refusals) -> None:
+    """Adds what does not fit between settings, data and machine to `refusals`."""
+    with refusals.collected():
+        if config.use_gpu:
             choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
-        except ConfigError as error:
-            yield error
-    if problems.train:
-        try:
+    with refusals.collected():
+        if problems.train:
             config.check_steps(len(problems.train))
-        except ConfigError as error:
-            yield error
     if config.eval_steps and not problems.held_out:
-        yield ConfigError(
+        error = ConfigError(
             "there is nothing to evaluate on",
             field="eval_steps",
             value=config.eval_steps,
             remedy="give an eval_dataset",
         )
+        refusals.add(error)
 
 
 def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:

@@ -539,15 +539,14 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         """Adds contradictions between the fields to `refusals`; without any, the first one between
         the settings that follow from the fields.
         """
-        is_consistent = True
-        for field, message, remedy in self._contradictions():
-            is_consistent = False
-            error = ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
+        wrong = [
+            ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
+            for field, message, remedy in self._contradictions()
+        ]
+        wrong += self._wrong_settings()
+        for error in wrong:
             refusals.add(error)
-        for error in self._wrong_settings():
-            is_consistent = False
-            refusals.add(error)
-        if is_consistent:
+        if not wrong:
             with refusals.collected():
                 self._check_settings()
 
