@@ -99,9 +99,11 @@ class SettingsSubset:
         """Raises ConfigError for a setting that is not read."""
         plain = Config()
         for name in names():
+            if name in self.reads:
+                continue
             value = reduce(getattr, name.split("."), config)
             default = reduce(getattr, name.split("."), plain)
-            if name not in self.reads and value != default:
+            if value != default:
                 problem = f"{name} is set but not read, since {self.does}"
                 raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
 

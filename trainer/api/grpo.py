@@ -92,7 +92,7 @@ class GRPOConfig(TrainerConfig):
         defaults = {
             name: cls.model_fields[name].get_default(call_default_factory=True) for name in names
         }
-        cls.of_script = cls.of_script | {name for name in names if name not in ARGUMENTS}
+        cls.script_fields = cls.script_fields | {name for name in names if name not in ARGUMENTS}
         cls.assumed = cls.assumed | {
             name: default for name, default in defaults.items() if name in ARGUMENTS
         }

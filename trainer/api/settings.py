@@ -163,7 +163,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """TRL's arguments that are not fields, with their defaults."""
     has_trl_names: ClassVar[bool] = False
     """Whether a user who has given neither name of a field knows TRL's."""
-    of_script: ClassVar[frozenset[str]] = frozenset()
+    script_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that a script's own subclass adds; the trainer does not read them."""
 
     trainer_type: Recipe = row("grpo", "algorithm.name")
@@ -442,7 +442,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         given: dict[str, Any] = {}
         for field, row in ROWS.items():
             value = getattr(self, field)
-            if value is None or field in self.of_script:
+            if value is None or field in self.script_fields:
                 continue
             if row.when == "always":
                 mapped[row.setting] = value
@@ -509,8 +509,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         # A script's own fields mean nothing to TRL; all other names may be TRL's.
         if isinstance(data, dict) and info.context != OWN_NAMES:
             given = with_present_names(cls.assumed | data)
-            own = {name: given[name] for name in given if name in cls.of_script}
-            others = {name: given[name] for name in given if name not in cls.of_script}
+            own = {name: given[name] for name in given if name in cls.script_fields}
+            others = {name: given[name] for name in given if name not in cls.script_fields}
             data = own | translated(
                 cls.as_trl(others, is_said=bool(info.context)),
                 cls.model_fields,

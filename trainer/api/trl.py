@@ -34,7 +34,7 @@ class Effect(Enum):
     USED = "used"
     NONE = "no effect"
     """It asks for what is done anyway, so nothing is said."""
-    SAID = "no effect, said"
+    WARNED = "no effect, said"
     """The user is told."""
     REFUSED = "refused"
 
@@ -74,9 +74,9 @@ def _silent(remark: str, *names: str) -> dict[str, Argument]:
     return dict.fromkeys(names, Argument(remark=remark, effect=Effect.NONE))
 
 
-def _said(remark: str, *names: str, accepted: tuple[Any, ...] = ()) -> dict[str, Argument]:
+def _warned(remark: str, *names: str, accepted: tuple[Any, ...] = ()) -> dict[str, Argument]:
     """Returns arguments without effect, of which a user is told."""
-    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.SAID))
+    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.WARNED))
 
 
 def _refused(remark: str, *names: str, accepted: tuple[Any, ...] = ()) -> dict[str, Argument]:
@@ -108,13 +108,13 @@ def _schedule(value: Any) -> Values:
 
 
 def _no_multiple(value: Any) -> Values:
-    """Refuses a `generation_batch_size` that `_of_several` has not taken."""
+    """Refuses a `generation_batch_size` that `_combined` has not taken."""
     raise Unsupported(
         "give a multiple of per_device_train_batch_size, and not beside steps_per_generation"
     )
 
 
-def _at_loading(value: Any) -> Values:
+def _model_arguments(value: Any) -> Values:
     """Returns the settings for arguments of `from_pretrained`."""
     refused = [
         name
@@ -304,7 +304,7 @@ ARGUMENTS: dict[str, Argument] = {
         "model.trust_remote_code",
         "types, devices and attention are the trainer's own; another entry is refused: load the "
         "model with it and give the object",
-        _at_loading,
+        _model_arguments,
     ),
     "steps_per_generation": Argument(
         "algorithm.mini_batches",
@@ -488,10 +488,10 @@ ARGUMENTS: dict[str, Argument] = {
         "num_sample_generations",
     ),
     # ---------------------------------------------------------------- without effect, and said
-    **_said(
+    **_warned(
         "completions come from the embedded engine, or from SGLang with engine='sglang'", "use_vllm"
     ),
-    **_said(
+    **_warned(
         "set algorithm.rollout_correction, which holds for every engine",
         "vllm_importance_sampling_correction",
         "vllm_importance_sampling_mode",
@@ -504,33 +504,33 @@ ARGUMENTS: dict[str, Argument] = {
             3.0,
         ),
     ),
-    **_said(_LOGS, "logging_steps", accepted=(1,)),
-    **_said(_KERNELS, "use_liger_kernel"),
-    **_said(
+    **_warned(_LOGS, "logging_steps", accepted=(1,)),
+    **_warned(_KERNELS, "use_liger_kernel"),
+    **_warned(
         "one process trains here; the same settings train on many GPUs as a job group "
         "(docs/how-to/clusters.md)",
         "deepspeed",
         "fsdp",
         "parallelism_config",
     ),
-    **_said(
+    **_warned(
         "trained weights are float32, and bf16=True computes in bfloat16 over them",
         "fp16",
         "bf16_full_eval",
         "fp16_full_eval",
         "tf32",
     ),
-    **_said("`seed` decides the order of the data too", "data_seed"),
-    **_said("trackers write to their own places (docs/how-to/metrics.md)", "logging_dir"),
-    **_said("set evaluation.n", "num_generations_eval"),
-    **_said(
+    **_warned("`seed` decides the order of the data too", "data_seed"),
+    **_warned("trackers write to their own places (docs/how-to/metrics.md)", "logging_dir"),
+    **_warned("set evaluation.n", "num_generations_eval"),
+    **_warned(
         "an evaluation answers every held-out problem, before and after training too",
         "eval_delay",
         "prediction_loss_only",
     ),
-    **_said("dropout of a model is as its configuration says", "disable_dropout"),
-    **_said("`settings={'reproducible': True}` makes two runs equal", "full_determinism"),
-    **_said(
+    **_warned("dropout of a model is as its configuration says", "disable_dropout"),
+    **_warned("`settings={'reproducible': True}` makes two runs equal", "full_determinism"),
+    **_warned(
         "a resumed run goes on at the place in the data where it stopped, at the batch size that "
         "is set",
         "ignore_data_skip",
@@ -538,7 +538,7 @@ ARGUMENTS: dict[str, Argument] = {
         "enable_jit_checkpoint",
         "restore_callback_states_from_checkpoint",
     ),
-    **_said(
+    **_warned(
         "push_to_hub writes the model once, after training",
         "hub_strategy",
         "hub_always_push",
@@ -549,7 +549,7 @@ ARGUMENTS: dict[str, Argument] = {
             "end",
         ),
     ),
-    **_said(
+    **_warned(
         "trackio logs where its own environment variables say",
         "trackio_space_id",
         "trackio_bucket_id",
@@ -694,7 +694,7 @@ def translated(
     for name, value in arguments.items():
         if value is not None or name not in ARGUMENTS:
             given[name] = value.value if isinstance(value, Enum) else value
-    made = _of_several(given, fields, betas)
+    made = _combined(given, fields, betas)
 
     for (name, key), setting in _converted(given, ARGUMENTS, refusals, said).items():
         conflicts = key != name and key in given and given[key] != setting
@@ -735,7 +735,7 @@ def _converted(
         reason = ""
         # The value may have any type: whatever a conversion raises, the user made a mistake.
         try:
-            made = _of_value(argument, value)
+            made = _converted_value(argument, value)
         except Unsupported as unsupported:
             reason = str(unsupported)
         except (TypeError, ValueError, AttributeError):
@@ -759,7 +759,7 @@ def _converted(
     return found
 
 
-def _of_value(argument: Argument, value: Any) -> Values | None:
+def _converted_value(argument: Argument, value: Any) -> Values | None:
     """Returns the fields and settings for a value; None for one without effect of which the user
     is told. Raises Unsupported.
     """
@@ -779,9 +779,7 @@ def _of_value(argument: Argument, value: Any) -> Values | None:
     return None
 
 
-def _of_several(
-    given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float, float]
-) -> Values:
+def _combined(given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float, float]) -> Values:
     """Returns the fields and settings that follow from several arguments together, and removes from
     `given` the arguments that TRL would not read beside the others.
     """

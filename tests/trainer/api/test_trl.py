@@ -65,7 +65,7 @@ def test_every_default_of_trl_is_the_default_of_grpo_config(name: str) -> None:
 
 
 REFUSED = sorted(name for name, row in ARGUMENTS.items() if row.effect is Effect.REFUSED)
-SAID = sorted(name for name, row in ARGUMENTS.items() if row.effect is Effect.SAID)
+SAID = sorted(name for name, row in ARGUMENTS.items() if row.effect is Effect.WARNED)
 
 
 def test_unsupported_arguments_are_refused_all_at_once_with_their_reasons() -> None:
@@ -183,7 +183,7 @@ def test_a_script_may_add_arguments_in_a_dataclass_of_its_own() -> None:
     settings = made.to_config(100, 0, OUT)
     assert settings.algorithm.kl_coef == made.beta == 0.3
     assert settings.sampling.system_prompt == "", "the script puts it into its prompts"
-    assert Own.of_script == {"system_prompt", "benchmarks"}
+    assert Own.script_fields == {"system_prompt", "benchmarks"}
     assert {"beta", "eval_strategy", "max_completion_length"} <= set(
         inspect.signature(GRPOConfig.__init__).parameters
     )
@@ -192,7 +192,7 @@ def test_a_script_may_add_arguments_in_a_dataclass_of_its_own() -> None:
 def test_arguments_without_effect_are_said_once_or_not_at_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    unused = (Effect.NONE, Effect.SAID)
+    unused = (Effect.NONE, Effect.WARNED)
     names = [name for name, argument in ARGUMENTS.items() if argument.effect in unused]
     given = {name: "x" for name in names if ARGUMENTS[name].convert is None}
     made = TrainerConfig(**given)
