@@ -3,7 +3,7 @@ refused (docs/how-to/from-trl.md).
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
@@ -59,7 +59,7 @@ class Unsupported(ValueError):
     """A value that this trainer cannot honour, with the reason."""
 
 
-def _fields(*names: str) -> dict[str, Argument]:
+def _fields(names: Sequence[str]) -> dict[str, Argument]:
     """Returns arguments that are fields of the same name."""
     return {name: Argument(name) for name in names}
 
@@ -69,17 +69,21 @@ def _settings(**names: str) -> dict[str, Argument]:
     return {name: Argument(setting) for name, setting in names.items()}
 
 
-def _silent(remark: str, *names: str) -> dict[str, Argument]:
+def _silent(remark: str, names: Sequence[str]) -> dict[str, Argument]:
     """Returns arguments without effect that ask for nothing beyond what is done anyway."""
     return dict.fromkeys(names, Argument(remark=remark, effect=Effect.NONE))
 
 
-def _warned(remark: str, *names: str, accepted: tuple[Any, ...] = ()) -> dict[str, Argument]:
+def _warned(
+    remark: str, names: Sequence[str], accepted: tuple[Any, ...] = ()
+) -> dict[str, Argument]:
     """Returns arguments without effect, of which a user is told."""
     return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.WARNED))
 
 
-def _refused(remark: str, *names: str, accepted: tuple[Any, ...] = ()) -> dict[str, Argument]:
+def _refused(
+    remark: str, names: Sequence[str], accepted: tuple[Any, ...] = ()
+) -> dict[str, Argument]:
     """Returns arguments that are refused, unless their value is one of `accepted`."""
     return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.REFUSED))
 
@@ -210,27 +214,29 @@ _KERNELS = "the trainer chooses kernels itself (docs/explanation/batches.md)"
 
 ARGUMENTS: dict[str, Argument] = {
     **_fields(
-        "output_dir",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "num_train_epochs",
-        "weight_decay",
-        "seed",
-        "run_name",
-        "overwrite_output_dir",
-        "gradient_checkpointing",
-        "push_to_hub",
-        "hub_model_id",
-        "hub_private_repo",
-        "hub_token",
-        "temperature",
-        "top_p",
-        "min_p",
-        "num_generations",
-        "reward_weights",
-        "save_steps",
-        "warmup_ratio",
+        (
+            "output_dir",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "num_train_epochs",
+            "weight_decay",
+            "seed",
+            "run_name",
+            "overwrite_output_dir",
+            "gradient_checkpointing",
+            "push_to_hub",
+            "hub_model_id",
+            "hub_private_repo",
+            "hub_token",
+            "temperature",
+            "top_p",
+            "min_p",
+            "num_generations",
+            "reward_weights",
+            "save_steps",
+            "warmup_ratio",
+        )
     ),
     "max_steps": Argument(
         "max_steps",
@@ -354,196 +360,227 @@ ARGUMENTS: dict[str, Argument] = {
         effect=Effect.NONE,
     ),
     # ---------------------------------------------------------------- without effect, silently
-    **_silent("logits are computed in float32 (model.fp32_head)", "cast_lm_head_to_fp32"),
+    **_silent("logits are computed in float32 (model.fp32_head)", ("cast_lm_head_to_fp32",)),
     **_silent(
         "there is no data loader to tune",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-        "dataloader_multiprocessing_context",
-        "dataloader_drop_last",
-        "dataloader_in_order",
-        "length_column_name",
-        "remove_unused_columns",
-        "group_by_length",
-        "pad_to_multiple_of",
-        "label_names",
+        (
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_drop_last",
+            "dataloader_in_order",
+            "length_column_name",
+            "remove_unused_columns",
+            "group_by_length",
+            "pad_to_multiple_of",
+            "label_names",
+        ),
     ),
     **_silent(
         _LOGS,
-        "logging_strategy",
-        "logging_first_step",
-        "log_completions",
-        "num_completions_to_print",
-        "log_unique_prompts",
-        "log_on_each_node",
-        "disable_tqdm",
-        "logging_nan_inf_filter",
-        "log_level",
-        "log_level_replica",
-        "log_multimodal",
-        "include_num_input_tokens_seen",
-        "skip_memory_metrics",
-        "debug",
+        (
+            "logging_strategy",
+            "logging_first_step",
+            "log_completions",
+            "num_completions_to_print",
+            "log_unique_prompts",
+            "log_on_each_node",
+            "disable_tqdm",
+            "logging_nan_inf_filter",
+            "log_level",
+            "log_level_replica",
+            "log_multimodal",
+            "include_num_input_tokens_seen",
+            "skip_memory_metrics",
+            "debug",
+        ),
     ),
     **_silent(
         "held-out problems are answered before and after training, as many at once as the engine "
         "takes",
-        "per_device_eval_batch_size",
-        "eval_accumulation_steps",
-        "eval_on_start",
-        "do_train",
-        "do_eval",
-        "do_predict",
-        "eval_do_concat_batches",
-        "eval_use_gather_object",
-        "batch_eval_metrics",
-        "include_for_metrics",
+        (
+            "per_device_eval_batch_size",
+            "eval_accumulation_steps",
+            "eval_on_start",
+            "do_train",
+            "do_eval",
+            "do_predict",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "batch_eval_metrics",
+            "include_for_metrics",
+        ),
     ),
     **_silent(
         "for EarlyStoppingCallback and `state.best_metric`; checkpoints/best is that of the best "
         "accuracy, or mean reward",
-        "metric_for_best_model",
-        "greater_is_better",
+        (
+            "metric_for_best_model",
+            "greater_is_better",
+        ),
     ),
     **_silent(
         "read only with use_vllm, or for generation in transformers",
-        "vllm_mode",
-        "vllm_model_impl",
-        "vllm_enable_sleep_mode",
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_server_timeout",
-        "vllm_group_port",
-        "vllm_gpu_memory_utilization",
-        "vllm_max_model_length",
-        "vllm_tensor_parallel_size",
-        "ds3_gather_for_generation",
-        "use_cache",
-        "use_transformers_continuous_batching",
-        "transformers_continuous_batching_config",
-        "use_transformers_paged",
-        "cache_implementation",
+        (
+            "vllm_mode",
+            "vllm_model_impl",
+            "vllm_enable_sleep_mode",
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "ds3_gather_for_generation",
+            "use_cache",
+            "use_transformers_continuous_batching",
+            "transformers_continuous_batching_config",
+            "use_transformers_paged",
+            "cache_implementation",
+        ),
     ),
     **_silent(
         "read only with vespo, an adaptive entropy bonus or a mixed reference, which are refused",
-        "vespo_k_pos",
-        "vespo_lambda_pos",
-        "vespo_k_neg",
-        "vespo_lambda_neg",
-        "entropy_coef_min",
-        "entropy_coef_max",
-        "entropy_coef_delta",
-        "entropy_target",
-        "ref_model_mixup_alpha",
-        "ref_model_sync_steps",
+        (
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+            "entropy_coef_min",
+            "entropy_coef_max",
+            "entropy_coef_delta",
+            "entropy_target",
+            "ref_model_mixup_alpha",
+            "ref_model_sync_steps",
+        ),
     ),
     **_silent(
         _KERNELS,
-        "gradient_checkpointing_kwargs",
-        "activation_checkpointing_kwargs",
-        "torch_empty_cache_steps",
-        "torch_compile_backend",
-        "torch_compile_mode",
-        "liger_kernel_config",
+        (
+            "gradient_checkpointing_kwargs",
+            "activation_checkpointing_kwargs",
+            "torch_empty_cache_steps",
+            "torch_compile_backend",
+            "torch_compile_mode",
+            "liger_kernel_config",
+        ),
     ),
     **_silent(
         "one process trains here",
-        "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
-        "ddp_backend",
-        "ddp_timeout",
-        "average_tokens_across_devices",
-        "local_rank",
-        "save_on_each_node",
-        "accelerator_config",
-        "fsdp_config",
+        (
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+            "ddp_backend",
+            "ddp_timeout",
+            "average_tokens_across_devices",
+            "local_rank",
+            "save_on_each_node",
+            "accelerator_config",
+            "fsdp_config",
+        ),
     ),
-    **_silent("a checkpoint has all that the run needs to go on", "save_only_model"),
-    **_silent("for the script, which gives it to train(), as in TRL", "resume_from_checkpoint"),
+    **_silent("a checkpoint has all that the run needs to go on", ("save_only_model",)),
+    **_silent("for the script, which gives it to train(), as in TRL", ("resume_from_checkpoint",)),
     **_silent(
         "only earlier versions of TRL and transformers have it",
-        "save_safetensors",
-        "use_mps_device",
-        "use_ipex",
-        "jit_mode_eval",
-        "half_precision_backend",
-        "fp16_backend",
-        "fp16_opt_level",
-        "dispatch_batches",
-        "split_batches",
-        "ray_scope",
-        "tpu_num_cores",
-        "include_inputs_for_metrics",
-        "dataset_num_proc",
-        "vllm_device",
-        "vllm_dtype",
-        "vllm_max_model_len",
-        "vllm_enable_prefix_caching",
-        "local_rollout_forward_batch_size",
-        "num_sample_generations",
+        (
+            "save_safetensors",
+            "use_mps_device",
+            "use_ipex",
+            "jit_mode_eval",
+            "half_precision_backend",
+            "fp16_backend",
+            "fp16_opt_level",
+            "dispatch_batches",
+            "split_batches",
+            "ray_scope",
+            "tpu_num_cores",
+            "include_inputs_for_metrics",
+            "dataset_num_proc",
+            "vllm_device",
+            "vllm_dtype",
+            "vllm_max_model_len",
+            "vllm_enable_prefix_caching",
+            "local_rollout_forward_batch_size",
+            "num_sample_generations",
+        ),
     ),
     # ---------------------------------------------------------------- without effect, and said
     **_warned(
-        "completions come from the embedded engine, or from SGLang with engine='sglang'", "use_vllm"
+        "completions come from the embedded engine, or from SGLang with engine='sglang'",
+        ("use_vllm",),
     ),
     **_warned(
         "set algorithm.rollout_correction, which holds for every engine",
-        "vllm_importance_sampling_correction",
-        "vllm_importance_sampling_mode",
-        "vllm_importance_sampling_clip_max",
-        "vllm_importance_sampling_clip_min",
-        "vllm_importance_sampling_cap",
+        (
+            "vllm_importance_sampling_correction",
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ),
         accepted=(
             True,
             "sequence_mask",
             3.0,
         ),
     ),
-    **_warned(_LOGS, "logging_steps", accepted=(1,)),
-    **_warned(_KERNELS, "use_liger_kernel"),
+    **_warned(_LOGS, ("logging_steps",), accepted=(1,)),
+    **_warned(_KERNELS, ("use_liger_kernel",)),
     **_warned(
         "one process trains here; the same settings train on many GPUs as a job group "
         "(docs/how-to/clusters.md)",
-        "deepspeed",
-        "fsdp",
-        "parallelism_config",
+        (
+            "deepspeed",
+            "fsdp",
+            "parallelism_config",
+        ),
     ),
     **_warned(
         "trained weights are float32, and bf16=True computes in bfloat16 over them",
-        "fp16",
-        "bf16_full_eval",
-        "fp16_full_eval",
-        "tf32",
+        (
+            "fp16",
+            "bf16_full_eval",
+            "fp16_full_eval",
+            "tf32",
+        ),
     ),
-    **_warned("`seed` decides the order of the data too", "data_seed"),
-    **_warned("trackers write to their own places (docs/how-to/metrics.md)", "logging_dir"),
-    **_warned("set evaluation.n", "num_generations_eval"),
+    **_warned("`seed` decides the order of the data too", ("data_seed",)),
+    **_warned("trackers write to their own places (docs/how-to/metrics.md)", ("logging_dir",)),
+    **_warned("set evaluation.n", ("num_generations_eval",)),
     **_warned(
         "an evaluation answers every held-out problem, before and after training too",
-        "eval_delay",
-        "prediction_loss_only",
+        (
+            "eval_delay",
+            "prediction_loss_only",
+        ),
     ),
-    **_warned("dropout of a model is as its configuration says", "disable_dropout"),
-    **_warned("`settings={'reproducible': True}` makes two runs equal", "full_determinism"),
+    **_warned("dropout of a model is as its configuration says", ("disable_dropout",)),
+    **_warned("`settings={'reproducible': True}` makes two runs equal", ("full_determinism",)),
     **_warned(
         "a resumed run goes on at the place in the data where it stopped, at the batch size that "
         "is set",
-        "ignore_data_skip",
-        "auto_find_batch_size",
-        "enable_jit_checkpoint",
-        "restore_callback_states_from_checkpoint",
+        (
+            "ignore_data_skip",
+            "auto_find_batch_size",
+            "enable_jit_checkpoint",
+            "restore_callback_states_from_checkpoint",
+        ),
     ),
     **_warned(
         "push_to_hub writes the model once, after training",
-        "hub_strategy",
-        "hub_always_push",
-        "hub_revision",
-        "log_completions_hub_repo",
+        (
+            "hub_strategy",
+            "hub_always_push",
+            "hub_revision",
+            "log_completions_hub_repo",
+        ),
         accepted=(
             "every_save",
             "end",
@@ -551,72 +588,86 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     **_warned(
         "trackio logs where its own environment variables say",
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
+        (
+            "trackio_space_id",
+            "trackio_bucket_id",
+            "trackio_static_space_id",
+        ),
     ),
     # ---------------------------------------------------------------- refused
     **_refused(
         "set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with "
         "it",
-        "sync_ref_model",
+        ("sync_ref_model",),
     ),
     **_refused(
         "answers are not held to a pattern (docs/explanation/engines.md)",
-        "vllm_structured_outputs_regex",
+        ("vllm_structured_outputs_regex",),
     ),
-    **_refused("an entropy bonus has a fixed weight (entropy_coef)", "use_adaptive_entropy"),
-    **_refused("an entropy bonus covers all tokens", "top_entropy_quantile", accepted=(1.0,)),
-    **_refused(_SAMPLING, "repetition_penalty", accepted=(1.0,)),
+    **_refused("an entropy bonus has a fixed weight (entropy_coef)", ("use_adaptive_entropy",)),
+    **_refused("an entropy bonus covers all tokens", ("top_entropy_quantile",), accepted=(1.0,)),
+    **_refused(_SAMPLING, ("repetition_penalty",), accepted=(1.0,)),
     **_refused(
-        "the loss of a mixture of experts has no term for its router", "router_aux_loss_coef"
+        "the loss of a mixture of experts has no term for its router", ("router_aux_loss_coef",)
     ),
     **_refused(
         "every prompt is drawn exactly once in each epoch, in an order that the seed decides",
-        "train_sampling_strategy",
+        ("train_sampling_strategy",),
         accepted=("random",),
     ),
     **_refused(
         "AdamW, decoupled, with epsilon 1e-8",
-        "optim_args",
-        "adam_epsilon",
-        "optim_target_modules",
-        "neftune_noise_alpha",
+        (
+            "optim_args",
+            "adam_epsilon",
+            "optim_target_modules",
+            "neftune_noise_alpha",
+        ),
         accepted=(1e-8,),
     ),
-    **_refused("checkpoints/best is the best one", "load_best_model_at_end"),
+    **_refused("checkpoints/best is the best one", ("load_best_model_at_end",)),
     # ---------------------------------------------------------------- refused, of RLOO
     **_refused(
         "scale or clip rewards in the reward function, which may also see whether an answer ended",
-        "reward_clip_range",
-        "normalize_reward",
-        "whiten_rewards",
-        "missing_eos_penalty",
+        (
+            "reward_clip_range",
+            "normalize_reward",
+            "whiten_rewards",
+            "missing_eos_penalty",
+        ),
     ),
     **_refused(
         "set settings={'algorithm.advantage': 'batch_normalised'}, which has no leave-one-out",
-        "normalize_advantages",
+        ("normalize_advantages",),
     ),
-    **_refused("set kl_coef and settings={'algorithm.kl_in': …}", "token_level_kl"),
-    **_refused("set max_steps", "total_episodes"),
+    **_refused("set kl_coef and settings={'algorithm.kl_in': …}", ("token_level_kl",)),
+    **_refused("set max_steps", ("total_episodes",)),
     **_refused(
         "set generation_kwargs={'stop_token_ids': […]}",
-        "stop_token",
-        "stop_token_id",
+        (
+            "stop_token",
+            "stop_token_id",
+        ),
         accepted=("eos",),
     ),
-    **_refused("give reward_funcs and model to the trainer", "reward_model_path", "sft_model_path"),
     **_refused(
-        "it has no meaning for answers that a reward function grades", "label_smoothing_factor"
+        "give reward_funcs and model to the trainer",
+        (
+            "reward_model_path",
+            "sft_model_path",
+        ),
+    ),
+    **_refused(
+        "it has no meaning for answers that a reward function grades", ("label_smoothing_factor",)
     ),
 }
 """Every argument of TRL's GRPOConfig, and those of its earlier versions."""
 TRAINER: dict[str, Argument] = {
     **_refused(
-        "a reward model here has the tokenizer in its own directory", "reward_processing_classes"
+        "a reward model here has the tokenizer in its own directory", ("reward_processing_classes",)
     ),
-    **_refused("the weights that are trained are float32", "quantization_config"),
-    **_refused("episodes come from an environment (docs/how-to/agents.md)", "rollout_func"),
+    **_refused("the weights that are trained are float32", ("quantization_config",)),
+    **_refused("episodes come from an environment (docs/how-to/agents.md)", ("rollout_func",)),
 }
 """The arguments of TRL's GRPOTrainer that are refused."""
 RENAMED = {
