@@ -132,7 +132,7 @@ MISTAKES = [
         "a column that is called otherwise",
         "trainer.evaluate_model --model BASE --dataset FOLDER/qa.jsonl "
         "--set data.answer_field=solution",
-        "--dataset|there are question, solutions|--set data.answer_field=NAME",
+        "--dataset|there are question, solutions|data.answer_field",
     ),
     Mistake(
         "more problems than there are",
@@ -178,7 +178,7 @@ MISTAKES = [
     Mistake(
         "a misspelt setting in a grid",
         "jobgroup.sweep FOLDER/typo.yaml",
-        "grid.trainer.learning_rat|did you mean optimizer.learning_rate?",
+        "grid.trainer.learning_rat|optimizer.learning_rate",
     ),
     Mistake(
         "one value in the place of a list",

@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerState
 
 from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import names as setting_names
 from common.wire.schemas import Prompt
 from learning.device import choose_device
 from services.environment.environments import Environment
@@ -592,6 +593,8 @@ class OnlineRLTrainer:
             yield
         except ServiceError as error:
             names = self.config.names(self._arguments)
+            if error.field in setting_names() and "." in error.field:
+                names.setdefault(error.field, f'settings["{error.field}"]')
             if self._caller_model.model is not None:
                 names["model.name"] = "model"
             reference = self.config.ref_model_name_or_path
