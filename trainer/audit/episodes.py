@@ -16,7 +16,7 @@ from services.environment.outcome import EpisodeRunner
 from services.environment.outcome import Outcome as EpisodeOutcome
 from services.environment.runners import load_runner, needs_gateway
 from services.environment.service import session_seed
-from services.environment.session import Session, SessionSettings
+from services.environment.session import Session
 from services.environment.template import Template
 from trainer.audit.comparison import StageOutcome
 from trainer.audit.completions import Request
@@ -151,12 +151,14 @@ class _Player:
             position=group.position,
         )
         answers = _RecordedAnswers(rows, self._stops)
-        settings = SessionSettings(
-            config.sampling.max_new_tokens,
-            request.limits,
-            session_seed(request.task.seed, number, attempt=0),
+        session = Session(
+            name,
+            self._template,
+            answers.sample,
+            limits=request.limits,
+            max_new_tokens=config.sampling.max_new_tokens,
+            seed=session_seed(request.task.seed, number, attempt=0),
         )
-        session = Session(name, self._template, answers.sample, settings)
         outcome = await self._runner.run(request.task, session, request.limits)
         session.close()
 

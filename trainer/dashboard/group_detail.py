@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import NotFound, ServiceError
-from common.wire.codec import group_json
+from common.wire.codec import plain
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group
@@ -130,7 +130,7 @@ def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[s
     try:
         group = replay.group(row["id"]) if replay else None
         if group is not None:
-            return group_json(group)
+            return plain(group)
     except ServiceError as error:
         there = error.message
     raise NotFound(

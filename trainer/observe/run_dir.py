@@ -33,7 +33,7 @@ from common.errors import ConfigError, shorten
 from common.process.logs import SHOWN, is_set_up, structured
 from common.process.storage import storing
 from common.settings.config import Config
-from common.wire.codec import group_json
+from common.wire.codec import plain
 from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.evaluation.uncertainty import accuracy_text
@@ -204,7 +204,7 @@ class Recorder:
         self._progress = None
 
     def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
-        self._append("samples", {"step": record.step, **group_json(groups[0])})
+        self._append("samples", {"step": record.step, **plain(groups[0])})
         remember(self._history, asdict(record))
         record.hints = self._in_words(hints(self._history, self._config))
         record.alarms = self._in_words(record.alarms)
