@@ -183,7 +183,7 @@ MISTAKES = [
     Mistake(
         "one value in the place of a list",
         "jobgroup.sweep FOLDER/scalar.yaml",
-        "grid.optimizer.learning_rate|not a list|--help",
+        "grid.optimizer.learning_rate|a valid list|--help",
     ),
     Mistake(
         "sections within sections",

@@ -20,7 +20,7 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
     if message.startswith(_EXPECTED):
         # "a valid integer, unable to parse string as an integer": the value is shown anyway.
         expected = message.removeprefix(_EXPECTED).partition(",")[0]
-        return "invalid value", f"give a value that is {expected}"
+        return f"invalid value, expected {expected}", f"give a value that is {expected}"
     # Our own validators raise ValueError("REASON: REMEDY").
     reason, colon, remedy = message.removeprefix("Value error, ").rpartition(": ")
     return (reason, remedy) if colon else (message, "correct it")

@@ -312,7 +312,7 @@ def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_not(tmp_path: Pa
     for told in (
         "did you mean MAX_STEPS?",
         "RLHF_OPTIMIZER__LEARNING_RATE?",
-        "invalid value · field: trainer.batch_size",
+        "expected a valid integer · field: trainer.batch_size",
     ):
         assert told in output
     assert "MY_OWN" not in output

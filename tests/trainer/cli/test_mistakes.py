@@ -113,7 +113,7 @@ MISTAKES = [
     (
         "sweep",
         "FOLDER/nested.yaml",
-        "settings.trainer|a section, not a setting|trainer.max_steps",
+        "settings.trainer|there is no setting trainer",
     ),
     ("local", f"{GROUP} --env API_TOKEN=secret", "API_TOKEN|6 characters|openssl rand -hex 32"),
     (
