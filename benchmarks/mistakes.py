@@ -91,7 +91,7 @@ MISTAKES = [
     Mistake(
         "answers of no tokens",
         "trainer.train_math --model BASE --dataset tiny --max-new-tokens 0",
-        "--max-new-tokens|0|give a number above 0",
+        "--max-new-tokens|0|greater than 0",
     ),
     Mistake(
         "the directory of an earlier run",
@@ -132,7 +132,7 @@ MISTAKES = [
         "a column that is called otherwise",
         "trainer.evaluate_model --model BASE --dataset FOLDER/qa.jsonl "
         "--set data.answer_field=solution",
-        "--dataset|there are question, solutions|--set data.answer_field=NAME",
+        "--dataset|there are question, solutions|data.answer_field",
     ),
     Mistake(
         "more problems than there are",
@@ -168,7 +168,7 @@ MISTAKES = [
     Mistake(
         "a rate with a slip of the finger",
         "trainer.sft --model.name BASE --data.source tiny --optimizer.learning_rate 2e-5x",
-        "optimizer.learning_rate|2e-5x|give a number",
+        "optimizer.learning_rate|2e-5x|a valid number",
     ),
     Mistake(
         "a model that is not there",
@@ -183,7 +183,7 @@ MISTAKES = [
     Mistake(
         "one value in the place of a list",
         "jobgroup.sweep FOLDER/scalar.yaml",
-        "grid.optimizer.learning_rate|not a list|--help",
+        "grid.optimizer.learning_rate|a valid list|--help",
     ),
     Mistake(
         "sections within sections",

@@ -2,7 +2,7 @@
 names.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -43,6 +43,14 @@ RECIPES: dict[str, dict[str, Any]] = {
 """The settings of each named algorithm, where they differ from the defaults of
 `AlgorithmSection`."""
 
+
+def preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the recipe of these settings sets, and what `kl_in` reward does."""
+    name = given.get("name", "grpo")
+    estimator = {"kl_estimator": "k1"} if given.get("kl_in") == "reward" else {}
+    return (RECIPES.get(name, {}) if isinstance(name, str) else {}) | estimator
+
+
 _Published = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"
 ]
@@ -62,8 +70,6 @@ ADVANTAGES = (
 """The built-in advantages (`trainer/algorithms/advantages.py`)."""
 LOSSES = ("clip", "cispo", "dppo", "sapo")
 """The built-in losses (`trainer/algorithms/losses.py`)."""
-CORRECTION = ("correction_cap", "correction_floor")
-"""The settings of a rollout_correction."""
 
 
 def _recipe_help(name: str) -> str:
@@ -177,37 +183,11 @@ class AlgorithmSection(Section):
     """Mean log ratio behaviour/policy above which completions with negative advantage are dropped
     (OPSM). Unset: none."""
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _recipe(cls, data: Any, handler: Callable[[Any], "AlgorithmSection"]) -> "AlgorithmSection":
-        if not isinstance(data, dict):
-            return handler(data)
-        name = data.get("name", "grpo")
-        preset = RECIPES.get(name, {}) if isinstance(name, str) else {}
-        if data.get("kl_in") == "reward":
-            preset = preset | {"kl_estimator": "k1"}
-        section = handler({**preset, **data})
-        defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
-        for names, reason in section._unread():
-            for setting in names:
-                if setting in data and getattr(section, setting) != defaults[setting]:
-                    raise ValueError(
-                        f"algorithm.{setting} is set but not read, since {reason}: leave it out"
-                    )
-        if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
-            raise ValueError(
-                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, "
-                "where only k1, the log ratio, has the gradient of the KL divergence, and the "
-                "others can push the policy away from the reference: use k1, or algorithm.kl_in "
-                "loss"
-            )
-        if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":
-            raise ValueError(
-                "algorithm.kl_estimator k1 with algorithm.kl_in loss has an expected gradient of "
-                "0: use k2 (the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ "
-                "policy)), or algorithm.kl_in reward"
-            )
-        return section
+    def _recipe(cls, given: Any) -> Any:
+        """Adds the recipe's settings to those that are given."""
+        return {**preset(given), **given} if isinstance(given, dict) else given
 
     @property
     def caution(self) -> str | None:
@@ -249,46 +229,3 @@ class AlgorithmSection(Section):
     @property
     def updates_per_batch(self) -> int:
         return self.update_epochs * self.mini_batches
-
-    def _unread(self) -> Iterator[tuple[Sequence[str], str]]:
-        """Yields settings that others make pointless, and why."""
-        advantage = self.advantage
-        # A function of the user may read any setting.
-        is_own = ":" in advantage
-        if not is_own and advantage not in ("group_normalised", "reward_normalised"):
-            yield (
-                ("advantage_eps",),
-                f"advantage is {advantage}, not group_normalised or reward_normalised",
-            )
-        if advantage != "gae":
-            yield ("gamma", "gae_lambda"), f"advantage is {advantage}, not gae"
-        if advantage == "none":
-            yield (
-                ("dynamic_sampling", "overlong_buffer", "length_penalty"),
-                "advantage is none, so the rewards are not used",
-            )
-        if self.policy_loss == "sapo":
-            yield ("clip_low", "clip_high", "dual_clip"), "policy_loss is sapo, which does not clip"
-        elif self.policy_loss in LOSSES:
-            yield (
-                ("sapo_tau_positive", "sapo_tau_negative"),
-                f"policy_loss is {self.policy_loss}, not sapo",
-            )
-        if self.policy_loss in ("cispo", "dppo"):
-            yield ("dual_clip",), f"policy_loss is {self.policy_loss}"
-        if self.updates_per_batch == 1:
-            yield ("early_stop_kl",), "update_epochs and mini_batches are 1"
-        if self.kl_coef == 0:
-            yield (
-                ("kl_estimator", "kl_in", "kl_target", "reference_refresh"),
-                "kl_coef is 0, so there is no reference model",
-            )
-        if not self.dynamic_sampling:
-            yield ("dynamic_sampling_rounds",), "dynamic_sampling is off"
-        if self.rollout_correction == "none":
-            yield CORRECTION, "rollout_correction is none"
-        if self.rollout_correction != "mask":
-            yield (
-                ("correction_floor",),
-                f"rollout_correction is {self.rollout_correction}, not mask",
-            )

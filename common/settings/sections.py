@@ -513,10 +513,9 @@ class EvaluationSection(Truncation):
     """Steps between evaluations on held-out problems. 0: only before and after training."""
     samples: InHelp[NonNegativeInt] = 256
     """Held-out problems per evaluation. 0: no evaluation."""
-    k: PositiveInt = 8
-    """k of pass@k in the first and the last evaluation."""
     pass_samples: NonNegativeInt = 64
-    """Held-out problems for pass@k. Each is answered k times."""
+    """Held-out problems for pass@8 in the first and the last evaluation. Each is answered eight
+    times."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of the answers that count for the accuracy. 0: greedy."""

@@ -75,10 +75,10 @@ def test_a_wrong_setting_is_a_failed_line_in_its_own_words(
     assert main([_group(tmp_path), "--env", "RLHF_TRAINER__BATCH_SIZE=0"]) == 1
     out = capsys.readouterr().out
     assert (
-        "FAIL  settings of data-server: this number is too small · field: trainer.batch_size · value: 0"
+        "FAIL  settings of data-server: invalid value, expected greater than 0 · field: trainer.batch_size · value: 0"
         in out
     )
-    assert "\n      fix: give a number above 0" in out
+    assert "\n      fix: give a value that is greater than 0" in out
     assert "ok    python: " in out  # the other checks still run
 
 

@@ -117,7 +117,7 @@ def _rows(dataset: Any) -> Iterable[Any]:
 
 
 def _pandas_row(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the cells of a row: arrays as lists, and empty ones, which pandas has as NaN, as
+    """Returns the cells of a row. Arrays become lists, and NaN, pandas' empty cell, becomes
     None.
     """
     cells = {}

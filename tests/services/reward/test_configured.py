@@ -168,15 +168,15 @@ def test_a_function_that_does_not_work_is_refused_at_the_start() -> None:
     ("functions", "message"),
     [
         ("nothing", "there is no nothing"),
-        ("[]", "this has 0 values"),
+        ("[]", "at least 1 item"),
         ("[5]", "neither the name of a function .* value: 5"),
         ("format", "give it `required` or `forbidden`"),
         ("math,math", "reward.functions has math twice"),
         ('{"name": "math", "tasks": []}', "reward.functions.math.tasks"),
         ('{"name": "math", "weight": "x"}', "reward.functions.math.weight · value: x"),
         ('{"name": "length", "soft_chars": 9000}', "soft_chars 9000"),
-        ('{"name": "code", "timeout": 2}', "code has no argument timeout .* timeout_s"),
-        ('{"name": "a.b:C", "timeout": 2}', "own has no argument timeout"),
+        ('{"name": "code", "timeout": 2}', "no setting reward.functions.code.timeout .* timeout_s"),
+        ('{"name": "a.b:C", "timeout": 2}', "no setting reward.functions.own.timeout"),
         ('{"weight": 2}', "a mapping with its name"),
     ],
 )

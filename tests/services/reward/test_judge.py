@@ -391,7 +391,9 @@ def test_settings_without_a_valid_judge_are_refused() -> None:
         JudgeRewardFunction("localhost", "big")
     with pytest.raises(ConfigError, match=r"required.*reward\.functions\.judge\.url"):
         load(["--reward.functions", "judge"], {})
-    with pytest.raises(ConfigError, match=r"judge has no argument urll.*did you mean url"):
+    with pytest.raises(
+        ConfigError, match=r"no setting reward.functions.judge.urll.*did you mean .*url"
+    ):
         load(["--reward.functions", '{"name": "judge", "model": "m", "url": "u", "urll": "x"}'], {})
     with pytest.raises(InvalidInput, match="prompt"):
         JudgeRewardFunction("http://x", "big")(chats("x"))

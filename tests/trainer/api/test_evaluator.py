@@ -319,7 +319,7 @@ def test_an_empty_data_set_is_an_error(base_model: Path, reward: MathRewardFunct
     ("model", "arguments", "message"),
     [
         ("m", {"max_new_tokens": 0}, r"field: max_new_tokens.*value: 0"),
-        ("m", {"temperature": 0}, r"too small.*field: temperature.*value: 0.*above 0"),
+        ("m", {"temperature": 0}, r"field: temperature.*value: 0.*greater than 0"),
         ("m", {"api_key": "x"}, r"a local model has no api_key"),
         ("m", {"tokenizer": "x"}, r"a local model has no tokenizer"),
         (

@@ -19,7 +19,7 @@ from common.process.logs import setup_logging
 from common.settings.config import Config, from_mapping
 from tests.support.batches.groups import make_group
 from trainer.api.callbacks import Callbacks
-from trainer.api.settings import TrainerConfig, in_own_words
+from trainer.api.settings import TrainerConfig
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
@@ -130,11 +130,17 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
     assert "changed" not in said.getvalue()
 
     second = {"optimizer.learning_rate": 1e-6, "algorithm.kl_coef": 0.0}
-    Recorder(tmp_path, from_mapping(second), console, step=3, words=in_own_words)
+    Recorder(
+        tmp_path,
+        from_mapping(second),
+        console,
+        step=3,
+        words=Callbacks(TrainerConfig(), tmp_path).words,
+    )
     line = next(line for line in said.getvalue().splitlines() if "changed" in line)
     assert "learning_rate 0.0005 → 1e-06" in line
     assert "kl_coef 0.1 → 0.0" in line
-    assert "reward_fn [{'name': 'math', 'weight': -1.0}] → ['math']" in line
+    assert "reward.functions [{'name': 'math', 'weight': -1.0}] → ['math']" in line
     assert "dir" not in line
 
     Recorder(tmp_path, from_mapping(first), console)  # a new run, which replaces the old one
@@ -149,8 +155,8 @@ def test_a_hint_appears_once_and_in_the_words_of_the_python_api(
     words = Callbacks(TrainerConfig(), tmp_path).words
     recorder = Recorder(tmp_path, Config(), Console(file=said, width=120), words=words)
     run(recorder, 12, 0.5)
-    assert said.getvalue().count("hint: 50% of the completions are cut at max_new_tokens") == 1
-    assert '(settings["algorithm.overlong_buffer"])' in said.getvalue()
+    assert said.getvalue().count("hint: 50% of the completions are cut at") == 1
+    assert "sampling.max_new_tokens is max_new_tokens here" in " ".join(said.getvalue().split())
     assert caplog.messages == []
 
 
