@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes.local_run import LocalRun
-from trainer.diagnosis import names
+from trainer.observe import catalogue
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 GROUP = (ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml").read_text(encoding="utf-8")
@@ -71,13 +71,13 @@ def test_a_stuck_a_killed_and_an_interrupted_run_are_told_apart(group: LocalRun)
 
     rank = rank_one(group)
     rank.send_signal(signal.SIGSTOP)
-    group.wait_for(lambda: str(diagnose(group)["first_line"]).startswith(names.RANK_STUCK))
+    group.wait_for(lambda: str(diagnose(group)["first_line"]).startswith(catalogue.RANK_STUCK))
     rank.send_signal(signal.SIGCONT)
 
     rank.kill()
     report = run_dir / "diagnosis.txt"
     group.wait_for(report.exists)
-    assert report.read_text().startswith(f"{names.RANK_DIES}: rank 1 on ppo-trainer-1")
+    assert report.read_text().startswith(f"{catalogue.RANK_DIES}: rank 1 on ppo-trainer-1")
     assert f"({report})" in group.log("ppo-trainer-0")  # the last line of rank 0
 
     assert group.process is not None
@@ -85,4 +85,4 @@ def test_a_stuck_a_killed_and_an_interrupted_run_are_told_apart(group: LocalRun)
     group.finish()
     last = diagnose(group)
     assert last["state"] == "ended"
-    assert str(last["first_line"]).startswith((names.INTERRUPTED, names.RANK_DIES))
+    assert str(last["first_line"]).startswith((catalogue.INTERRUPTED, catalogue.RANK_DIES))

@@ -35,7 +35,10 @@ def compare_prompts(
     detail = f"{len(recorded.fresh)} prompts of {config.data.source}: rows"
     detail += ", order and tokens" if has_order else " and tokens (a curriculum chose the order)"
     for group in recorded.fresh:
-        drawn = ids[_place(config.seed, group.position, len(ids))] if has_order else ""
+        drawn = ""
+        if has_order:
+            epoch, place = divmod(group.position, len(ids))
+            drawn = ids[permutation(config.seed, epoch, len(ids))[place]]
         difference = _difference(group, rows, drawn=drawn, prompter=prompter, config=config)
         if difference is not None:
             where, expected, found = difference
@@ -66,9 +69,3 @@ def _difference(
     if tokens != recorded:
         return f"{where}, tokens", str(recorded), str(tokens)
     return None
-
-
-def _place(seed: int, position: int, size: int) -> int:
-    """Returns the row of the data set at a position of the stream of prompts."""
-    epoch, place = divmod(position, size)
-    return int(permutation(seed, epoch, size)[place])

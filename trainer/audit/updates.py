@@ -40,10 +40,8 @@ def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> StageO
     reference's and of the critic's values.
     """
     expected = [row for item in recorded.groups for row in item.logprobs]
-    found: Sequence[Float32 | None] = [None] * len(expected)
     scored = again.batch.old_logprobs or again.update.logprobs
-    if scored is not None:
-        found = scored
+    found: Sequence[Float32 | None] = scored or [None] * len(expected)
     outcome = compare_columns(
         "logprobs",
         "log-probabilities of the policy",
@@ -56,15 +54,14 @@ def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> StageO
         return outcome
 
     line = recorded.line
-    others = {
-        "the reference's log-probabilities": (
-            line.reference_logprobs,
-            again.line.reference_logprobs,
-        ),
-        "the critic's values": (line.values, again.line.values),
-    }
     detail = outcome.detail
-    for what, (was, is_now) in others.items():
+    others = {
+        "reference_logprobs": "the reference's log-probabilities",
+        "values": "the critic's values",
+    }
+    for name, what in others.items():
+        was = getattr(line, name)
+        is_now = getattr(again.line, name)
         if was != is_now:
             return compare_checksums("logprobs", what, was, is_now)
         if was:

@@ -19,9 +19,9 @@ from trainer.diagnosis.find import find
 from trainer.diagnosis.live import collect
 from trainer.diagnosis.report import first_line
 from trainer.diagnosis.run_files import read_facts
+from trainer.observe.catalogue import ALARMS, limits
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.metrics import SECTIONS
-from trainer.observe.notes import ALARMS, limits
 from trainer.observe.run_dir import ATTEMPTS, no_run
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import flatten, numbers

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from common.process.logs import SEPARATOR
 from common.process.watchdog import Awaited
 from trainer.diagnosis.health import ServiceHealth
-from trainer.diagnosis.names import Fault
+from trainer.observe.catalogue import Fault
 
 State = Literal["empty", "starting", "running", "finished", "ended", "killed"]
 """`ended`: by itself or by a signal that it handled; `killed`: it had no time to say why."""

@@ -6,9 +6,9 @@ from itertools import pairwise, takewhile
 from statistics import fmean
 from typing import Any
 
-from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, Finding, finding
-from trainer.observe.notes import MAX_DROPPED, SLOW
+from trainer.observe import catalogue
+from trainer.observe.catalogue import MAX_DROPPED, SLOW
 
 _NEWEST = 3
 """A condition holds if it holds in so many steps in a row."""
@@ -60,7 +60,7 @@ def _drops(facts: Facts) -> Iterator[Finding]:
     oldest = facts.steps[0].get("dropped") or {}
     newest = facts.steps[-1].get("dropped") or {}
     groups = len(facts.steps) * int(facts.config.get("trainer.batch_size") or 0)
-    for reason, fault in names.DROPS.items():
+    for reason, fault in catalogue.DROPS.items():
         began = oldest.get(reason, 0) if len(facts.steps) > 1 else 0
         count = newest.get(reason, 0)
         if count >= began:  # otherwise the process, and its counts, began anew meanwhile
@@ -85,7 +85,7 @@ def _not_finite(facts: Facts) -> Iterator[Finding]:
         if skipped:
             what = f"the gradient of step {line['step']}: {skipped} updates were skipped"
         if bad or skipped:
-            yield finding(names.NOT_FINITE, what, line.get("time"), level="harm")
+            yield finding(catalogue.NOT_FINITE, what, line.get("time"), level="harm")
             return
 
 
@@ -113,7 +113,7 @@ def _drawn_twice(facts: Facts) -> Iterator[Finding]:
                 what = f"position {each} in the steps {before} and {step}"
                 if each is prompts:
                     what = f"step {step} has the prompts of step {before}, in the same order"
-                yield finding(names.DRAWN_TWICE, what, times.get(step), level="harm")
+                yield finding(catalogue.DRAWN_TWICE, what, times.get(step), level="harm")
                 return
 
 
@@ -131,7 +131,7 @@ def _equal_rewards(facts: Facts) -> Iterator[Finding]:
     reward = fmean(line.get("reward") or 0.0 for line in newest)
     what = f"all {batch} groups of the last {_NEWEST} steps (mean reward {reward:.3f}): no gradient"
     since = _since(facts.steps, is_equal)
-    yield finding(names.EQUAL_REWARDS, what, since, level="harm")
+    yield finding(catalogue.EQUAL_REWARDS, what, since, level="harm")
 
 
 def _old_weights(facts: Facts) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _old_weights(facts: Facts) -> Iterator[Finding]:
             f"the experience of step {facts.step} is {age:.1f} versions old, more than "
             f"trainer.max_staleness ({allowed})"
         )
-        yield finding(names.OLD_WEIGHTS, what, facts.last, level="harm")
+        yield finding(catalogue.OLD_WEIGHTS, what, facts.last, level="harm")
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
@@ -153,5 +153,5 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         seconds = after.get("time", 0.0) - before.get("time", 0.0)
         if seconds < -_JUMP_S:
             what = f"that of the trainer went back by {-seconds:.0f} s before step {after['step']}"
-            yield finding(names.CLOCK_JUMPS, what, after.get("time"), level="slow")
+            yield finding(catalogue.CLOCK_JUMPS, what, after.get("time"), level="slow")
             return

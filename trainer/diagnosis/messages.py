@@ -5,17 +5,17 @@ the lines of their logs. Pure.
 import re
 from collections.abc import Iterable, Iterator
 
-from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, Finding, Level, LogLine, finding
-from trainer.diagnosis.names import Fault, of_service
 from trainer.diagnosis.processes import stalled_for
+from trainer.observe import catalogue
+from trainer.observe.catalogue import Fault, of_service
 
 _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_dir\b")
 """The field of an error that is about a setting."""
 _FRAME = re.compile(r"line \d+, in (\w+)")
 """A line of one of Python's stacks."""
 _BEFORE_THE_END_S = 90.0
-_FULL = names.DISK_OF_RUN
+_FULL = catalogue.DISK_OF_RUN
 _PROBLEMS = {
     "unreachable": "",
     "waiting": "",
@@ -48,26 +48,26 @@ def from_messages(facts: Facts) -> Iterator[Finding]:
 
 
 def fault_of(line: LogLine) -> Fault:
-    """Returns the row of the table that an error is about; `names.ENDED` without one."""
+    """Returns the row of the table that an error is about; `catalogue.ENDED` without one."""
     fields = dict(line.fields)
     cause = fields.pop("cause", "")
     if cause:
         found = fault_of(line.model_copy(update={"code": cause, "fields": fields}))
-        if found != names.ENDED:
+        if found != catalogue.ENDED:
             return found
-    known = _of_place(line) or names.BY_CODE.get(line.code) or names.foreign(line.text)
+    known = _of_place(line) or catalogue.BY_CODE.get(line.code) or catalogue.foreign(line.text)
     if known is None and "reason" in fields:  # of a group that was dropped
-        known = names.DROPS.get(fields["reason"], names.NOT_GENERATED)
-    return known or names.ENDED
+        known = catalogue.DROPS.get(fields["reason"], catalogue.NOT_GENERATED)
+    return known or catalogue.ENDED
 
 
 def _of_place(line: LogLine) -> Fault | None:
     """Returns the row of an error that is another one at another place; None for other errors."""
     code = line.code
     fields = line.fields
-    full = "disk_full" in (code, fields.get("problem")) or names.foreign(line.text) == _FULL
-    if code in names.OLD_WEIGHTS.codes and full:
-        return names.DISK_OF_NODE
+    full = "disk_full" in (code, fields.get("problem")) or catalogue.foreign(line.text) == _FULL
+    if code in catalogue.OLD_WEIGHTS.codes and full:
+        return catalogue.DISK_OF_NODE
     if "service" in fields and code in _PROBLEMS:
         return of_service(fields["service"], _PROBLEMS[code] or fields.get("problem", ""))
     if code == "disk_full" and fields.get("field") == "state_dir":
@@ -96,13 +96,13 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         is_rank_zero = line.fields.get("rank", "").startswith("rank 0 ")
         if how == "stopped" or (how == "failed" and is_rank_zero and facts.end):
             continue  # rank 0 says more itself
-        fault = names.RANK_DIES if how == "died" else names.RANK_STUCK
+        fault = catalogue.RANK_DIES if how == "died" else catalogue.RANK_STUCK
         if how == "failed":
             fault = fault_of(line)
         remedy = ""
-        if fault == names.RANK_DIES and facts.restarts is False:
-            remedy = names.KILLED.remedy
-        if fault == names.ENDED:  # what the rank that ends goes on to say is no part of it
+        if fault == catalogue.RANK_DIES and facts.restarts is False:
+            remedy = catalogue.KILLED.remedy
+        if fault == catalogue.ENDED:  # what the rank that ends goes on to say is no part of it
             remedy = line.fields.get("remedy", "").partition(". ")[0]
         signals = [each.message for each in _with_code(lines, "rank_killed")]
         yield finding(
@@ -125,16 +125,16 @@ def _places(lines: Iterable[LogLine]) -> Iterator[str]:
 
 def _of_exit(facts: Facts, end: LogLine, lines: list[LogLine]) -> Iterator[Finding]:
     fault = fault_of(end)
-    if fault == names.INTERRUPTED:
+    if fault == catalogue.INTERRUPTED:
         yield from _failed_tasks(facts, lines)
         yield finding(fault, "by SIGTERM or Ctrl-C", facts.exited, level="stopped")
         return
-    if fault == names.KILLED:
+    if fault == catalogue.KILLED:
         yield _killed(facts, lines)
         return
 
-    if fault == names.ENDED and not facts.steps and _SETTING.match(end.fields.get("field", "")):
-        fault = names.WRONG_SETTING
+    if fault == catalogue.ENDED and not facts.steps and _SETTING.match(end.fields.get("field", "")):
+        fault = catalogue.WRONG_SETTING
     began = None if facts.steps else facts.started
     # The remedy of a call is that of the caller, who cannot know what the service has.
     remedy = "" if end.code == "unreachable" else end.fields.get("remedy", "")
@@ -167,7 +167,7 @@ def _killed(facts: Facts, lines: list[LogLine]) -> Finding:
     for line in _with_code(lines, "rank_killed"):
         evidence = [line.message]
         since = line.time or since
-    return finding(names.KILLED, f"{who} is gone", since, level="stopped", evidence=evidence)
+    return finding(catalogue.KILLED, f"{who} is gone", since, level="stopped", evidence=evidence)
 
 
 def _failed_tasks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
@@ -179,9 +179,9 @@ def _failed_tasks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         if line.time and facts.exited and abs(facts.exited - line.time) > _BEFORE_THE_END_S:
             continue
         fault = fault_of(line)
-        if fault == names.ENDED:
+        if fault == catalogue.ENDED:
             is_setting = _SETTING.match(line.fields.get("field", ""))
-            fault = names.WRONG_SETTING if is_setting else names.TASK_FAILED
+            fault = catalogue.WRONG_SETTING if is_setting else catalogue.TASK_FAILED
         yield finding(
             fault,
             f"{line.source}: {line.message}",
@@ -202,7 +202,7 @@ def _of_waits(facts: Facts, lines: list[LogLine], level: Level) -> Iterator[Find
     }
     for line in newest.values():
         fault = fault_of(line)
-        if fault != names.ENDED:
+        if fault != catalogue.ENDED:
             since = (line.time or facts.now) - line.seconds
             yield finding(fault, line.message, since, level=level, evidence=[line.said])
 
@@ -222,7 +222,7 @@ def _of_graders(facts: Facts, lines: list[LogLine], level: Level) -> Iterator[Fi
     newest = {line.fields.get("function", ""): line for line in known}
     since = facts.last or facts.started
     for line in newest.values():
-        yield finding(names.NOT_GRADED, line.message, since, level=level, evidence=[line.said])
+        yield finding(catalogue.NOT_GRADED, line.message, since, level=level, evidence=[line.said])
 
 
 def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
@@ -241,10 +241,10 @@ def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
 def _of_nodes(lines: list[LogLine], level: Level) -> Iterator[Finding]:
     """Yields what the agents of the rollout nodes report."""
     for line in reversed(lines):
-        if line.code not in names.OLD_WEIGHTS.codes:
+        if line.code not in catalogue.OLD_WEIGHTS.codes:
             continue
         fault = fault_of(line)
-        if fault == names.DISK_OF_NODE or line.code == "node_stale":
+        if fault == catalogue.DISK_OF_NODE or line.code == "node_stale":
             what = f"{line.source}: {line.message}"
             yield finding(fault, what, line.time, level=level, evidence=[line.said])
             return

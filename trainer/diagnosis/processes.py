@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from trainer.diagnosis import names
 from trainer.diagnosis.facts import (
     Facts,
     Finding,
@@ -13,7 +12,8 @@ from trainer.diagnosis.facts import (
     finding,
 )
 from trainer.diagnosis.health import ROUTER
-from trainer.diagnosis.names import Fault, of_service
+from trainer.observe import catalogue
+from trainer.observe.catalogue import Fault, of_service
 from trainer.timing import WAITS_FOR_BATCH
 
 _SHORTEST_STALL_S = 15.0
@@ -64,7 +64,7 @@ def _stopped_processes(facts: Facts) -> Iterator[Finding]:
         kind = _kind(process)
         if not process.is_stopped or not kind:
             continue
-        own = {"rank": names.RANK_STUCK, "agent": names.AGENT_HANGS}
+        own = {"rank": catalogue.RANK_STUCK, "agent": catalogue.AGENT_HANGS}
         name = own.get(kind) or of_service(kind, "silent")
         who = process.name if kind in process.name else f"{kind} of {process.name}"
         yield _finding(
@@ -122,18 +122,18 @@ def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
     problem = service.problem
     if service.of_engine:
         return of_service("engine", problem), f"that of {who}: {text}"
-    if names.foreign(text) == names.DISK_OF_RUN:
+    if catalogue.foreign(text) == catalogue.DISK_OF_RUN:
         return of_service(who, "disk_full"), f"{who}: {text}"
     if service.reported == "stale":
-        return names.OLD_WEIGHTS, f"{who} is {text}"
+        return catalogue.OLD_WEIGHTS, f"{who} is {text}"
     if service.reported in ("failed", "starting"):
-        return names.ENGINE_DIES, f"that of {who} is {text}"
+        return catalogue.ENGINE_DIES, f"that of {who} is {text}"
     if problem == "not_ready" and who.startswith("rollout-server"):
-        return names.ENGINE_HANGS, f"{who}: {text}"
+        return catalogue.ENGINE_HANGS, f"{who}: {text}"
     if problem == "not_ready" and who == ROUTER:
-        return names.ENGINE_DIES, f"the router {text}"
+        return catalogue.ENGINE_DIES, f"the router {text}"
     if problem in ("not_ready", "error"):
-        return names.SERVICE_HANGS, f"{who} is not ready: {text}"
+        return catalogue.SERVICE_HANGS, f"{who} is not ready: {text}"
     return of_service(who, problem), f"{who}: {text}"
 
 
@@ -158,7 +158,7 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
     else:
         return
     waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
-    yield _finding(names.RANK_STUCK, what, facts, evidence=waits)
+    yield _finding(catalogue.RANK_STUCK, what, facts, evidence=waits)
 
 
 def _names(ranks: list[RankFacts]) -> str:
@@ -169,11 +169,11 @@ def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
     problem = facts.trainer_problem
     if problem == "silent" and stall_s:
         what = "rank 0 does not answer, and its process lives"
-        yield _finding(names.RANK_STUCK, what, facts, evidence=["GET /ranks has no answer"])
+        yield _finding(catalogue.RANK_STUCK, what, facts, evidence=["GET /ranks has no answer"])
     elif problem == "unauthorized":
         what = "the trainer rejects the token of this command"
         yield _finding(
-            names.WRONG_TOKEN,
+            catalogue.WRONG_TOKEN,
             what,
             facts,
             evidence=["API_TOKEN of this shell is not that of the run"],
@@ -201,7 +201,8 @@ def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
     what = f"rank 0 is at: {leader.place}, for {leader.since_s:.0f} s"
     if slow:
         what += f"; {slow[0].service} has not answered {slow[0].call}"
-    yield _finding(names.NO_BATCH, what, facts, evidence=_waits(facts) or ["no call is in flight"])
+    evidence = _waits(facts) or ["no call is in flight"]
+    yield _finding(catalogue.NO_BATCH, what, facts, evidence=evidence)
 
 
 def no_step(facts: Facts) -> Iterator[Finding]:
@@ -217,7 +218,7 @@ def no_step(facts: Facts) -> Iterator[Finding]:
     said = [line.said for line in newest]
     unknown = ["its processes were not asked, and its logs do not say why"]
     yield _finding(
-        names.NO_STEP, what, facts, evidence=[*_waits(facts), *places] or said or unknown
+        catalogue.NO_STEP, what, facts, evidence=[*_waits(facts), *places] or said or unknown
     )
 
 
@@ -227,7 +228,7 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
             ahead = "ahead of" if service.clock_s > 0 else "behind"
             seconds = abs(service.clock_s)
             what = f"that of {service.name} is {seconds:.0f} s {ahead} that of this machine"
-            yield finding(names.CLOCKS_DIFFER, what, None, level="slow")
+            yield finding(catalogue.CLOCKS_DIFFER, what, None, level="slow")
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
@@ -240,7 +241,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     if own and others:
         listed = ", ".join(f"{name} has {release}" for name, release in others.items())
         what = f"the trainer has {own}, {listed}"
-        yield finding(names.VERSIONS_DIFFER, what, facts.started, level="harm")
+        yield finding(catalogue.VERSIONS_DIFFER, what, facts.started, level="harm")
 
 
 def _finding(

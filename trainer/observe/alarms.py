@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.observe.notes import ALARMS, OWN_DEFAULTS, limits
+from trainer.observe.catalogue import ALARMS, OWN_DEFAULTS, limits
 
 if TYPE_CHECKING:
     from trainer.policy.update_metrics import UpdateMetrics

@@ -12,8 +12,8 @@ from common.errors import NotReady, ServiceError, ServiceLost, Unauthorized
 from common.process.storage import StorageFailed
 from common.settings.config import Config
 from tests.support.paths import ROOT
-from trainer.diagnosis import names
-from trainer.observe.notes import ALARMS, HINTS
+from trainer.observe import catalogue
+from trainer.observe.catalogue import ALARMS, HINTS
 
 SECTIONS = [name for name, each in Config() if isinstance(each, BaseModel)]
 SETTING = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)")
@@ -35,14 +35,14 @@ def headings(page: str) -> set[str]:
     return set(re.findall(r"^### (.*)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("fault", names.FAULTS)
-def test_a_fault_is_a_heading_and_has_a_remedy(fault: names.Fault) -> None:
+@pytest.mark.parametrize("fault", catalogue.FAULTS)
+def test_a_fault_is_a_heading_and_has_a_remedy(fault: catalogue.Fault) -> None:
     assert fault in headings("operations.md")
     assert fault.remedy
 
 
 def test_a_code_belongs_to_one_fault() -> None:
-    codes = [code for fault in names.FAULTS for code in fault.codes]
+    codes = [code for fault in catalogue.FAULTS for code in fault.codes]
     assert len(codes) == len(set(codes))
 
 
@@ -61,7 +61,7 @@ def test_every_code_that_is_read_is_one_that_is_written() -> None:
     folders = ("common", "learning", "services", "trainer")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     written = "".join(path.read_text() for path in files if path.parent.name != "diagnosis")
-    for code in (*names.BY_CODE, *EVENTS):
+    for code in (*catalogue.BY_CODE, *EVENTS):
         assert f'"{code}"' in written or f"code: {code}" in written, code
 
 
@@ -87,8 +87,8 @@ def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name
 )
 @pytest.mark.parametrize("service", TASKS)
 def test_every_problem_of_every_service_has_a_name(service: str, problem: Problem) -> None:
-    assert names.of_service(service, problem) in names.FAULTS
-    assert names.of_service(service, problem) != names.ENDED
+    assert catalogue.of_service(service, problem) in catalogue.FAULTS
+    assert catalogue.of_service(service, problem) != catalogue.ENDED
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_every_problem_of_every_service_has_a_name(service: str, problem: Proble
         set(
             re.findall(
                 r"\b(?:trainer|reward|sampling|rollout|model|data)\.[a-z_]+",
-                " ".join(fault.remedy for fault in names.FAULTS),
+                " ".join(fault.remedy for fault in catalogue.FAULTS),
             )
         )
     ),

@@ -1,21 +1,309 @@
-"""The alarms and hints, one row each: what they say, above or below what, and what to change.
+"""The catalogue of what can be wrong with a run: every fault, hint and alarm is one row, with its
+meaning, its limit and its remedy.
 
-`alarms.py` and `hints.py` measure; this table has the words and every threshold.
-`docs/how-to/operations.md` explains each row, and a test holds the two together.
+| table | a row is | who says it |
+|---|---|---|
+| `FAULTS` | known by the code of an error or log line, or by words of a library | `rlhf diagnose` |
+| `HINTS` | measured over several steps (`hints.py`) | the run |
+| `ALARMS` | measured in one update (`alarms.py`) | the run |
+
+The name of a row is a heading of `docs/how-to/operations.md`, which explains it; a test compares
+names, limits and settings.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from common.settings.config import Config
 
 
+class Fault(str):
+    """A row of `FAULTS`. It is its own name, so that it can be compared with that of a finding."""
+
+    remedy: str
+    codes: tuple[str, ...]
+    foreign: str
+    """A regular expression for what torch, SQLite, Python or the kernel write about it."""
+
+    def __new__(
+        cls, heading: str, remedy: str, *, codes: tuple[str, ...] = (), foreign: str = ""
+    ) -> Self:
+        fault = super().__new__(cls, heading)
+        fault.remedy = remedy
+        fault.codes = codes
+        fault.foreign = foreign
+        FAULTS.append(fault)
+        return fault
+
+
+FAULTS: list[Fault] = []
+_WAIT = (
+    "nothing if its task is restarted (SkyPilot, jobgroup.local); else see the end of its log and "
+    "start it again: the trainer waits trainer.service_timeout_s"
+)
+
+DATA_DIES = Fault("Data-server dies", _WAIT)
+REWARD_DIES = Fault("Reward-server dies", _WAIT)
+REPLAY_DIES = Fault("Replay-buffer dies", _WAIT)
+CRITIC_DIES = Fault(
+    "Critic-server dies",
+    "start trainer and critic-server again: the run goes on from its checkpoint",
+)
+ENVIRONMENT_DIES = Fault("Environment-server dies or hangs", _WAIT)
+SERVICE_HANGS = Fault(
+    "Data-server, reward-server or replay-buffer hangs",
+    (
+        "nobody restarts what hangs: kill -CONT if it is stopped, else kill it, and its task is "
+        "restarted; nothing is lost"
+    ),
+)
+CANNOT_START = Fault(
+    "A service cannot start its graders, or the command of `openenv:`",
+    "fix what the reason names and start the run again",
+    codes=("service_lost",),
+)
+ENGINE_DIES = Fault(
+    "An engine dies", "nothing: its agent restarts it; see the engine's log if it dies again"
+)
+ENGINE_DIES_AGAIN = Fault(
+    "An engine dies again and again",
+    "fix what the end of the engine's log names and start again",
+    codes=("engine_failed",),
+)
+ENGINE_CANNOT = Fault(
+    "The embedded engine cannot run the model",
+    "another model, or rollout.engine sglang",
+    codes=("unfit_model",),
+)
+ENGINE_OF_PROCESS = Fault(
+    "The engine of a run in one process dies, for example for lack of memory",
+    "fix what the reason names and start again",
+)
+ENGINE_HANGS = Fault(
+    "An engine or the router hangs",
+    "nothing: its agent kills and restarts it after rollout.hang_timeout_s",
+)
+ROUTER_DIES = Fault("The router dies", "nothing: the agent of node 0 restarts it")
+NODE_DIES = Fault(
+    "A rollout node dies",
+    "nothing: its task is restarted, and the run goes on with the other nodes",
+)
+AGENT_HANGS = Fault("An agent hangs or is cut off", "continue it (kill -CONT) or restart its task")
+OLD_WEIGHTS = Fault(
+    "An engine serves old weights",
+    "see the agent's log for why it cannot load them; restart that rollout node",
+    codes=("node_stale", "nodes_behind"),
+)
+WEIGHTS_DAMAGED = Fault(
+    "A byte of a rollout node's weights changes",
+    "nothing: it downloads them again; check that node's disk if it recurs",
+    codes=("bad_weights",),
+)
+RANK_DIES = Fault(
+    "A trainer node or one of its processes dies",
+    (
+        "nothing if the task is restarted: the run goes on from its newest checkpoint; look for "
+        "the killer (kernel log, memory limit of the pod)"
+    ),
+)
+RANK_STUCK = Fault(
+    "A rank of the trainer is stuck",
+    (
+        "continue it if it is stopped (kill -CONT); else see its stack, and end it: all ranks are "
+        "started again from the newest checkpoint"
+    ),
+)
+RANK_MEMORY = Fault(
+    "A rank of the trainer is out of memory",
+    (
+        "lower trainer.micro_batch_tokens, switch on trainer.activation_checkpointing or "
+        "trainer.offload_optimizer, or shard over more ranks (trainer.shard_size)"
+    ),
+    codes=("out_of_memory",),
+    foreign=r"OutOfMemory|out of memory|Cannot allocate memory|bad_alloc|MemoryError",
+)
+KILLED = Fault(
+    "The trainer was killed",
+    (
+        "start it again: it goes on from its newest checkpoint; look for the killer (kernel log, "
+        "memory limit of the pod; a terminal that closes: use nohup or tmux)"
+    ),
+    codes=("rank_killed",),
+)
+INTERRUPTED = Fault(
+    "The run was interrupted",
+    "start it again with the same run directory: it goes on from its checkpoint",
+    codes=("interrupted",),
+)
+ENDED = Fault("The run ended with an error", "see the lines above")
+TASK_FAILED = Fault(
+    "A task has failed more often than it may be restarted",
+    "fix what its last line names and start again",
+)
+WRONG_TOKEN = Fault(
+    "A task has the wrong token",
+    "set the same API_TOKEN in every task and start again",
+    codes=("unauthorized",),
+)
+CERTIFICATE = Fault(
+    "A certificate is not trusted",
+    "set TLS_CA to the authority that signed TLS_CERT, the same in every task",
+    codes=("certificate",),
+)
+UNKNOWN_NAME = Fault(
+    "A name does not resolve",
+    (
+        "check that the task runs and that its name resolves from the trainer (getent hosts NAME); "
+        "names are TASK-NODE.GROUP"
+    ),
+)
+WRONG_SETTING = Fault("A setting is wrong", "correct that setting and start again")
+DISK_OF_SERVICE = Fault(
+    "A full disk: replay-buffer, data-server, critic-server",
+    "free space there: everything continues by itself",
+)
+DISK_OF_NODE = Fault(
+    "A full disk: a rollout node", "free space there: the node fetches the weights again by itself"
+)
+DISK_OF_RUN = Fault(
+    "A full disk: the trainer's run directory",
+    "free space there and start again: the run goes on from its newest checkpoint",
+    codes=("disk_full",),
+    foreign=r"No space left|Disk quota exceeded|File too large",
+)
+SECOND_RUN = Fault(
+    "A second run is started in the `RUN_DIR` of a running one",
+    "leave the directory to that run, or name another RUN_DIR",
+    codes=("run_in_use", "run_taken_over"),
+)
+CHECKPOINT_DAMAGED = Fault(
+    "A byte of a checkpoint changes",
+    "restore it from a copy, or remove it to go on from the one before",
+    codes=("checkpoint_changed",),
+)
+SQLITE_DAMAGED = Fault(
+    "An SQLite file or its log is damaged, cut or removed",
+    "restore the file that the reason names from a copy, or move it away",
+    codes=("damaged",),
+    foreign=r"disk image is malformed|file is not a database|btreeInitPage",
+)
+NOT_GRADED = Fault(
+    "Answers cannot be graded",
+    (
+        "see why in the evidence: correct the reward function, or give it time "
+        "(reward.function_timeout_s) or processes (reward.workers)"
+    ),
+    codes=("not_graded",),
+)
+NOT_GENERATED = Fault(
+    "Completions cannot be generated",
+    (
+        "see the log of rollout-server; give it time (sampling.request_timeout_s) or ask for less "
+        "(sampling.max_new_tokens)"
+    ),
+)
+NO_BATCH = Fault(
+    "No batch comes",
+    "see what the trainer waits for in the evidence, and the log of that service",
+    codes=("no_batch", "stuck"),
+)
+NO_STEP = Fault(
+    "No step ends",
+    (
+        "see what waits in the evidence, and the log of the service that it waits for; restart "
+        "that service if its log has nothing; kill -USR1 makes a process log its stacks"
+    ),
+)
+EQUAL_REWARDS = Fault(
+    "Every group has equal rewards",
+    (
+        "the prompts are too hard or too easy, or the reward is constant: change data.source, "
+        "reward.functions, or sampling.group_size"
+    ),
+    codes=("equal_rewards",),
+)
+NOT_FINITE = Fault(
+    "A number is not finite",
+    "lower trainer.learning_rate or trainer.max_grad_norm, or set model.dtype float32",
+    codes=("not_finite",),
+)
+DRAWN_TWICE = Fault(
+    "A prompt is drawn twice", "restore the state of data-server (STATE_DIR), or start a new run"
+)
+CLOCK_JUMPS = Fault(
+    "A clock jumps", "nothing: only the times that people read are wrong; check the machine's NTP"
+)
+CLOCKS_DIFFER = Fault(
+    "Clocks differ", "synchronise the clocks (NTP): training is right, times of logs are not"
+)
+VERSIONS_DIFFER = Fault("Versions differ", "install the same version in every task")
+
+BY_CODE = {code: fault for fault in FAULTS for code in fault.codes}
+_DIES = {
+    "data-server": DATA_DIES,
+    "reward-server": REWARD_DIES,
+    "replay-buffer": REPLAY_DIES,
+    "critic-server": CRITIC_DIES,
+    "router": ROUTER_DIES,
+    "engine": ENGINE_DIES,
+}
+_OF_PROBLEM: dict[str, Fault] = {
+    "unknown_name": UNKNOWN_NAME,
+    "unauthorized": WRONG_TOKEN,
+    "certificate": CERTIFICATE,
+    "disk_full": DISK_OF_SERVICE,
+}
+
+DROPS = {
+    "reward": NOT_GRADED,
+    "generation": NOT_GENERATED,
+    "episode": NOT_GENERATED,
+    "teacher": NOT_GENERATED,
+}
+"""Names by the reason for which a group was dropped."""
+
+
+def foreign(text: str) -> Fault | None:
+    """Returns the row that a program without codes writes about; None without one."""
+    for fault in FAULTS:
+        if fault.foreign and re.search(fault.foreign, text):
+            return fault
+    return None
+
+
+def of_service(service: str, problem: str) -> Fault:
+    """Returns the row for a problem (`common.clients.unreachable`) of `service`: a task, a node,
+    `router` or `engine`.
+    """
+    if service == "rollout-server":  # its address is that of the router
+        service = "router"
+    if problem == "lost":
+        return ENGINE_OF_PROCESS if service in ("router", "engine") else CANNOT_START
+    if problem in _OF_PROBLEM:
+        is_node = service.startswith("rollout-server")
+        return DISK_OF_NODE if problem == "disk_full" and is_node else _OF_PROBLEM[problem]
+    task = service if service in _DIES else service.rstrip("0123456789").rstrip("-")
+    hangs = problem == "silent"
+    if task == "environment-server":
+        return ENVIRONMENT_DIES
+    if task == "rollout-server":
+        return AGENT_HANGS if hangs else NODE_DIES
+    if task in ("router", "engine") and hangs:
+        return ENGINE_HANGS
+    if hangs and task != "critic-server":
+        return SERVICE_HANGS
+    return _DIES.get(task, ENDED)
+
+
 @dataclass(frozen=True)
 class Notice:
-    """One row. `seen` and `remedy` are templates of the measured numbers and of `config`."""
+    """A row of `HINTS` or `ALARMS`."""
 
     seen: str
+    """What is wrong: a template, as `remedy`, that is filled with the measured numbers, the row
+    (`note`) and the settings (`config`)."""
     remedy: str
     limit: float
     """The main threshold, in `unit`."""
@@ -23,13 +311,20 @@ class Notice:
     also: Mapping[str, float] = field(default_factory=dict)
     """Further thresholds by what they bound."""
     unless: Mapping[str, str] = field(default_factory=dict)
-    """Further remedies, each left out when its setting is already switched on."""
-    slow: bool = False
-    """Whether it is about speed; otherwise what the run learns is in danger."""
+    """Further remedies by setting; left out where the setting is switched on already."""
+    stage: str = ""
+    """The stage whose share of the time the limit bounds."""
+    dropped: str = ""
+    """The reason of dropped groups whose share the limit bounds."""
     metric: str = ""
-    """Field of `UpdateMetrics` that the limit bounds; empty for a row that is measured in code."""
+    """The field of `UpdateMetrics` that the limit bounds. A row with none of these three is
+    measured by a function of its own."""
     is_least: bool = False
     """Whether the metric must be above the limit, not below."""
+
+    def limit_of(self, config: Config) -> float:
+        """Returns the main limit, which may be another one when experience may be stale."""
+        return self.also.get(_STALE, self.limit) if config.trainer.max_staleness else self.limit
 
     def text(self, config: Config, **measured: Any) -> str:
         """Returns the sentence, or two: what is seen, and the remedy."""
@@ -43,16 +338,17 @@ class Notice:
 
     @property
     def threshold(self) -> str:
-        """All thresholds, as the page shows them."""
+        """All limits, as the page shows them."""
         main = f"{self.limit:.0%}" if self.unit.startswith("of ") else f"{self.limit:g}"
-        return "; ".join(
-            [f"{main} {self.unit}", *(f"{name}: {value:g}" for name, value in self.also.items())]
-        )
+        further = [f"; {name}: {value:g}" for name, value in self.also.items()]
+        return f"{main} {self.unit}{''.join(further)}"
 
 
 MAX_DROPPED = 0.1
 """Share of the groups; `rlhf diagnose` has the same limit."""
 _OLD = "with older experience"
+_STALE = "with staleness"
+_OF_TIME = "of the time"
 _USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
 _RATE = "trainer.learning_rate ({config.trainer.learning_rate:g})"
 _UNREAD = (
@@ -94,7 +390,7 @@ def _same(remedy: str) -> Notice:
 
 def _dropped(reason: str, remedy: str) -> Notice:
     seen = f"{{count}} groups ({{share:.0%}}) were dropped ({reason}): {remedy}"
-    return Notice(seen, "", MAX_DROPPED, "of the groups")
+    return Notice(seen, "", MAX_DROPPED, "of the groups", dropped=reason)
 
 
 def _lost(status: str, remedy: str) -> Notice:
@@ -103,7 +399,7 @@ def _lost(status: str, remedy: str) -> Notice:
 
 
 def _slow(seen: str, remedy: str, limit: float, **more: Any) -> Notice:
-    return Notice(seen, remedy, limit, "of the time", slow=True, **more)
+    return Notice(seen, remedy, limit, _OF_TIME, **more)
 
 
 HINTS = {
@@ -250,7 +546,8 @@ HINTS = {
         "Generate faster: more at once (rollout.max_running_requests), shorter answers "
         "(sampling.max_new_tokens), on a cluster more rollout nodes (num_nodes of rollout-server)",
         0.8,
-        also={"with staleness": 0.5},
+        stage="generation",
+        also={_STALE: 0.5},
         unless={
             "trainer.max_staleness": (
                 "; trainer.max_staleness 1 lets the next batch be generated during the update"
@@ -263,7 +560,7 @@ HINTS = {
         "Update faster: more tokens at once (trainer.micro_batch_tokens) or trainer.compile; on a "
         "cluster more or larger trainer nodes (num_nodes of ppo-trainer), or fewer rollout nodes",
         0.9,
-        also={"with staleness": 0.5, "share of the update": 0.5},
+        also={_STALE: 0.5, "share of the update": 0.5},
         unless={"trainer.max_staleness": "; or run both at once (trainer.max_staleness 1)"},
     ),
     "publish_bound": _slow(
@@ -271,6 +568,7 @@ HINTS = {
         "Change: trainer.weight_sync ({config.trainer.weight_sync}) to distributed or shared, or "
         "the network between the nodes",
         0.35,
+        stage="publish",
         unless={
             "trainer.max_staleness": (
                 ", or trainer.max_staleness 1, which overlaps it with the next step"
@@ -296,6 +594,7 @@ HINTS = {
         "Raise trainer.max_staleness, lower sampling.max_new_tokens, or train on what is ready at "
         "any age (trainer.when_stale train)",
         0.15,
+        stage="stragglers",
     ),
     "reward_bound": _slow(
         "the trainer waits for the grader for {share:.0%} of the time",
@@ -303,6 +602,7 @@ HINTS = {
         "reward.functions) and cores for them, or shorter limits (timeout_s in reward.functions, "
         "reward.function_timeout_s)",
         0.3,
+        stage="reward",
     ),
     "replay_bound": _slow(
         "the trainer waits for the replay-buffer for {share:.0%} of the time: every group is "
@@ -310,12 +610,14 @@ HINTS = {
         "Put its state (state_dir) on a faster disk or block volume, or reuse less "
         "(replay.reuse_ratio)",
         0.2,
+        stage="replay",
     ),
     "nothing_active": _slow(
         "for {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts "
         "come too slowly, or this process has too little processor time",
         "Compare OMP_NUM_THREADS with the cores; on a cluster look at the log of data-server",
         0.3,
+        stage="waiting",
     ),
     "dropped_generation": _dropped(
         "generation",
@@ -340,7 +642,7 @@ HINTS = {
         "sampling.max_new_tokens",
     ),
 }
-"""By name, and by case where one hint has several."""
+"""By name; a hint with several cases has a row for each, `NAME, CASE`."""
 
 ALARMS = {
     "delta_logprob": Notice(
@@ -415,7 +717,7 @@ ALARMS = {
     ),
 }
 
-SLOW = frozenset(name for name, row in HINTS.items() if row.slow)
+SLOW = frozenset(name for name, row in HINTS.items() if row.unit == _OF_TIME)
 """The hints that are about speed."""
 
 
