@@ -38,16 +38,15 @@ def group_detail(
         source = "replay"
         content = _from_replay(row, replay, why)
         missing.append(f"advantages and the trainer's log-probabilities: {why}")
-    elif not row["reason"]:
-        scored = [item["trainer_logprobs"] is not None for item in content["completions"]]
-        if not all(scored):
-            missing.append(
-                "the trainer's log-probabilities of some completions: not needed without an "
-                "advantage"
-            )
-    known = texts if isinstance(texts, TokenTexts) else None
+    elif not row["reason"] and any(
+        item["trainer_logprobs"] is None for item in content["completions"]
+    ):
+        missing.append(
+            "the trainer's log-probabilities of some completions: not needed without an advantage"
+        )
     if isinstance(texts, ServiceError):
         missing.append(f"the texts of tokens: {texts.message}")
+    known = texts if isinstance(texts, TokenTexts) else None
     return {
         **{name: content[name] for name in _GROUP},
         **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
@@ -56,69 +55,61 @@ def group_detail(
         "missing": missing,
         "created_at": content["created_at"] or None,
         "weight": content.get("weight"),
-        "prompt_tokens": None if known is None else known.texts(content["prompt_token_ids"]),
+        "prompt_tokens": _token_texts(content["prompt_token_ids"], known),
         "completions": [_completion(item, known) for item in content["completions"]],
     }
 
 
 def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
     mask = item.get("mask")
-    advantages = _trained(item.get("advantages"), mask)
-    same = not advantages or all(number == advantages[0] for number in advantages)
-    graded = item["reward"] is not None
-    prompt_tokens = None
-    if texts is not None and item.get("prompt_ids") is not None:
-        prompt_tokens = texts.texts(item["prompt_ids"])
+    advantages = _of_trained(item.get("advantages"), mask)
+    known = [each for each in advantages or () if each is not None]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    is_graded = item["reward"] is not None
     return {
         **{name: item.get(name) for name in _COMPLETION},
-        "logprobs": _shown(item["logprobs"], mask),
-        "tokens": None if texts is None else texts.texts(item["token_ids"]),
-        "special": [] if texts is None else texts.special(item["token_ids"]),
-        "trainer_logprobs": _shown(item.get("trainer_logprobs"), mask),
-        "advantage": _mean(advantages),
-        "advantages": None if same else _shown(item.get("advantages"), mask),
-        "correct": item["correct"] if graded and item.get("verified", True) else None,
-        "status": item["status"] if graded or item["status"] != "ok" else None,
+        "logprobs": _of_trained(item["logprobs"], mask),
+        "tokens": _token_texts(item["token_ids"], texts),
+        "special": texts.special(item["token_ids"]) if texts else [],
+        "trainer_logprobs": _of_trained(item.get("trainer_logprobs"), mask),
+        "advantage": mean if math.isfinite(mean) else None,
+        # Only a critic gives the tokens of a completion different advantages.
+        "advantages": advantages if len(set(known)) > 1 else None,
+        "correct": item["correct"] if is_graded and item.get("verified", True) else None,
+        "status": item["status"] if is_graded or item["status"] != "ok" else None,
         "components": item.get("components", {}),
         "turns": [[turn["start"], turn["end"]] for turn in item.get("turns") or []],
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": _token_texts(item.get("prompt_ids"), texts),
     }
 
 
-def _trained(numbers: list[float] | None, mask: list[int] | None) -> list[float] | None:
-    """Returns the numbers of tokens that are trained."""
-    if numbers is None or mask is None:
-        return numbers
-    return [each for each, kept in zip(numbers, mask, strict=True) if kept]
+def _token_texts(token_ids: list[int] | None, texts: TokenTexts | None) -> list[str] | None:
+    return None if texts is None or token_ids is None else texts.texts(token_ids)
 
 
-def _shown(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
+def _of_trained(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
     """Returns a number for every token, None for tokens of a tool or the environment."""
     if numbers is None or mask is None:
         return None if numbers is None else [*numbers]
     return [each if kept else None for each, kept in zip(numbers, mask, strict=True)]
 
 
-def _mean(numbers: list[float] | None) -> float | None:
-    mean = math.fsum(numbers) / len(numbers) if numbers else math.nan
-    return mean if math.isfinite(mean) else None
-
-
 def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """Returns the content of the group's file, or None and the reason."""
-    if row["step"] is None:
+    step = row["step"]
+    if step is None:
         return None, "no step of the run directory has this group"
     try:
-        content = read_group(run_dir, row["step"], row["place"])
+        content = read_group(run_dir, step, row["place"])
     except ServiceError as error:
         return None, f"{error.message} ({error.value})"
     if content is None:
+        removed = "it was removed to make room (trainer.keep_groups_mb)"
         return None, (
-            f"groups/ has no file of step {row['step']}: it was removed to make room "
-            "(trainer.keep_groups_mb), is not written yet, or never was"
+            f"groups/ has no file of step {step}: {removed}, is not written yet, or never was"
         )
     if content["id"] != row["id"]:
-        return None, f"the file of step {row['step']} belongs to another attempt"
+        return None, f"the file of step {step} belongs to another attempt"
     return content, ""
 
 

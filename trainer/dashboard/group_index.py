@@ -27,7 +27,7 @@ _EXCERPT_CHARS = 200
 _SCHEMA = """
 CREATE TABLE groups (
     step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER,
-    reward REAL, tokens INTEGER, advantage REAL, delta REAL, reason TEXT,
+    reward REAL, length INTEGER, advantage REAL, delta REAL, reason TEXT,
     marks TEXT NOT NULL, shown TEXT NOT NULL
 );
 CREATE INDEX by_id ON groups (id, step);
@@ -40,10 +40,9 @@ CREATE TABLE prompts (
 _INSERT = """
 INSERT INTO groups VALUES (
     :step, :place, :id, :prompt_id, :position, :reward,
-    :tokens, :advantage, :delta, :reason, :marks, :shown
+    :length, :advantage, :delta, :reason, :marks, :shown
 )
 """
-_SHOWN = "shown, excerpt"
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = (
     "unparsable",
@@ -120,7 +119,7 @@ class GroupIndex:
         hits: Iterable[Place] = (),
         around: tuple[str, int | None] | None = None,
         patience_s: float = math.inf,
-    ) -> tuple[int, int, list[dict[str, Any]]]:
+    ) -> tuple[int, int, list[_Row]]:
         """Returns the number of matching groups, the offset, and up to `limit` rows from there, in
         query order.
 
@@ -130,7 +129,7 @@ class GroupIndex:
         """
         where, values = _where(query)
         source = _FROM if query.text else "FROM groups"
-        column = query.sort.removeprefix("-").replace("length", "tokens")
+        column = query.sort.removeprefix("-")
         direction = "DESC" if query.sort.startswith("-") else "ASC"
         # Groups that wait have no step: they are the newest.
         nulls = "FIRST" if query.sort == "-step" else "LAST"
@@ -140,43 +139,40 @@ class GroupIndex:
             if query.text:
                 self._db.execute("DELETE FROM hits")
                 self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
-            count = f"SELECT COUNT(*) {source} WHERE {where}"
-            (total,) = self._db.execute(count, values).fetchone()
+            matching = f"{source} WHERE {where}"
+            (total,) = self._db.execute(f"SELECT COUNT(*) {matching}", values).fetchone()
             if around is not None:
-                numbered = (
-                    f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number "
-                    f"{source} WHERE {where}"
-                )
+                number = f"ROW_NUMBER() OVER (ORDER BY {order}) AS number"
+                numbered = f"SELECT id, step, {number} {matching}"
                 find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step IS ?"  # noqa: S608
                 place = self._db.execute(find, [*values, *around]).fetchone()
                 offset = (place[0] - 1) // limit * limit if place else offset
-            chosen = f"SELECT groups.rowid {source} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-            page = f"SELECT {_SHOWN} {_FROM} WHERE groups.rowid IN ({chosen}) ORDER BY {order}"
-            rows = self._db.execute(page, [*values, limit, offset]).fetchall()
-        return total, offset, [_shown(row) for row in rows]
+            # Ordering and counting need no prompts: only the rows of the page are joined with them.
+            chosen = f"SELECT groups.rowid {matching} ORDER BY {order} LIMIT ? OFFSET ?"
+            rows = self._rows(
+                f"groups.rowid IN ({chosen}) ORDER BY {order}", *values, limit, offset
+            )
+        return total, offset, rows
 
-    def find(self, group_id: str, step: int | None = None) -> dict[str, Any] | None:
+    def find(self, group_id: str, step: int | None = None) -> _Row | None:
         """Returns the group as of the newest step, or `step`, that trained on it or dropped it;
         None if none did.
         """
-        query = (
-            f"SELECT {_SHOWN} {_FROM} WHERE id = ?1 AND (step = ?2 OR ?2 IS NULL) "
-            "ORDER BY step DESC LIMIT 1"
-        )
+        query = "id = ?1 AND (step = ?2 OR ?2 IS NULL) ORDER BY step DESC LIMIT 1"
         with self._lock:
             self._refresh()
-            row = self._db.execute(query, (group_id, step)).fetchone()
-        return None if row is None else _shown(row)
+            return next(iter(self._rows(query, group_id, step)), None)
 
-    def of_prompt(self, prompt_id: str, limit: int) -> list[dict[str, Any]]:
-        query = (
-            f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? "
-            "ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
-        )
+    def of_prompt(self, prompt_id: str, limit: int) -> list[_Row]:
+        """Returns the newest groups of a prompt, by step."""
+        query = "prompt_id = ? ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
-            rows = self._db.execute(query, (prompt_id, limit)).fetchall()
-        return [_shown(row) for row in reversed(rows)]
+            return self._rows(query, prompt_id, limit)[::-1]
+
+    def _rows(self, condition: str, *values: Any) -> list[_Row]:
+        query = f"SELECT shown, excerpt {_FROM} WHERE {condition}"
+        return [_shown(row) for row in self._db.execute(query, values)]
 
     def problems(self) -> list[str]:
         """Returns a sentence for each missing or damaged part."""
@@ -231,20 +227,19 @@ class GroupIndex:
         """Replaces the rows of the groups that wait."""
         self._asked_at = time.monotonic()
         self._replay_problem = ""
-        listing: list[dict[str, Any]] = []
-        # A shared store has the groups of other runs too.
-        prefixes: tuple[str, ...] = ()
+        self._db.execute("DELETE FROM groups WHERE step IS NULL")
         try:
             listing = replay.listing()
+            # A shared store has the groups of other runs too.
             prefixes = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir))
         except (ServiceError, OSError) as error:
             self._replay_problem = f"waiting groups are not shown: {error}"
+            return
         if listing and not prefixes:
             self._replay_problem = (
                 f"waiting groups are not shown: {ATTEMPTS} is missing, so it is not known which "
                 "belong to this run"
             )
-        self._db.execute("DELETE FROM groups WHERE step IS NULL")
         own = [_waiting(row) for row in listing if row["id"].startswith(prefixes)]
         self._db.executemany(_INSERT, map(_stored, own))
 
@@ -257,8 +252,8 @@ def _where(query: Query) -> tuple[str, list[Any]]:
         "step <= ?": query.step_to,
         "reward >= ?": query.reward_min,
         "reward <= ?": query.reward_max,
-        "tokens >= ?": query.length_min,
-        "tokens <= ?": query.length_max,
+        "length >= ?": query.length_min,
+        "length <= ?": query.length_max,
     }
     for term, bound in bounds.items():
         if bound is not None:
@@ -271,10 +266,10 @@ def _where(query: Query) -> tuple[str, list[Any]]:
         )
         values += [query.text.casefold(), query.text, query.text]
     if query.error == "none":
-        terms.append("marks IN ('|', '|reused|')")
+        terms.append("marks IN ('||', '|reused|')")
     elif query.error == "any":
         endings = " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
-        terms.append(f"(reason IS NOT NULL OR {endings})")
+        terms.append(f"(reason != '' OR {endings})")
     elif query.error:
         terms.append("instr(marks, ?)")
         values.append(f"|{query.error}|")
@@ -282,37 +277,22 @@ def _where(query: Query) -> tuple[str, list[Any]]:
 
 
 def _row(step: int | None, place: int | None, group: GroupSummary) -> _Row:
-    oldest, newest = group.versions or (None, None)
+    """Returns what the page gets of a group: its summary without the prompt, which the groups of a
+    prompt share, and with the place of the group.
+    """
+    row = asdict(group)
+    del row["prompt"], row["first"]
+    completion = None
+    if group.first is not None:
+        completion = {"number": 1, "reward": group.rewards[0], **asdict(group.first)}
     marks = [*group.marks]
     if group.reused:
         marks.append("reused")
     if group.reason:
         marks += ["dropped", group.reason]
-    completion = None
-    if group.first is not None:
-        completion = {"number": 1, "reward": group.rewards[0], **asdict(group.first)}
-    return {
-        "step": step,
-        "place": place,
-        "id": group.id,
-        "prompt_id": group.prompt_id,
-        "position": group.position,
-        "oldest": oldest,
-        "newest": newest,
-        "reward": group.reward,
-        "rewards": group.rewards,
-        "correct": group.correct,
-        "completions": None if group.tokens is None else len(group.tokens),
-        "tokens": max(group.tokens or (), default=None),
-        "lengths": group.tokens or [],
-        "advantage": group.advantage,
-        "delta": group.delta,
-        "marks": marks,
-        "reused": group.reused,
-        "reason": group.reason or None,
-        "detail": group.detail or None,
-        "completion": completion,
-    }
+    count = None if group.tokens is None else len(group.tokens)
+    of_place = {"step": step, "place": place, "marks": marks}
+    return {**row, **of_place, "completions": count, "completion": completion}
 
 
 def _waiting(group: dict[str, Any]) -> _Row:
@@ -330,8 +310,13 @@ def _waiting(group: dict[str, Any]) -> _Row:
 
 
 def _stored(row: _Row) -> dict[str, Any]:
-    marks = "".join(f"{mark}|" for mark in row["marks"])
-    return {**row, "marks": f"|{marks}", "shown": orjson.dumps(row)}
+    """Returns the values of the row's columns; those of lists are text."""
+    return {
+        **row,
+        "length": max(row["tokens"] or (), default=None),
+        "marks": f"|{'|'.join(row['marks'])}|",
+        "shown": orjson.dumps(row),
+    }
 
 
 def _shown(row: tuple[bytes, str | None]) -> _Row:

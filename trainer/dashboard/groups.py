@@ -42,23 +42,20 @@ class RunGroups:
         searching = None
         if asked.text:
             hits, searching = self._texts.search(asked.text)
-        around = None
-        patience_s = _AT_ONCE_S
-        if asked.around is not None:
-            around = (asked.around, asked.around_step)
-            patience_s = math.inf
+        around = None if asked.around is None else (asked.around, asked.around_step)
         total, offset, rows = self.index.search(
             asked,
             limit=asked.limit,
             offset=asked.offset,
             hits=hits,
             around=around,
-            patience_s=patience_s,
+            # The page of a certain group is only known once all lines are read.
+            patience_s=_AT_ONCE_S if around is None else math.inf,
         )
         for row in rows:
             hit = hits.get((row["step"], row["place"]))
             if hit is not None and hit["id"] == row["id"]:
-                row["completion"] = {name: value for name, value in hit.items() if name != "id"}
+                row["completion"] = hit
         return {
             "total": total,
             "offset": offset,
@@ -71,22 +68,19 @@ class RunGroups:
     def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
         row = self.index.find(group_id, step)
         if row is None:
-            place = "" if step is None else f" in step {step}"
             raise NotFound(
-                f"this run has no such group{place}",
+                "this run has no such group, or not in this step",
                 field="id",
                 value=group_id,
                 remedy="list the groups with /dashboard/api/groups",
             )
-        return group_detail(self.directory, row, self._replay, self._read_tokenizer())
-
-    def _read_tokenizer(self) -> TokenTexts | ServiceError:
         with self._lock:
+            texts: TokenTexts | ServiceError
             try:
-                self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)
+                texts = self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)
             except ServiceError as error:
-                return error
-            return self._token_texts
+                texts = error
+        return group_detail(self.directory, row, self._replay, texts)
 
 
 class SearchParameters(Query):

@@ -1,6 +1,5 @@
 """Reads a run directory, complete or not, of this or another version."""
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from common.errors import NotFound
+from common.errors import ConfigError, NotFound
 from trainer.dashboard.columns import Columns
 from trainer.dashboard.run_facts import changed_settings, read_note, unsolvable
 from trainer.dashboard.verdict import verdict
@@ -22,7 +21,7 @@ from trainer.diagnosis.run_files import read_facts
 from trainer.observe.catalogue import ALARMS, limits
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.metrics import SECTIONS
-from trainer.observe.run_dir import ATTEMPTS, no_run
+from trainer.observe.run_dir import ATTEMPTS, no_run, read_settings
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import flatten, numbers
 
@@ -108,14 +107,9 @@ class RunReader:
     def _config(self) -> tuple[dict[str, Any], str]:
         """Returns the resolved settings by name, and what is wrong with their file."""
         try:
-            content = json.loads((self.directory / "config.json").read_bytes())
-        except FileNotFoundError:
-            return {}, "config.json is missing: the settings of this run are not known"
-        except (OSError, ValueError, RecursionError) as error:
-            return {}, f"config.json cannot be read: {error}"
-        if not isinstance(content, dict):
-            return {}, "config.json is not an object"
-        return flatten(content), ""
+            return flatten(read_settings(self.directory)), ""
+        except ConfigError as error:
+            return {}, f"{error.message}: the settings of this run are not known"
 
     @property
     def problems(self) -> list[str]:

@@ -3,7 +3,8 @@
 import re
 import threading
 import time
-from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ _AT_ONCE_S = 0.3
 _KEPT_SEARCHES = 8
 
 
+@dataclass
 class _Search:
     """A searched text, and the matches so far."""
 
-    def __init__(self) -> None:
-        self.done: dict[int, int] = {}
-        """Modification times of the searched files, by step."""
-        self.hits: dict[Place, dict[str, Any]] = {}
+    done: dict[int, int] = field(default_factory=dict)
+    """Modification times of the searched files, by step."""
+    hits: dict[Place, dict[str, Any]] = field(default_factory=dict)
 
 
 class Texts:
@@ -33,7 +34,7 @@ class Texts:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._lock = threading.Lock()
-        self._searches: OrderedDict[str, _Search] = OrderedDict()
+        self._search_of = lru_cache(_KEPT_SEARCHES)(lambda wanted: _Search())
 
     def search(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
         """Returns an excerpt of each group with a completion that contains `text` in any case, and
@@ -44,10 +45,7 @@ class Texts:
         """
         wanted = text.casefold()
         with self._lock:
-            search = self._searches.setdefault(wanted, _Search())
-            self._searches.move_to_end(wanted)
-            while len(self._searches) > _KEPT_SEARCHES:
-                self._searches.popitem(last=False)
+            search = self._search_of(wanted)
             files = {step: _changed(path) for step, path in recorded_steps(self._run_dir).items()}
             left = [step for step, changed in files.items() if search.done.get(step) != changed]
             end = time.monotonic() + _AT_ONCE_S
@@ -56,8 +54,8 @@ class Texts:
                     done = len(files) - len(left) + count
                     return dict(search.hits), {"done": done, "of": len(files)}
                 for index, group in enumerate(read_texts(self._run_dir, step)):
+                    search.hits.pop((step, index), None)  # of a file that was replaced
                     hit = _hit(group, wanted)
-                    search.hits.pop((step, index), None)
                     if hit is not None:
                         search.hits[step, index] = hit
                 search.done[step] = files[step]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from common.process.logs import SEPARATOR
-from common.process.watchdog import Awaited
+from common.process.watchdog import Awaited, RankWhere
 from trainer.diagnosis.health import ServiceHealth
 from trainer.observe.catalogue import Fault
 
@@ -58,16 +58,10 @@ class LogLine(BaseModel):
         return self.source.startswith(("ppo-trainer", "sft"))
 
 
-class RankFacts(BaseModel):
+class RankFacts(RankWhere):
     """Where a rank of the trainer is."""
 
-    rank: int
-    name: str
     answered: bool
-    place: str = ""
-    since_s: float = 0.0
-    awaited: list[Awaited] = Field([])
-    stacks: str = ""
     collective: str = ""
     """The collective call in its main thread, such as `all_reduce`."""
 

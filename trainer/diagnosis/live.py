@@ -7,10 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-import httpx
 
 from common.clients.base import Client
 from common.clients.unreachable import problem_of
@@ -20,7 +16,7 @@ from common.process.topology import ROLLOUT, TRAINER, Topology
 from common.process.watchdog import RankWhere, Where
 from common.settings.config import Config, from_mapping
 from trainer.diagnosis.facts import Facts, RankFacts, ServiceFacts
-from trainer.diagnosis.health import Health
+from trainer.diagnosis.health import BAD_ANSWER, NO_ANSWER, Health, get
 from trainer.diagnosis.run_files import log_folders, read_facts, read_topology, token_file
 
 _TRAINER_PATIENCE_S = 3.5
@@ -108,27 +104,21 @@ async def _ask_trainer(
     client = Client(TRAINER, url, headers=headers)
     try:
         async with asyncio.timeout(_TRAINER_PATIENCE_S), client:
-            workers, ranks = await asyncio.gather(_get(client, "/workers"), _get(client, "/ranks"))
+            workers = await get(client, "/workers", _TRAINER_PATIENCE_S)
+            ranks = await get(client, "/ranks", _TRAINER_PATIENCE_S)
             nodes = max([nodes, *(int(worker["num_nodes"]) for worker in workers)])
             return [RankWhere.model_validate(rank) for rank in ranks], nodes, ""
     except TimeoutError:
         return [], nodes, "silent"
-    except (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+    except NO_ANSWER as error:
         return [], nodes, problem_of(error)
-    except (ValueError, LookupError, TypeError):
+    except BAD_ANSWER:
         return [], nodes, "error"
-
-
-async def _get(client: Client, path: str) -> Any:
-    response = await client.http.get(path, timeout=_TRAINER_PATIENCE_S)
-    if not response.is_success:
-        raise ServiceError(f"{path} says {response.status_code}", status=response.status_code)
-    return response.json()
 
 
 def _rank(where: RankWhere) -> RankFacts:
     return RankFacts(
-        **where.model_dump(exclude={"pid", "time", "version"}),
+        **where.model_dump(),
         answered=where.pid > 0,
         collective=collective(where.stacks),
     )

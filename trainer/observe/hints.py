@@ -139,7 +139,7 @@ def _wall_seconds(row: Mapping[str, float]) -> float:
 
 
 def _of_row(steps: _Steps, row: Notice) -> _Measured:
-    """Measures a hint whose row says what is bounded: a stage's share, or that of dropped groups."""
+    """Measures a hint whose row bounds the share of a stage or of dropped groups."""
     count = steps.dropped(row.dropped)
     share = steps.share(row.stage) if row.stage else count / (steps.groups + count)
     return {"count": count, "share": share} if share >= row.limit_of(steps.config) else None

@@ -70,8 +70,8 @@ def test_groups_are_listed(run: RunReader) -> None:
     )
     assert (answer["total"], answer["problems"]) == (4, [])
     assert [(row["id"], row["step"], row["reason"]) for row in answer["groups"]] == [
-        ("group-2", 1, None),
-        ("group-4", 2, None),
+        ("group-2", 1, ""),
+        ("group-4", 2, ""),
     ]
     assert answer["groups"][0]["prompt"] == HOSTILE
     found = (
@@ -94,7 +94,7 @@ def test_a_group_is_shown_in_full(run: RunReader) -> None:
     assert (shown["reused"], shown["weight"], shown["reason"], len(shown["prompt_tokens"])) == (
         False,
         1.0,
-        None,
+        "",
         2,
     )
     first, second = shown["completions"]
@@ -279,7 +279,7 @@ def test_answers_have_the_fields_that_the_page_reads(run: RunReader) -> None:
     more = "status components extracted_answer mask turns episode prompt_tokens special"
     assert answer["completions"][0].keys() == {*fields.split(), *more.split()}
     rows = client(run).get("/dashboard/api/groups").json()["groups"]
-    fields = "step place id prompt_id prompt position oldest newest reward rewards correct completions tokens lengths advantage"
+    fields = "step place id prompt_id prompt position versions reward rewards correct completions tokens advantage"
     assert rows[0].keys() == {
         *fields.split(),
         "delta",

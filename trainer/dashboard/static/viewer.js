@@ -118,9 +118,10 @@ class Viewer {
     const prompt = (row.prompt ?? row.prompt_id ?? row.id).replace(/\s+/g, " ");
     const { completion } = row;
     const right = row.completions === null || row.correct === null ? null : `${short(row.correct)}/${row.completions}`;
-    const weights = row.newest === null || row.newest === row.oldest ? short(row.oldest) : `${row.oldest}–${row.newest}`;
+    const [oldest, newest] = row.versions ?? [null, null];
+    const weights = newest === oldest ? short(oldest) : `${oldest}–${newest}`;
     const facts = [
-      row.tokens === null ? "" : `longest ${short(row.tokens)}`,
+      row.tokens?.length ? `longest ${short(Math.max(...row.tokens))}` : "",
       row.advantage === null ? "" : `|advantage| ${short(row.advantage)}`,
       row.delta === null ? "" : `|Δ logprob| ${short(row.delta)}`,
       `weights ${weights}`,

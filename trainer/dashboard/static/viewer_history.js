@@ -23,7 +23,7 @@ export function acrossSteps(group, history, open) {
         { type: "button", title: label, "aria-current": here && "true", onclick: () => open(row) },
         el("span", {}, step),
         bars(row, low, high),
-        el("span", { class: row.reason ? "viewer-bad" : "" }, row.reason ?? short(row.reward, 2)),
+        el("span", { class: row.reason ? "viewer-bad" : "" }, row.reason || short(row.reward, 2)),
       ),
     );
   });
