@@ -13,7 +13,7 @@ from common.clients.unreachable import problem_of
 from common.errors import ServiceError
 from common.process.security import TOKEN, authorization
 from common.process.topology import ROLLOUT, TRAINER, Topology
-from common.process.watchdog import RankWhere, Where
+from common.process.watchdog import RankWhere
 from common.settings.config import Config, from_mapping
 from trainer.diagnosis.facts import Facts, RankFacts, ServiceFacts
 from trainer.diagnosis.health import BAD_ANSWER, NO_ANSWER, Health, get
@@ -77,22 +77,18 @@ async def ask(
             await asyncio.sleep(_AGAIN_S)
             _, *services = await health.ask()
         answers = await health.where()
+    facts.now = time.time()
     facts.services = []
     for service in services:
         found = ServiceFacts(**service.model_dump())
         where = answers.get(service.name)
         if where is not None:
-            _add(found, where, begin)
+            found.awaited = where.awaited
+            found.stacks = where.stacks
+            found.release = where.version
+            # Its clock was read at some moment between these two of this process.
+            found.clock_s = where.time - min(max(where.time, begin), facts.now)
         facts.services.append(found)
-    facts.now = time.time()
-
-
-def _add(service: ServiceFacts, where: Where, asked: float) -> None:
-    service.awaited = where.awaited
-    service.stacks = where.stacks
-    service.release = where.version
-    # Its clock was read at some moment between these two of this process.
-    service.clock_s = where.time - min(max(where.time, asked), time.time())
 
 
 async def _ask_trainer(

@@ -13,7 +13,7 @@ from trainer.diagnosis.facts import (
 )
 from trainer.diagnosis.health import ROUTER
 from trainer.observe import catalogue
-from trainer.observe.catalogue import Fault, of_service
+from trainer.observe.catalogue import Fault, foreign, of_service
 from trainer.timing import WAITS_FOR_BATCH
 
 _SHORTEST_STALL_S = 15.0
@@ -65,10 +65,9 @@ def _stopped_processes(facts: Facts) -> Iterator[Finding]:
         if not process.is_stopped or not kind:
             continue
         own = {"rank": catalogue.RANK_STUCK, "agent": catalogue.AGENT_HANGS}
-        name = own.get(kind) or of_service(kind, "silent")
         who = process.name if kind in process.name else f"{kind} of {process.name}"
         yield _finding(
-            name,
+            own.get(kind) or of_service(kind, "silent"),
             f"the {who} is stopped (SIGSTOP): process {process.pid}",
             facts,
             evidence=[f"process {process.pid} is {process.state}: {process.command}"],
@@ -79,10 +78,8 @@ def _stopped_processes(facts: Facts) -> Iterator[Finding]:
 def _kind(process: ProcessFacts) -> str:
     if any(word in process.command for word in _CHILDREN):
         return ""
-    for word, kind in _COMMANDS.items():
-        if word in process.command:
-            return kind
-    return ""
+    known = (kind for word, kind in _COMMANDS.items() if word in process.command)
+    return next(known, "")
 
 
 def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -94,9 +91,8 @@ def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
             continue  # a part of a start, or of an update
         name, what = _of_service(service)
         evidence = [f"{service.name}: {service.text}", *_waits(facts, service.name)]
-        found = _finding(
-            name, what, facts, evidence=evidence, level="stalled" if stall_s else "harm"
-        )
+        level: Level = "stalled" if stall_s else "harm"
+        found = _finding(name, what, facts, evidence=evidence, level=level)
         if service.since_s > 1:
             found.since = facts.now - service.since_s
         yield found
@@ -117,24 +113,24 @@ def _waits(facts: Facts, task: str = "") -> list[str]:
 
 def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
     """Returns the name and the sentence of what is wrong with a service."""
-    text = service.text
     who = service.name
     problem = service.problem
+    said = f"{who}: {service.text}"
     if service.of_engine:
-        return of_service("engine", problem), f"that of {who}: {text}"
-    if catalogue.foreign(text) == catalogue.DISK_OF_RUN:
-        return of_service(who, "disk_full"), f"{who}: {text}"
+        return of_service("engine", problem), f"that of {said}"
+    if foreign(service.text) == catalogue.DISK_OF_RUN:
+        return of_service(who, "disk_full"), said
     if service.reported == "stale":
-        return catalogue.OLD_WEIGHTS, f"{who} is {text}"
+        return catalogue.OLD_WEIGHTS, said
     if service.reported in ("failed", "starting"):
-        return catalogue.ENGINE_DIES, f"that of {who} is {text}"
+        return catalogue.ENGINE_DIES, f"that of {said}"
     if problem == "not_ready" and who.startswith("rollout-server"):
-        return catalogue.ENGINE_HANGS, f"{who}: {text}"
+        return catalogue.ENGINE_HANGS, said
     if problem == "not_ready" and who == ROUTER:
-        return catalogue.ENGINE_DIES, f"the router {text}"
+        return catalogue.ENGINE_DIES, f"the router {service.text}"
     if problem in ("not_ready", "error"):
-        return catalogue.SERVICE_HANGS, f"{who} is not ready: {text}"
-    return of_service(who, problem), f"{who}: {text}"
+        return catalogue.SERVICE_HANGS, f"{who} is not ready: {service.text}"
+    return of_service(who, problem), said
 
 
 def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -144,15 +140,16 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
     if not stall_s:
         return
 
-    silent = [rank for rank in facts.ranks if not rank.answered]
+    silent = [rank.name for rank in facts.ranks if not rank.answered]
     waiting = [rank for rank in facts.ranks if rank.collective]
     late = [rank for rank in facts.ranks if rank.answered and not rank.collective]
     if silent:
-        what = f"{_names(silent)} does not answer"
-    elif not waiting or any(_is_served(rank) for rank in late):
+        what = f"{' and '.join(silent)} does not answer"
+    elif not waiting or any(rank.awaited or _waits_for_batch(rank) for rank in late):
         return  # rank 0 waits for a service, and the others for rank 0
     elif late:
-        what = f"{_names(late)} is at: {late[0].place}, in {innermost(late[0].stacks)}"
+        names = " and ".join(rank.name for rank in late)
+        what = f"{names} is at: {late[0].place}, in {innermost(late[0].stacks)}"
     elif len({rank.collective for rank in waiting}) > 1:
         what = "the ranks are in different collectives"
     else:
@@ -161,20 +158,15 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
     yield _finding(catalogue.RANK_STUCK, what, facts, evidence=waits)
 
 
-def _names(ranks: list[RankFacts]) -> str:
-    return " and ".join(rank.name for rank in ranks)
-
-
 def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
-    problem = facts.trainer_problem
-    if problem == "silent" and stall_s:
+    if facts.trainer_problem == "silent" and stall_s:
         what = "rank 0 does not answer, and its process lives"
-        yield _finding(catalogue.RANK_STUCK, what, facts, evidence=["GET /ranks has no answer"])
-    elif problem == "unauthorized":
-        what = "the trainer rejects the token of this command"
+        evidence = ["GET /ranks has no answer"]
+        yield _finding(catalogue.RANK_STUCK, what, facts, evidence=evidence)
+    elif facts.trainer_problem == "unauthorized":
         yield _finding(
             catalogue.WRONG_TOKEN,
-            what,
+            "the trainer rejects the token of this command",
             facts,
             evidence=["API_TOKEN of this shell is not that of the run"],
             remedy="set API_TOKEN to that of the run; it is not known what its services do",
@@ -182,8 +174,8 @@ def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
         )
 
 
-def _is_served(rank: RankFacts) -> bool:
-    return rank.place.startswith(WAITS_FOR_BATCH) or bool(rank.awaited)
+def _waits_for_batch(rank: RankFacts) -> bool:
+    return rank.answered and rank.place.startswith(WAITS_FOR_BATCH)
 
 
 def innermost(stacks: str) -> str:
@@ -194,13 +186,14 @@ def innermost(stacks: str) -> str:
 
 
 def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
-    leader = next((rank for rank in facts.ranks if rank.rank == 0 and rank.answered), None)
-    if not stall_s or leader is None or not leader.place.startswith(WAITS_FOR_BATCH):
+    leaders = [rank for rank in facts.ranks if rank.rank == 0 and _waits_for_batch(rank)]
+    if not stall_s or not leaders:
         return
-    slow = [each for each in leader.awaited if each.seconds > _SHORTEST_STALL_S / 2]
+    leader = leaders[0]
     what = f"rank 0 is at: {leader.place}, for {leader.since_s:.0f} s"
-    if slow:
-        what += f"; {slow[0].service} has not answered {slow[0].call}"
+    oldest = next(iter(leader.awaited), None)
+    if oldest is not None and oldest.seconds > _SHORTEST_STALL_S / 2:
+        what += f"; {oldest.service} has not answered {oldest.call}"
     evidence = _waits(facts) or ["no call is in flight"]
     yield _finding(catalogue.NO_BATCH, what, facts, evidence=evidence)
 
@@ -214,33 +207,30 @@ def no_step(facts: Facts) -> Iterator[Finding]:
         return
     what = f"{stall_s:.0f} s without a step, and one usually takes {facts.usual_step_s:.2g} s"
     places = [f"{rank.name} is at: {rank.place}" for rank in facts.ranks if rank.answered]
-    newest = [line for line in facts.lines if (line.time or 0.0) > facts.now - stall_s][-1:]
-    said = [line.said for line in newest]
+    said = [line.said for line in facts.lines if (line.time or 0.0) > facts.now - stall_s]
     unknown = ["its processes were not asked, and its logs do not say why"]
-    yield _finding(
-        catalogue.NO_STEP, what, facts, evidence=[*_waits(facts), *places] or said or unknown
-    )
+    evidence = [*_waits(facts), *places] or said[-1:] or unknown
+    yield _finding(catalogue.NO_STEP, what, facts, evidence=evidence)
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:
     for service in facts.services:
-        if service.clock_s is not None and abs(service.clock_s) > _MAX_CLOCK_S:
-            ahead = "ahead of" if service.clock_s > 0 else "behind"
-            seconds = abs(service.clock_s)
-            what = f"that of {service.name} is {seconds:.0f} s {ahead} that of this machine"
+        ahead_s = service.clock_s or 0.0
+        if abs(ahead_s) > _MAX_CLOCK_S:
+            ahead = "ahead of" if ahead_s > 0 else "behind"
+            what = f"that of {service.name} is {abs(ahead_s):.0f} s {ahead} that of this machine"
             yield finding(catalogue.CLOCKS_DIFFER, what, None, level="slow")
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
     own = facts.versions.get("rlhf-math")
-    others = {
-        service.name: service.release
+    others = [
+        f"{service.name} has {service.release}"
         for service in facts.services
-        if service.release and service.release != own
-    }
+        if service.release not in ("", own)
+    ]
     if own and others:
-        listed = ", ".join(f"{name} has {release}" for name, release in others.items())
-        what = f"the trainer has {own}, {listed}"
+        what = f"the trainer has {own}, {', '.join(others)}"
         yield finding(catalogue.VERSIONS_DIFFER, what, facts.started, level="harm")
 
 

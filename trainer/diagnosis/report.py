@@ -58,13 +58,11 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
     main = findings[0]
     others = [finding.name for finding in findings[1:]]
     also = f"also: {'; '.join(others)}" if others else "nothing else is wrong"
-    since = "not known" if main.since is None else _since(main.since, facts)
+    evidence = "; ".join(shorten(each, _MAX_CHARS) for each in main.evidence)
     return [
         *found,
-        _row("since", since),
-        _row(
-            "evidence", "; ".join(shorten(each, _MAX_CHARS) for each in main.evidence) or "as above"
-        ),
+        _row("since", "not known" if main.since is None else _since(main.since, facts)),
+        _row("evidence", evidence or "as above"),
         _row("remedy", main.remedy),
         _row("more", f"{also}; {page(main.name)}"),
     ]
@@ -111,13 +109,13 @@ def page(name: str) -> str:
 def last_lines(facts: Facts) -> list[str]:
     """Returns the last lines of the logs that matter, those of the trainer among them."""
     of_trainer = [line for line in facts.lines if line.is_of_trainer]
-    chosen = [*of_trainer[-_SHOWN_LINES:], *facts.lines[-_SHOWN_LINES:]]
+    chosen = {id(line) for line in (*of_trainer[-_SHOWN_LINES:], *facts.lines[-_SHOWN_LINES:])}
     found = []
     for line in facts.lines:
-        if not any(line is each for each in chosen):
-            continue
-        at = "" if line.time is None else time.strftime("%H:%M:%S ", time.localtime(line.time))
-        found.append(f"{at}{line.source} {line.level} {line.text.partition(chr(10))[0]}"[:400])
+        if id(line) in chosen:
+            at = "" if line.time is None else time.strftime("%H:%M:%S ", time.localtime(line.time))
+            text = line.text.partition("\n")[0]
+            found.append(f"{at}{line.source} {line.level} {text}"[:400])
     return found
 
 

@@ -344,8 +344,6 @@ class Notice:
         return f"{main} {self.unit}{''.join(further)}"
 
 
-MAX_DROPPED = 0.1
-"""Share of the groups; `rlhf diagnose` has the same limit."""
 _OLD = "with older experience"
 _STALE = "with staleness"
 _OF_TIME = "of the time"
@@ -390,7 +388,7 @@ def _same(remedy: str) -> Notice:
 
 def _dropped(reason: str, remedy: str) -> Notice:
     seen = f"{{count}} groups ({{share:.0%}}) were dropped ({reason}): {remedy}"
-    return Notice(seen, "", MAX_DROPPED, "of the groups", dropped=reason)
+    return Notice(seen, "", 0.1, "of the groups", dropped=reason)
 
 
 def _lost(status: str, remedy: str) -> Notice:

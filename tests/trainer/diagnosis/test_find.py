@@ -142,7 +142,6 @@ def hinted(name: str, text: str) -> Callable[[Facts], None]:
         (changed(reward=float("nan")), catalogue.NOT_FINITE),
         (changed(zero_variance_groups=32, accuracy=0.0), catalogue.EQUAL_REWARDS),
         (changed(staleness=3.0), catalogue.OLD_WEIGHTS),
-        (changed(dropped={"reward": 40}), catalogue.NOT_GRADED),
         (drawn_twice, catalogue.DRAWN_TWICE),
         (one_position_twice, catalogue.DRAWN_TWICE),
         (another_release, catalogue.VERSIONS_DIFFER),
@@ -308,7 +307,7 @@ def test_rank_zero_says_itself_why_it_failed() -> None:
         (hinted("policy_moves", "the policy moves too far. Lower it"), "policy_moves"),
         (alarmed("same_prompts", "different problems. Likely: the template"), "same_prompts"),
         (changed(staleness=3.0), catalogue.OLD_WEIGHTS),
-        (changed(dropped={"reward": 40}), catalogue.NOT_GRADED),
+        (hinted("dropped_reward", "40 groups (10%) were dropped (reward)"), "dropped_reward"),
         (drawn_twice, catalogue.DRAWN_TWICE),
     ],
 )
