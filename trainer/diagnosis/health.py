@@ -181,18 +181,17 @@ class Health:
     ) -> None:
         name = name or f"{task}-{node}"
         if name not in self._targets:
-            ports = [port, engine_port] if engine_port else [port]
-            urls = [self.topology.url(task, each, node) for each in ports]
-            clients = [Client(name, url, headers=self.headers) for url in urls]
-            self._targets[name] = _Target(name, *clients, path=path, fields_of=fields_of)
+            engine = self._client(name, task, engine_port, node) if engine_port else None
+            client = self._client(name, task, port, node)
+            self._targets[name] = _Target(name, client, engine, path, fields_of)
+
+    def _client(self, name: str, task: str, port: int, node: int) -> Client:
+        return Client(name, self.topology.url(task, port, node), headers=self.headers)
 
     def _environment(self, stats: Any) -> dict[str, Any]:
         # The first node reports how many there are.
         self._environments = max(self._environments, int(stats["nodes"]))
-        episodes = dict(stats["episodes"])
-        text = f"{episodes.pop('ok'):,} episodes"
-        for status, count in episodes.items():
-            text += f", {count:,} {status}" if count else ""
+        text = f"episodes: {_counts(stats['episodes'])}"
         hung = stats["hung_calls"]
         if hung:
             text += f"; {hung:,} calls are stuck, the limit is {stats['hung_calls_limit']:,}"
@@ -282,14 +281,13 @@ def _data(stats: Any) -> dict[str, Any]:
     return {"text": f"epoch {stats['epoch']}, {drawn}", "running": _requests(stats)}
 
 
+def _counts(of_status: Mapping[str, int]) -> str:
+    """Returns counts by status as text, such as `1,200 ok, 3 timeout`."""
+    return ", ".join(f"{count:,} {status}" for status, count in of_status.items() if count) or "0"
+
+
 def _reward(stats: Any) -> dict[str, Any]:
-    graded = stats["graded"]
-    total = sum(graded.values())
-    verdicts = ("ok", "unparsable", "unevaluated", "inapplicable")
-    failed = total - sum(graded.get(status, 0) for status in verdicts)
-    text = f"{total:,} answers graded"
-    if failed:
-        text += f", {failed:,} failed"
+    text = f"graded: {_counts(stats['graded'])}"
     return {"text": text, "running": _requests(stats), "waiting": stats["unfinished"]}
 
 

@@ -32,7 +32,7 @@ from learning.digest import digest
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
 from trainer.algorithms.batch import Batch
-from trainer.observe.run_dir import append_line, read_lines
+from trainer.observe.run_dir import append_line, damaged, read_lines
 from trainer.policy.critic import ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.rollouts.requests import sampling_seed
@@ -207,11 +207,8 @@ class AuditRecord:
                     line, AuditedStart | AuditedStep
                 )
             except ValidationError as error:
-                raise ConfigError(
-                    f"a line of the audit record is damaged: {error}",
-                    field="trainer.run_dir",
-                    value=str(self.path),
-                    remedy="restore it from a copy; a step without its line cannot be replayed",
+                raise damaged(
+                    f"a line of the audit record is damaged: {error}", self.path
                 ) from None
             if isinstance(found, AuditedStart):
                 self._starts[found.run_id] = found
@@ -233,11 +230,9 @@ class AuditRecord:
     def start(self, step: AuditedStep) -> AuditedStart:
         """Returns the attempt that made a step. Raises ConfigError when its line is missing."""
         if step.run_id not in self._starts:
-            raise ConfigError(
-                f"the audit record lacks the start of the attempt that made step {step.step}",
-                field="run_id",
-                value=step.run_id,
-                remedy=f"restore {self.path} from a copy",
+            raise damaged(
+                f"the audit record lacks the start of {step.run_id}, which made step {step.step}",
+                self.path,
             )
         return self._starts[step.run_id]
 

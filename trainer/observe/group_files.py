@@ -25,7 +25,7 @@ from msgspec.structs import asdict
 from common.errors import ConfigError, ServiceError
 from common.wire import codec
 from common.wire.schemas import Completion, Float32, Group
-from trainer.observe.run_dir import append_line, storing_run
+from trainer.observe.run_dir import append_line, damaged, storing_run
 
 log = logging.getLogger(__name__)
 DIRECTORY = "groups"
@@ -239,13 +239,7 @@ def read_trained(run_dir: Path, step: int) -> list[RecordedGroup]:
                 if not content["reason"]:  # the dropped ones follow
                     found.append(_recorded(content, name))
     except Exception as error:  # a damaged file fails in many ways
-        raise ConfigError(
-            f"the groups of step {step} cannot be read: {error}",
-            field=name or "trainer.run_dir",
-            value=str(path),
-            remedy="restore that file from a copy: a step whose record is damaged cannot be "
-            "replayed",
-        ) from None
+        raise damaged(f"the groups of step {step} cannot be read: {name} {error}", path) from None
     return found
 
 

@@ -131,17 +131,16 @@ class Recorder:
         """Warns of steps before a resume that a file lacks. Training does not need them; curves and
         report do.
         """
-        if lost:
-            which = (
-                f"step {lost[0]}"
-                if len(lost) == 1
-                else f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
-            )
-            text = f"{name} lacks {which}, which the checkpoint has: the file was cut or removed"
-            self.say(
-                f"warning: {text}; training continues, but curves, report and dashboard lack them",
-                logging.WARNING,
-            )
+        if not lost:
+            return
+        which = f"step {lost[0]}"
+        if len(lost) > 1:
+            which = f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
+        text = (
+            f"warning: {name} lacks {which}, which the checkpoint has: the file was cut or "
+            "removed; training continues, but curves, report and dashboard lack them"
+        )
+        self.say(text, logging.WARNING)
 
     def show(self, table: Table) -> None:
         """Writes a table to the console and the log."""
@@ -191,24 +190,24 @@ class Recorder:
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
+        count = evaluation.num_samples
         if evaluation.accuracy is None:
-            result = f"held-out reward {evaluation.mean_reward:.3f}"
+            result = f"reward {evaluation.mean_reward:.3f}"
         else:
             error = evaluation.standard_error or 0.0
-            result = accuracy_text(evaluation.accuracy, error, evaluation.num_samples)
-            result = f"held-out accuracy {result}"
-        problems = f"{evaluation.num_samples} problems"
+            result = f"accuracy {accuracy_text(evaluation.accuracy, error, count)}"
+        problems = f"{count} problems"
         if evaluation.trained_on:
             problems += f", {evaluation.trained_on} of which were trained on"
-        text = f"evaluation at step {evaluation.step}: {result} ({problems})"
+        text = f"evaluation at step {evaluation.step}: held-out {result} ({problems})"
         if evaluation.pass_at_k is not None:
             text += f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
         self.evaluated(evaluation.summary(), text, evaluation.answers)
         if evaluation.trained_on:
             leaked = (
-                f"{evaluation.trained_on} of {evaluation.num_samples} held-out problems were "
-                "trained on: the evaluation measures what was memorised, too. Remove them from the "
-                "training data, or evaluate on others"
+                f"{evaluation.trained_on} of {count} held-out problems were trained on: the "
+                "evaluation measures what was memorised, too. Remove them from the training data, "
+                "or evaluate on others"
             )
             self._warn("warning", evaluation.step, {"trained_on": leaked})
 
@@ -283,6 +282,16 @@ def no_run(directory: Path, inside: str = "") -> ConfigError:
         field="RUN_DIR",
         value=str(directory),
         remedy="name the directory of a run, such as runs/NAME (it has a config.json)",
+    )
+
+
+def damaged(message: str, path: Path, remedy: str = "") -> ConfigError:
+    """Returns the error for a file of a run that is damaged, incomplete or missing."""
+    return ConfigError(
+        message,
+        field="trainer.run_dir",
+        value=str(path),
+        remedy=remedy or "restore that file from a copy",
     )
 
 
@@ -380,12 +389,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise ConfigError(
-                f"line {number} of {path.name} is damaged: {error}",
-                field="trainer.run_dir",
-                value=str(path),
-                remedy="remove that line, or move the file away",
-            ) from None
+            message = f"line {number} of {path.name} is damaged: {error}"
+            raise damaged(message, path, "remove that line, or move the file away") from None
     return found
 
 
@@ -401,12 +406,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         is_missing = isinstance(error, FileNotFoundError)
         problem = "is missing" if is_missing else f"cannot be read: {error}"
-        raise ConfigError(
-            f"{path.name} {problem}",
-            field="trainer.run_dir",
-            value=str(path),
-            remedy="restore that file from a copy",
-        ) from None
+        raise damaged(f"{path.name} {problem}", path) from None
     return content
 
 
