@@ -15,7 +15,6 @@ from common.errors import NotFound
 from services.http.app import create_app
 from services.http.openapi import OBJECT, described, errors
 from trainer.dashboard.groups import add_groups
-from trainer.dashboard.replay import Replay
 from trainer.dashboard.run_facts import MAX_NOTE_CHARS, write_note
 from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import Diagnosis, RunReader, RunSummary
@@ -72,18 +71,11 @@ def create_dashboard_app(runs: Runs) -> FastAPI:
     return app
 
 
-def add_dashboard(
-    app: FastAPI,
-    runs: Runs,
-    health: Health | None = None,
-    replay: Replay | None = None,
-) -> None:
-    """Adds the dashboard to an app whose open paths include `PAGES`; `replay` is the first run's
-    replay-buffer.
-    """
+def add_dashboard(app: FastAPI, runs: Runs, health: Health | None = None) -> None:
+    """Adds the dashboard to an app whose open paths include `PAGES`."""
     app.state.runs = runs
     _add_page(app)
-    add_groups(app, runs, replay)
+    add_groups(app, runs)
     _add_condition(app, health)
     answers = described(answer=OBJECT, fails=(404,))
 

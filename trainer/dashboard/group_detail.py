@@ -1,12 +1,10 @@
-"""One group in full, from the run directory or the replay-buffer."""
+"""One group in full, from the run directory."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 from common.errors import NotFound, ServiceError
-from common.wire.codec import group_json
-from trainer.dashboard.replay import Replay
 from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group
 
@@ -25,22 +23,16 @@ _COMPLETION = (
 
 
 def group_detail(
-    run_dir: Path, row: dict[str, Any], replay: Replay | None, texts: TokenTexts | ServiceError
+    run_dir: Path, row: dict[str, Any], texts: TokenTexts | ServiceError
 ) -> dict[str, Any]:
     """Returns the full group of a row of the index; `missing` lists what is unknown.
 
     Raises NotFound with the reason when the content of the group is gone.
     """
+    content = _content(run_dir, row)
     missing = []
-    content, why = _from_run(run_dir, row)
-    source = "run"
-    if content is None:
-        source = "replay"
-        content = _from_replay(row, replay, why)
-        missing.append(f"advantages and the trainer's log-probabilities: {why}")
-    elif not row["reason"] and any(
-        item["trainer_logprobs"] is None for item in content["completions"]
-    ):
+    scored = [item["trainer_logprobs"] is not None for item in content["completions"]]
+    if not row["reason"] and not all(scored):
         missing.append(
             "the trainer's log-probabilities of some completions: not needed without an advantage"
         )
@@ -50,11 +42,10 @@ def group_detail(
     return {
         **{name: content[name] for name in _GROUP},
         **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
-        "lost_episodes": content.get("lost_episodes", []),
-        "source": source,
+        "lost_episodes": content["lost_episodes"],
         "missing": missing,
         "created_at": content["created_at"] or None,
-        "weight": content.get("weight"),
+        "weight": content["weight"],
         "prompt_tokens": _token_texts(content["prompt_token_ids"], known),
         "completions": [_completion(item, known) for item in content["completions"]],
     }
@@ -94,41 +85,26 @@ def _of_trained(numbers: list[float] | None, mask: list[int] | None) -> list[flo
     return [each if kept else None for each, kept in zip(numbers, mask, strict=True)]
 
 
-def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Returns the content of the group's file, or None and the reason."""
+def _content(run_dir: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of the group's file. Raises NotFound with the reason when it is gone."""
     step = row["step"]
-    if step is None:
-        return None, "no step of the run directory has this group"
     try:
         content = read_group(run_dir, step, row["place"])
     except ServiceError as error:
-        return None, f"{error.message} ({error.value})"
-    if content is None:
-        removed = "it was removed to make room (trainer.keep_groups_mb)"
-        return None, (
-            f"groups/ has no file of step {step}: {removed}, is not written yet, or never was"
-        )
-    if content["id"] != row["id"]:
-        return None, f"the file of step {step} belongs to another attempt"
-    return content, ""
-
-
-def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[str, Any]:
-    """Returns the group from the replay-buffer. Raises NotFound with the reasons why it is in
-    neither place.
-    """
-    there = "the group has left the replay-buffer, or no replay-buffer is running"
-    try:
-        group = replay.group(row["id"]) if replay else None
-        if group is not None:
-            return group_json(group)
-    except ServiceError as error:
-        there = error.message
+        content = None
+        why = f"{error.message} ({error.value})"
+    else:
+        why = f"the file of step {step} belongs to another attempt"
+        if content is None:
+            removed = "it was removed to make room (trainer.keep_groups_mb)"
+            why = f"groups/ has no file of step {step}: {removed}, is not written yet, or never was"
+    if content is not None and content["id"] == row["id"]:
+        return content
     raise NotFound(
-        f"the group is known, but its content is not: {why}; {there}",
+        f"the group is known, but its content is not: {why}",
         code="evicted",
         field="id",
         value=row["id"],
-        remedy="raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups "
-        "while the run is going on",
+        remedy="raise trainer.keep_groups_mb for later runs; look at groups while the run is going "
+        "on",
     )

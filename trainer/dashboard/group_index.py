@@ -15,14 +15,10 @@ import orjson
 from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.errors import ServiceError
-from trainer.dashboard.replay import Replay
 from trainer.dashboard.texts import Place
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.jsonl import JsonlReader
-from trainer.observe.run_dir import ATTEMPTS, run_ids
 
-_REPLAY_EVERY_S = 2.0
 _EXCERPT_CHARS = 200
 _SCHEMA = """
 CREATE TABLE groups (
@@ -62,12 +58,10 @@ _MARKS = (
     "reward",
     "stale",
     "zero_variance",
-    "waiting",
     "reused",
     *_ENDINGS,
 )
-"""Reasons of drops (each also `dropped`), and marks of other groups; `waiting` ones are in the
-replay-buffer."""
+"""Reasons of drops (each also `dropped`), and marks of other groups."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 _Row = dict[str, Any]
 """What the page gets of a group."""
@@ -95,20 +89,14 @@ class Query(BaseModel):
 
 
 class GroupIndex:
-    """Groups of a run directory, complete or not, and those waiting in its replay-buffer.
-    Thread-safe.
-    """
+    """Groups of a run directory, complete or not. Thread-safe."""
 
-    def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
-        self._replay = replay
+    def __init__(self, run_dir: Path) -> None:
         self._lock = threading.Lock()
-        self._run_dir = run_dir
         self._lines = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.executescript(_SCHEMA)
         self._left: dict[str, int] | None = None
-        self._asked_at = -_REPLAY_EVERY_S
-        self._replay_problem = ""
 
     def search(
         self,
@@ -131,9 +119,7 @@ class GroupIndex:
         source = _FROM if query.text else "FROM groups"
         column = query.sort.removeprefix("-")
         direction = "DESC" if query.sort.startswith("-") else "ASC"
-        # Groups that wait have no step: they are the newest.
-        nulls = "FIRST" if query.sort == "-step" else "LAST"
-        order = f"{column} {direction} NULLS {nulls}, step DESC, place"
+        order = f"{column} {direction} NULLS LAST, step DESC, place"
         with self._lock:
             self._refresh(patience_s)
             if query.text:
@@ -144,7 +130,7 @@ class GroupIndex:
             if around is not None:
                 number = f"ROW_NUMBER() OVER (ORDER BY {order}) AS number"
                 numbered = f"SELECT id, step, {number} {matching}"
-                find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step IS ?"  # noqa: S608
+                find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step = ?"  # noqa: S608
                 place = self._db.execute(find, [*values, *around]).fetchone()
                 offset = (place[0] - 1) // limit * limit if place else offset
             # Ordering and counting need no prompts: only the rows of the page are joined with them.
@@ -165,7 +151,7 @@ class GroupIndex:
 
     def of_prompt(self, prompt_id: str, limit: int) -> list[_Row]:
         """Returns the newest groups of a prompt, by step."""
-        query = "prompt_id = ? ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
+        query = "prompt_id = ? ORDER BY step DESC, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
             return self._rows(query, prompt_id, limit)[::-1]
@@ -180,8 +166,6 @@ class GroupIndex:
             found = self._lines.problems()
             if not self._lines.path.exists():
                 found.append(f"{LINES} is missing: which groups a step trained on is not known")
-            if self._replay_problem:
-                found.append(self._replay_problem)
             return found
 
     def left(self) -> dict[str, int] | None:
@@ -204,13 +188,6 @@ class GroupIndex:
                 if time.monotonic() > end and self._lines.done < size:
                     self._left = {"done": self._lines.done, "of": size}
                     break
-            if self._replay is not None and time.monotonic() - self._asked_at >= _REPLAY_EVERY_S:
-                self._read_replay(self._replay)
-            # A group waits until a step has it.
-            self._db.execute(
-                "DELETE FROM groups WHERE step IS NULL AND id IN "
-                "(SELECT id FROM groups WHERE step IS NOT NULL)"
-            )
 
     def _insert(self, line: StepGroups) -> None:
         groups = [*line.groups, *line.dropped]
@@ -222,26 +199,6 @@ class GroupIndex:
             if group.prompt_id is not None and group.prompt is not None
         ]
         self._db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?)", prompts)
-
-    def _read_replay(self, replay: Replay) -> None:
-        """Replaces the rows of the groups that wait."""
-        self._asked_at = time.monotonic()
-        self._replay_problem = ""
-        self._db.execute("DELETE FROM groups WHERE step IS NULL")
-        try:
-            listing = replay.listing()
-            # A shared store has the groups of other runs too.
-            prefixes = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir))
-        except (ServiceError, OSError) as error:
-            self._replay_problem = f"waiting groups are not shown: {error}"
-            return
-        if listing and not prefixes:
-            self._replay_problem = (
-                f"waiting groups are not shown: {ATTEMPTS} is missing, so it is not known which "
-                "belong to this run"
-            )
-        own = [_waiting(row) for row in listing if row["id"].startswith(prefixes)]
-        self._db.executemany(_INSERT, map(_stored, own))
 
 
 def _where(query: Query) -> tuple[str, list[Any]]:
@@ -276,7 +233,7 @@ def _where(query: Query) -> tuple[str, list[Any]]:
     return " AND ".join(terms), values
 
 
-def _row(step: int | None, place: int | None, group: GroupSummary) -> _Row:
+def _row(step: int, place: int, group: GroupSummary) -> _Row:
     """Returns what the page gets of a group: its summary without the prompt, which the groups of a
     prompt share, and with the place of the group.
     """
@@ -293,20 +250,6 @@ def _row(step: int | None, place: int | None, group: GroupSummary) -> _Row:
     count = None if group.tokens is None else len(group.tokens)
     of_place = {"step": step, "place": place, "marks": marks}
     return {**row, **of_place, "completions": count, "completion": completion}
-
-
-def _waiting(group: dict[str, Any]) -> _Row:
-    """Returns the row of a group in the replay-buffer's listing."""
-    summary = GroupSummary(
-        id=group["id"],
-        prompt_id=group["prompt_id"],
-        position=group["position"],
-        versions=(group["version"], group["version"]),
-        reward=group["mean_reward"],
-        correct=group["correct"],
-        marks=["waiting"],
-    )
-    return {**_row(None, None, summary), "completions": group["completions"]}
 
 
 def _stored(row: _Row) -> dict[str, Any]:

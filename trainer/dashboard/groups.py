@@ -13,7 +13,6 @@ from common.errors import NotFound, ServiceError
 from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
-from trainer.dashboard.replay import Replay
 from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.texts import Place, Texts
@@ -24,12 +23,11 @@ _AT_ONCE_S = 0.3
 
 
 class RunGroups:
-    """The groups of one run; `live` is its replay-buffer while it trains."""
+    """The groups of one run."""
 
-    def __init__(self, run: RunReader, live: Replay | None) -> None:
+    def __init__(self, run: RunReader) -> None:
         self.directory = run.directory
-        self.index = GroupIndex(run.directory, live)
-        self._replay = live
+        self.index = GroupIndex(run.directory)
         self._texts = Texts(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
@@ -80,7 +78,7 @@ class RunGroups:
                 texts = self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)
             except ServiceError as error:
                 texts = error
-        return group_detail(self.directory, row, self._replay, texts)
+        return group_detail(self.directory, row, texts)
 
 
 class SearchParameters(Query):
@@ -94,8 +92,8 @@ class SearchParameters(Query):
     around_step: Whole | None = None
 
 
-def add_groups(app: FastAPI, runs: Runs, live: Replay | None = None) -> None:
-    """Adds the calls to an app; `live` is the first run's replay-buffer while it trains."""
+def add_groups(app: FastAPI, runs: Runs) -> None:
+    """Adds the calls to an app."""
     known: dict[RunReader, RunGroups] = {}
     lock = threading.Lock()
 
@@ -103,15 +101,15 @@ def add_groups(app: FastAPI, runs: Runs, live: Replay | None = None) -> None:
         run = run_at(runs, index)
         with lock:
             if run not in known:
-                known[run] = RunGroups(run, live if index == 0 else None)
+                known[run] = RunGroups(run)
             return known[run]
 
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/groups", **answers)
     def search(query: Annotated[SearchParameters, Parameter()]) -> Response:
-        """Lists groups that were trained on, were dropped or wait, page by page; `problems` names
-        what the run lacks.
+        """Lists groups that were trained on or dropped, page by page; `problems` names what the run
+        lacks.
 
         While completions are searched, `searching` has the number of files `done` and their total;
         while `groups.jsonl` is read, `reading` has the bytes. Ask again until both are null.
