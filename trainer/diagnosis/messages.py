@@ -15,7 +15,8 @@ _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_d
 _FRAME = re.compile(r"line \d+, in (\w+)")
 """A line of one of Python's stacks."""
 _BEFORE_THE_END_S = 90.0
-_FULL = catalogue.DISK_OF_RUN
+"""What was said so long before the end may be its reason."""
+_MANY_DROPS = 3
 _PROBLEMS = {
     "unreachable": "",
     "waiting": "",
@@ -56,8 +57,9 @@ def fault_of(line: LogLine) -> Fault:
         if found != catalogue.ENDED:
             return found
     known = _of_place(line) or catalogue.BY_CODE.get(line.code) or catalogue.foreign(line.text)
-    if known is None and "reason" in fields:  # of a group that was dropped
-        known = catalogue.DROPS.get(fields["reason"], catalogue.NOT_GENERATED)
+    reason = fields.get("reason", "")  # why groups were dropped
+    if known is None and reason:
+        return catalogue.NOT_GRADED if reason == "reward" else catalogue.NOT_GENERATED
     return known or catalogue.ENDED
 
 
@@ -65,7 +67,10 @@ def _of_place(line: LogLine) -> Fault | None:
     """Returns the row of an error that is another one at another place; None for other errors."""
     code = line.code
     fields = line.fields
-    full = "disk_full" in (code, fields.get("problem")) or catalogue.foreign(line.text) == _FULL
+    full = (
+        "disk_full" in (code, fields.get("problem"))
+        or catalogue.foreign(line.text) == catalogue.DISK_OF_RUN
+    )
     if code in catalogue.OLD_WEIGHTS.codes and full:
         return catalogue.DISK_OF_NODE
     if "service" in fields and code in _PROBLEMS:
@@ -104,15 +109,10 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
             remedy = catalogue.KILLED.remedy
         if fault == catalogue.ENDED:  # what the rank that ends goes on to say is no part of it
             remedy = line.fields.get("remedy", "").partition(". ")[0]
-        signals = [each.message for each in _with_code(lines, "rank_killed")]
-        yield finding(
-            fault,
-            line.text.partition(". ")[0],
-            line.time,
-            level="stopped",
-            evidence=[*signals[-1:], line.said, *_places(lines)],
-            remedy=remedy,
-        )
+        evidence = [each.message for each in _with_code(lines, "rank_killed")][-1:]
+        evidence += [line.said, *_places(lines)]
+        what = line.text.partition(". ")[0]
+        yield finding(fault, what, line.time, level="stopped", evidence=evidence, remedy=remedy)
         return
 
 
@@ -160,23 +160,27 @@ def _killed(facts: Facts, lines: list[LogLine]) -> Finding:
     holder = facts.holder
     who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "its process"
     since = facts.last or facts.started
-    evidence = [
+    evidence = (
         f"{who} still has the lock, without a last word: SIGKILL, power was lost, or, for a script "
         "of yours, SIGTERM or SIGHUP (its terminal closed)"
-    ]
+    )
     for line in _with_code(lines, "rank_killed"):
-        evidence = [line.message]
+        evidence = line.message
         since = line.time or since
-    return finding(catalogue.KILLED, f"{who} is gone", since, level="stopped", evidence=evidence)
+    what = f"{who} is gone"
+    return finding(catalogue.KILLED, what, since, level="stopped", evidence=[evidence])
 
 
 def _failed_tasks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     """Yields the task that had failed for good when the group ended its trainer."""
     for line in reversed(lines):
         is_last_word = not line.logger or (line.logger == "end" and line.level == "CRITICAL")
-        if line.is_of_trainer or not is_last_word:
-            continue
-        if line.time and facts.exited and abs(facts.exited - line.time) > _BEFORE_THE_END_S:
+        is_late = (
+            not line.time
+            or not facts.exited
+            or (abs(facts.exited - line.time) <= _BEFORE_THE_END_S)
+        )
+        if line.is_of_trainer or not is_last_word or not is_late:
             continue
         fault = fault_of(line)
         if fault == catalogue.ENDED:
@@ -214,11 +218,11 @@ def _of_graders(facts: Facts, lines: list[LogLine], level: Level) -> Iterator[Fi
     if facts.lives and not stalled_for(facts):
         return
     # The reward-server logs a reason once, which may have been before the last step.
-    awaited = [call.service for rank in facts.ranks for call in rank.awaited]
+    is_awaited = any(
+        call.service == "reward-server" for rank in facts.ranks for call in rank.awaited
+    )
     code = "reward_function_failed"
-    known = list(_with_code(lines, code))
-    if not known and "reward-server" in awaited:
-        known = list(_with_code(facts.lines, code))
+    known = _with_code(lines, code) or (_with_code(facts.lines, code) if is_awaited else [])
     newest = {line.fields.get("function", ""): line for line in known}
     since = facts.last or facts.started
     for line in newest.values():
@@ -231,11 +235,10 @@ def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         found.setdefault(line.fields.get("reason", ""), []).append(line)
     level: Level = "harm" if facts.lives else "stopped"
     for reason, dropped in found.items():
-        if len(dropped) < 3:
-            continue
         last = dropped[-1]
         what = f"{len(dropped)} groups were dropped ({reason}), such as: {last.message}"
-        yield finding(fault_of(last), what, dropped[0].time, level=level, evidence=[last.said])
+        if len(dropped) >= _MANY_DROPS:
+            yield finding(fault_of(last), what, dropped[0].time, level=level, evidence=[last.said])
 
 
 def _of_nodes(lines: list[LogLine], level: Level) -> Iterator[Finding]:
@@ -266,10 +269,10 @@ def _last_error(lines: list[LogLine], service: str) -> Iterator[str]:
     """
     for line in reversed(lines):
         concerns = line.source.startswith(service) if service else not line.is_of_trainer
-        if concerns and (line.level in ("ERROR", "CRITICAL") or not line.level):
+        if concerns and line.level in ("ERROR", "CRITICAL", ""):
             yield line.said
             return
 
 
-def _with_code(lines: Iterable[LogLine], code: str) -> Iterator[LogLine]:
-    return (line for line in lines if line.code == code)
+def _with_code(lines: Iterable[LogLine], code: str) -> list[LogLine]:
+    return [line for line in lines if line.code == code]

@@ -256,14 +256,6 @@ _OF_PROBLEM: dict[str, Fault] = {
     "disk_full": DISK_OF_SERVICE,
 }
 
-DROPS = {
-    "reward": NOT_GRADED,
-    "generation": NOT_GENERATED,
-    "episode": NOT_GENERATED,
-    "teacher": NOT_GENERATED,
-}
-"""Names by the reason for which a group was dropped."""
-
 
 def foreign(text: str) -> Fault | None:
     """Returns the row that a program without codes writes about; None without one."""
