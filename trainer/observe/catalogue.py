@@ -41,7 +41,7 @@ class Fault(str):
 FAULTS: list[Fault] = []
 _WAIT = (
     "nothing if its task is restarted (SkyPilot, jobgroup.local); else see the end of its log and "
-    "start it again: the trainer waits trainer.service_timeout_s"
+    "start it again: the trainer waits limits.service_timeout_s"
 )
 
 DATA_DIES = Fault("Data-server dies", _WAIT)
@@ -119,7 +119,7 @@ RANK_MEMORY = Fault(
     "A rank of the trainer is out of memory",
     (
         "lower trainer.micro_batch_tokens, switch on trainer.activation_checkpointing or "
-        "trainer.offload_optimizer, or shard over more ranks (trainer.shard_size)"
+        "parallel.offload_optimizer, or shard over more ranks (parallel.shard_size)"
     ),
     codes=("out_of_memory",),
     foreign=r"OutOfMemory|out of memory|Cannot allocate memory|bad_alloc|MemoryError",
@@ -226,7 +226,7 @@ EQUAL_REWARDS = Fault(
 )
 NOT_FINITE = Fault(
     "A number is not finite",
-    "lower trainer.learning_rate or trainer.max_grad_norm, or set model.dtype float32",
+    "lower optimizer.learning_rate or optimizer.max_grad_norm, or set model.dtype float32",
     codes=("not_finite",),
 )
 DRAWN_TWICE = Fault(
@@ -340,7 +340,7 @@ _OLD = "with older experience"
 _STALE = "with staleness"
 _OF_TIME = "of the time"
 _USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
-_RATE = "trainer.learning_rate ({config.trainer.learning_rate:g})"
+_RATE = "optimizer.learning_rate ({config.optimizer.learning_rate:g})"
 _UNREAD = (
     "a reward function does not read the answers as they are (to a data set with chats: lists of "
     "messages, not texts)"
@@ -407,7 +407,7 @@ HINTS = {
         "size: the policy moves too far and breaks",
         f"Lower it: {_USUAL_RATES}",
         1e-2,
-        "trainer.learning_rate",
+        "optimizer.learning_rate",
     ),
     "zero_variance_groups, zero": _equal(
         ": every answer got the reward 0, so either all answers are wrong (the prompts are too "
@@ -514,11 +514,12 @@ HINTS = {
         "about this much",
         f"Raise it: {_USUAL_RATES}",
         2e-8,
-        "trainer.learning_rate",
+        "optimizer.learning_rate",
     ),
     "not_finite": Notice(
         "{skipped} updates were skipped because their gradient was not finite",
-        "Lower trainer.learning_rate or trainer.max_grad_norm, or compute in float32 (model.dtype)",
+        "Lower optimizer.learning_rate or optimizer.max_grad_norm, or compute in float32 "
+        "(model.dtype)",
         2,
         "updates",
     ),
