@@ -27,6 +27,10 @@ FIRST = 5
 """Number of first steps whose numbers are the baseline."""
 _RISE = HINTS["reward_hacking"].also["rise of the reward"]
 """Smallest rise of a mean that counts as one."""
+_ROWS: dict[str, Notice] = {}
+"""A row of each hint: the limits of its cases are the same."""
+for _name, _row in HINTS.items():
+    _ROWS.setdefault(_name.partition(",")[0], _row)
 Line = Mapping[str, Any]
 _Measured = dict[str, Any] | None
 """The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
@@ -48,17 +52,14 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
     since fewer could be chance.
     """
     steps = _Steps(history, config)
-    found = {"policy_breaks": _policy_breaks(steps)}
-    if len(history) >= WINDOW:
-        found |= {name: measure(steps) for name, measure in _MEASURES.items()}
-        for name, row in HINTS.items():
-            if row.stage or row.dropped:
-                found[name] = _of_row(steps, row)
     texts = {}
-    for name, measured in found.items():
+    for name, row in _ROWS.items():
+        measure = _MEASURES.get(name, _of_row)
+        has_enough = len(history) >= WINDOW or name == "policy_breaks"
+        measured = measure(steps, row) if has_enough else None
         if measured is not None:
-            row = HINTS[measured.pop("row", name)]
-            texts[name] = row.text(config, **measured)
+            of_case = HINTS[measured.pop("row", name)]
+            texts[name] = of_case.text(config, **measured)
     return texts
 
 
@@ -145,11 +146,11 @@ def _of_row(steps: _Steps, row: Notice) -> _Measured:
     return {"count": count, "share": share} if share >= row.limit_of(steps.config) else None
 
 
-def _zero_variance_groups(steps: _Steps) -> _Measured:
+def _zero_variance_groups(steps: _Steps, row: Notice) -> _Measured:
     share = steps.equal_share()
-    too_few = share < HINTS["zero_variance_groups, right"].limit
     # Copies are why the rewards are equal, and have a hint of their own.
-    if too_few or steps.config.algorithm.advantage == "none" or _same_answers(steps):
+    has_copies = _same_answers(steps, HINTS["same_answers"])
+    if share < row.limit or has_copies or steps.config.algorithm.advantage == "none":
         return None
     solved = steps.sum("solved_groups")
     failed = steps.sum("failed_groups")
@@ -165,12 +166,11 @@ def _zero_variance_groups(steps: _Steps) -> _Measured:
         case = "right" if is_easy else "wrong"
     else:
         case = "unrated" if constant is None else "same"
-    row = f"zero_variance_groups, {case}"
-    return {"row": row, "share": share, "accuracy": accuracy, "constant": constant}
+    of_case = f"zero_variance_groups, {case}"
+    return {"row": of_case, "share": share, "accuracy": accuracy, "constant": constant}
 
 
-def _same_answers(steps: _Steps) -> _Measured:
-    row = HINTS["same_answers"]
+def _same_answers(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("copies")
     is_solved = (steps.accuracy or 0.0) >= row.also["accuracy below"]
     # Short answers may be copies while the others of their groups still teach.
@@ -186,7 +186,7 @@ def _same_answers(steps: _Steps) -> _Measured:
     }
 
 
-def _dead_reward(steps: _Steps) -> _Measured:
+def _dead_reward(steps: _Steps, row: Notice) -> _Measured:
     names = [name for name in steps.last[-1] if name.startswith("rewards.")]
     constants = {name.removeprefix("rewards."): steps.constant(name) for name in names}
     dead = [f"{name} ({value:g})" for name, value in constants.items() if value is not None]
@@ -194,8 +194,7 @@ def _dead_reward(steps: _Steps) -> _Measured:
     return {"dead": ", ".join(dead)} if dead and len(names) > 1 else None
 
 
-def _reward_hacking(steps: _Steps) -> _Measured:
-    row = HINTS["reward_hacking"]
+def _reward_hacking(steps: _Steps, row: Notice) -> _Measured:
     reward_first = steps.mean("reward", steps.first)
     reward = steps.mean("reward")
     accuracy_first = steps.mean("accuracy", steps.first)
@@ -219,16 +218,15 @@ def _reward_hacking(steps: _Steps) -> _Measured:
     }
 
 
-def _format(steps: _Steps) -> _Measured:
+def _format(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("unparsable")
     # While the reward rises, the model is learning the format.
-    if share < HINTS["format"].limit or steps.rose("reward"):
+    if share < row.limit or steps.rose("reward"):
         return None
     return {"share": share, "reward": steps.mean("reward")}
 
 
-def _truncated(steps: _Steps) -> _Measured:
-    row = HINTS["truncated"]
+def _truncated(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("truncated")
     never_ends = share >= row.also["share at which hardly any ends"]
     if steps.accuracy is not None:
@@ -242,8 +240,7 @@ def _truncated(steps: _Steps) -> _Measured:
     return {"share": share, "why": why, "end_token": NEVER_ENDS if never_ends else ""}
 
 
-def _short_answers(steps: _Steps) -> _Measured:
-    row = HINTS["short_answers"]
+def _short_answers(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("completion_tokens", steps.first)
     now = steps.mean("completion_tokens")
     # Compared with the first steps, not with the last ones (`rose`): answers that have become short
@@ -255,8 +252,7 @@ def _short_answers(steps: _Steps) -> _Measured:
     return {"began": began, "now": now}
 
 
-def _policy_moves(steps: _Steps) -> _Measured:
-    row = HINTS["policy_moves"]
+def _policy_moves(steps: _Steps, row: Notice) -> _Measured:
     newest = steps.last[-3:]
     kl_first = steps.mean("update.kl_reference", steps.last[:3])
     kl = steps.mean("update.kl_reference", newest)
@@ -275,8 +271,7 @@ def _policy_moves(steps: _Steps) -> _Measured:
     return {"seen": ", ".join(seen)} if seen else None
 
 
-def _policy_breaks(steps: _Steps) -> _Measured:
-    row = HINTS["policy_breaks"]
+def _policy_breaks(steps: _Steps, row: Notice) -> _Measured:
     newest = steps.last[-int(row.also["steps in a row"]) :]
     first = steps.first[:1]
     improves = steps.mean("reward", newest) > steps.mean("reward", first)
@@ -306,18 +301,17 @@ def _without_answer(row: Mapping[str, float]) -> float:
     return max(row.get("truncated", 0.0), row.get("unparsable", 0.0))
 
 
-def _policy_stands_still(steps: _Steps) -> _Measured:
-    is_small = steps.config.optimizer.learning_rate < HINTS["policy_stands_still"].limit
+def _policy_stands_still(steps: _Steps, row: Notice) -> _Measured:
+    is_small = steps.config.optimizer.learning_rate < row.limit
     return {} if is_small and not steps.rose("reward") else None
 
 
-def _not_finite(steps: _Steps) -> _Measured:
+def _not_finite(steps: _Steps, row: Notice) -> _Measured:
     skipped = int(steps.sum("update.skipped"))
-    return {"skipped": skipped} if skipped >= HINTS["not_finite"].limit else None
+    return {"skipped": skipped} if skipped >= row.limit else None
 
 
-def _entropy(steps: _Steps) -> _Measured:
-    row = HINTS["entropy"]
+def _entropy(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("update.entropy", steps.first)
     now = steps.mean("update.entropy", steps.measured)
     if steps.accuracy is None:
@@ -331,8 +325,7 @@ def _entropy(steps: _Steps) -> _Measured:
     return {"began": began, "now": now, "why": why}
 
 
-def _rollout_idle(steps: _Steps) -> _Measured:
-    row = HINTS["rollout_idle"]
+def _rollout_idle(steps: _Steps, row: Notice) -> _Measured:
     update = steps.share("update")
     idle = 1 - steps.mean("generating")
     # With younger experience than permitted, something else keeps the engines idle.
@@ -343,15 +336,16 @@ def _rollout_idle(steps: _Steps) -> _Measured:
     return {"idle": idle, "update": update}
 
 
-def _lost_episodes(steps: _Steps) -> _Measured:
+def _lost_episodes(steps: _Steps, row: Notice) -> _Measured:
     lost = {name: int(steps.sum(f"lost_episodes.{name}")) for name in ("timeout", "died", "error")}
     count = sum(lost.values())
     share = count / (steps.groups * steps.config.sampling.group_size + count)
-    row = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
-    return {"row": row, "count": count, "share": share} if share >= HINTS[row].limit else None
+    of_case = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
+    return {"row": of_case, "count": count, "share": share} if share >= row.limit else None
 
 
-_MEASURES: dict[str, Callable[[_Steps], _Measured]] = {
+_MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
+    "policy_breaks": _policy_breaks,
     "zero_variance_groups": _zero_variance_groups,
     "same_answers": _same_answers,
     "dead_reward": _dead_reward,
