@@ -115,6 +115,7 @@ class Completions:
                 at = sampled.first_other(span)
                 may_round = at is not None and at < len(span.tokens) and not self._is_exact
                 if at is not None and may_round and engine.could_sample(span, at):
+                    # Another rounding takes the other token, and from there on everything differs.
                     self._ties += 1
                     left.append(span.after(at + 1))
                     kept = replace(span, tokens=span.tokens[:at], logprobs=span.logprobs[:at])

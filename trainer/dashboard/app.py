@@ -76,7 +76,7 @@ def add_dashboard(app: FastAPI, runs: Runs, health: Health | None = None) -> Non
     app.state.runs = runs
     _add_page(app)
     add_groups(app, runs)
-    _add_condition(app, health)
+    _add_health(app, health)
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/runs")
@@ -122,7 +122,7 @@ def add_dashboard(app: FastAPI, runs: Runs, health: Health | None = None) -> Non
         return note
 
 
-def _add_condition(app: FastAPI, health: Health | None) -> None:
+def _add_health(app: FastAPI, health: Health | None) -> None:
     @app.get("/dashboard/api/diagnosis", responses=errors(404))
     def diagnosis(run: AskedRun) -> Diagnosis:
         """Returns what is wrong with the run, the most important first."""

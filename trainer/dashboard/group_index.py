@@ -15,7 +15,7 @@ import orjson
 from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.dashboard.texts import Place
+from trainer.dashboard.text_search import Place
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.jsonl import JsonlReader
 

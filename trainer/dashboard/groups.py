@@ -15,7 +15,7 @@ from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
 from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader
-from trainer.dashboard.texts import Place, Texts
+from trainer.dashboard.text_search import Place, TextSearch
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
@@ -28,7 +28,7 @@ class RunGroups:
     def __init__(self, run: RunReader) -> None:
         self.directory = run.directory
         self.index = GroupIndex(run.directory)
-        self._texts = Texts(run.directory)
+        self._search = TextSearch(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
 
@@ -39,7 +39,7 @@ class RunGroups:
         hits: dict[Place, dict[str, Any]] = {}
         searching = None
         if asked.text:
-            hits, searching = self._texts.search(asked.text)
+            hits, searching = self._search.find(asked.text)
         around = None if asked.around is None else (asked.around, asked.around_step)
         total, offset, rows = self.index.search(
             asked,

@@ -286,6 +286,7 @@ def _state(
         return "empty"
     if total_steps is not None and step >= total_steps:
         return "finished"
+    # Only the times of steps are known here, and a step may wait for an evaluation.
     patience_s = 60 + 5 * seconds_per_step
     if newest_time is not None and time.time() - newest_time < patience_s:
         return "running"

@@ -250,7 +250,7 @@ async def _service(target: _Target) -> ServiceHealth:
     if response.is_success:
         fields = target.fields_of(await get(target.client, target.path))
         return ServiceHealth(name=target.name, **{"state": "healthy", **fields})
-    if response.status_code == 401:
+    if response.status_code == 401:  # it is well, and will not serve this run
         raise Unauthorized("it rejects the API_TOKEN of the trainer")
     found = ServiceHealth(name=target.name, state="warning", problem="not_ready")
     found.text = f"/health says {response.status_code}"
@@ -316,7 +316,7 @@ async def _rollout_node(target: _Target) -> ServiceHealth:
     if state == "failed":
         found.state = "dead"
         found.problem = "error"
-    elif state == "ready" and not status["registered"]:
+    elif state == "ready" and not status["registered"]:  # so it gets no requests
         found.text = "ready, but the router does not list it"
     elif state in ("ready", "updating"):  # an update is a part of every step
         found.state = "healthy"

@@ -100,12 +100,12 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         how = line.fields.get("how")
         is_rank_zero = line.fields.get("rank", "").startswith("rank 0 ")
         if how == "stopped" or (how == "failed" and is_rank_zero and facts.end):
-            continue  # rank 0 says more itself
+            continue  # the end of rank 0 is told by its own last word
         fault = catalogue.RANK_DIES if how == "died" else catalogue.RANK_STUCK
         if how == "failed":
             fault = fault_of(line)
         remedy = ""
-        if fault == catalogue.RANK_DIES and facts.restarts is False:
+        if fault == catalogue.RANK_DIES and facts.restarts is False:  # nobody starts it again
             remedy = catalogue.KILLED.remedy
         if fault == catalogue.ENDED:  # what the rank that ends goes on to say is no part of it
             remedy = line.fields.get("remedy", "").partition(". ")[0]

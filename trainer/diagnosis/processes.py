@@ -143,6 +143,7 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
     silent = [rank.name for rank in facts.ranks if not rank.answered]
     waiting = [rank for rank in facts.ranks if rank.collective]
     late = [rank for rank in facts.ranks if rank.answered and not rank.collective]
+    # A collective needs all ranks: who is missing from it is the one that is stuck.
     if silent:
         what = f"{' and '.join(silent)} does not answer"
     elif not waiting or any(rank.awaited or _waits_for_batch(rank) for rank in late):
@@ -150,7 +151,7 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
     elif late:
         names = " and ".join(rank.name for rank in late)
         what = f"{names} is at: {late[0].place}, in {innermost(late[0].stacks)}"
-    elif len({rank.collective for rank in waiting}) > 1:
+    elif len({rank.collective for rank in waiting}) > 1:  # none of them ever ends
         what = "the ranks are in different collectives"
     else:
         return

@@ -207,9 +207,10 @@ def _holder(path: Path) -> tuple[dict[str, Any], bool]:
 
 def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any]) -> State:
     if held:
+        # A new attempt has the lock before its line: until then, the newest line is of another one.
         has_begun = attempt.get("time", 0.0) >= (facts.started or 0.0)
         return "running" if has_begun else "starting"
-    if facts.end:
+    if facts.end:  # also of a run that failed after its last step
         return "ended"
     if facts.total_steps is not None and facts.step >= facts.total_steps:
         return "finished"
@@ -217,6 +218,7 @@ def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any])
         return "killed"
     if group_lives:
         return "starting"
+    # It gave back its lock and said nothing: an end by the caller of a run in one process.
     return "ended" if facts.steps or facts.started else "empty"
 
 

@@ -55,7 +55,9 @@ def alarms(
             raised[name] = row.text(
                 config, measured=measured, bound=bound, mismatch=mismatch, cause=cause
             )
-    # Tokens that were not sampled from the policy, although their log-probabilities are right.
+    # Tokens that were not sampled from the policy, although their log-probabilities are right. For
+    # tokens that were, entropy + log-probability has the mean 0; a filter, or a lower temperature,
+    # prefers likely tokens and raises it.
     row = ALARMS["likelihood"]
     gap = metrics.likelihood_gap
     chance = row.also["standard errors"] * metrics.likelihood_error

@@ -136,7 +136,7 @@ class GroupRecorder:
         """
         line = StepGroups(step, list(map(_summary, trained)), list(map(_summary, dropped)))
         append_line(self._run_dir / LINES, msgspec.to_builtins(line))
-        self.flush()
+        self.flush()  # one file at a time: a slow disk slows the run instead of filling memory
         if self._keep_bytes:
             self._writing = self._thread.submit(self._write, step, [*trained, *dropped])
 

@@ -58,7 +58,7 @@ class JsonlReader(Generic[T]):
                 same = file.read(len(self._last)) == self._last
         except FileNotFoundError:
             same = not self.done
-        except OSError:
+        except OSError:  # `read` says why
             same = True
         if not same:
             self._start_over()
@@ -70,6 +70,7 @@ class JsonlReader(Generic[T]):
         try:
             with self.path.open("rb") as file:
                 file.seek(self.done)
+                # A line without an end is still being written.
                 while (line := file.readline()).endswith(b"\n"):
                     self.done += len(line)
                     self._last = line

@@ -45,8 +45,8 @@ from trainer.trackers.trackers import Trackers
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 ATTEMPTS = "attempts.jsonl"
-PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
-"""Settings that are specific to each run and do not affect training."""
+_OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
+"""Settings that each run has its own value of, and that do not affect training."""
 STEP_FILES = ("metrics", "groups", "samples")
 """The files with a line for each step of every run."""
 _AGAIN_AFTER = 20
@@ -266,7 +266,7 @@ def run_ids(directory: Path) -> list[str]:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether this is the directory of a run; that of a model has a config.json too."""
+    """Whether this is the directory of a run; the directory of a model also has a config.json."""
     if any((directory / name).exists() for name in ("metrics.jsonl", ATTEMPTS)):
         return True
     return "trainer.max_steps" in known_settings(directory)
@@ -426,7 +426,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     return {
         name: value
         for name, value in now.items()
-        if name not in PLACES and before.get(name, value) != value
+        if name not in _OF_EACH_RUN and before.get(name, value) != value
     }
 
 

@@ -109,6 +109,7 @@ class Trackers:
         abandons slow ones.
         """
         deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
+        # All of them flush at the same time, before the first one is waited for.
         for thread in self._threads:
             thread.end(finished)
         for thread in self._threads:

@@ -1,4 +1,5 @@
-"""Every name that a diagnosis can give has its heading in the documentation, and its remedy."""
+"""Every row of the catalogue is a heading of the documentation, with its limits, settings and
+remedy; and every heading about a hint or alarm is a row."""
 
 import re
 from typing import get_args
@@ -63,6 +64,13 @@ def test_every_code_that_is_read_is_one_that_is_written() -> None:
     written = "".join(path.read_text() for path in files if path.parent.name != "diagnosis")
     for code in (*catalogue.BY_CODE, *EVENTS):
         assert f'"{code}"' in written or f"code: {code}" in written, code
+
+
+def test_every_hint_or_alarm_of_the_page_is_a_row() -> None:
+    page = (PAGES / "operations.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#### (.*)$", page, re.MULTILINE)
+    explained = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
+    assert explained == {name.partition(",")[0] for name in (*HINTS, *ALARMS)}
 
 
 @pytest.mark.parametrize("name", [*HINTS, *ALARMS])

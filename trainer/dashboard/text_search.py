@@ -28,15 +28,15 @@ class _Search:
     hits: dict[Place, dict[str, Any]] = field(default_factory=dict)
 
 
-class Texts:
-    """Searches the texts of one run directory. Thread-safe."""
+class TextSearch:
+    """Searches the completions of one run directory. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._lock = threading.Lock()
         self._search_of = lru_cache(_KEPT_SEARCHES)(lambda wanted: _Search())
 
-    def search(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
+    def find(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
         """Returns an excerpt of each group with a completion that contains `text` in any case, and
         the progress.
 
