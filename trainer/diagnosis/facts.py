@@ -70,8 +70,6 @@ class ServiceFacts(ServiceHealth):
     """A service or rollout node, and what it waits for."""
 
     awaited: list[Awaited] = Field([])
-    clock_s: float | None = None
-    """How much its clock is ahead of that of this process."""
     release: str = ""
     """Its version of this system."""
     stacks: str = ""

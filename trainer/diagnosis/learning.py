@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +15,6 @@ from trainer.trackers.base import flatten
 _NEWEST = 3
 """A condition holds if it holds in so many steps in a row."""
 _SOLVED = 0.95
-_JUMP_S = 5.0
 _Line = dict[str, Any]
 
 
@@ -28,7 +27,6 @@ def from_numbers(facts: Facts) -> Iterator[Finding]:
     yield from _equal_rewards(facts)
     yield from _old_weights(facts)
     yield from _texts(facts)
-    yield from _clock(facts)
 
 
 def _says(line: _Line, kind: str, name: str) -> bool:
@@ -133,12 +131,3 @@ def _old_weights(facts: Facts) -> Iterator[Finding]:
             f"trainer.max_staleness ({allowed})"
         )
         yield finding(catalogue.OLD_WEIGHTS, what, facts.last, level="harm")
-
-
-def _clock(facts: Facts) -> Iterator[Finding]:
-    for before, after in pairwise(facts.steps):
-        seconds = after.get("time", 0.0) - before.get("time", 0.0)
-        if seconds < -_JUMP_S:
-            what = f"that of the trainer went back by {-seconds:.0f} s before step {after['step']}"
-            yield finding(catalogue.CLOCK_JUMPS, what, after.get("time"), level="slow")
-            return

@@ -62,7 +62,6 @@ async def ask(
     With `own`, rank 0 is not asked: it is this process, and about to end. `headers` have the token
     of the run; None: that of this process.
     """
-    begin = time.time()
     facts.asked = True
     nodes = 1
     if not own:
@@ -86,8 +85,6 @@ async def ask(
             found.awaited = where.awaited
             found.stacks = where.stacks
             found.release = where.version
-            # Its clock was read at some moment between these two of this process.
-            found.clock_s = where.time - min(max(where.time, begin), facts.now)
         facts.services.append(found)
 
 

@@ -19,7 +19,6 @@ from trainer.timing import WAITS_FOR_BATCH
 _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
 """A run that has not finished a step for so many times the usual seconds of one is stalled."""
-_MAX_CLOCK_S = 5.0
 _WAITS_S = 3.0
 """Longer than polls take."""
 _COMMANDS = {
@@ -55,7 +54,6 @@ def from_processes(facts: Facts) -> Iterator[Finding]:
     yield from _services(facts, stall_s)
     yield from _ranks(facts, stall_s)
     yield from _no_batch(facts, stall_s)
-    yield from _clocks(facts)
     yield from _versions(facts)
 
 
@@ -212,15 +210,6 @@ def no_step(facts: Facts) -> Iterator[Finding]:
     unknown = ["its processes were not asked, and its logs do not say why"]
     evidence = [*_waits(facts), *places] or said[-1:] or unknown
     yield _finding(catalogue.NO_STEP, what, facts, evidence=evidence)
-
-
-def _clocks(facts: Facts) -> Iterator[Finding]:
-    for service in facts.services:
-        ahead_s = service.clock_s or 0.0
-        if abs(ahead_s) > _MAX_CLOCK_S:
-            ahead = "ahead of" if ahead_s > 0 else "behind"
-            what = f"that of {service.name} is {abs(ahead_s):.0f} s {ahead} that of this machine"
-            yield finding(catalogue.CLOCKS_DIFFER, what, None, level="slow")
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:

@@ -232,12 +232,6 @@ NOT_FINITE = Fault(
 DRAWN_TWICE = Fault(
     "A prompt is drawn twice", "restore the state of data-server (STATE_DIR), or start a new run"
 )
-CLOCK_JUMPS = Fault(
-    "A clock jumps", "nothing: only the times that people read are wrong; check the machine's NTP"
-)
-CLOCKS_DIFFER = Fault(
-    "Clocks differ", "synchronise the clocks (NTP): training is right, times of logs are not"
-)
 VERSIONS_DIFFER = Fault("Versions differ", "install the same version in every task")
 
 BY_CODE = {code: fault for fault in FAULTS for code in fault.codes}

@@ -113,15 +113,6 @@ def another_release(facts: Facts) -> None:
     facts.services[-1].release = "0.0.9"
 
 
-def fast_clock(facts: Facts) -> None:
-    facts.services[-1].clock_s = 3600.0
-
-
-def clock_goes_back(facts: Facts) -> None:
-    for line in facts.steps[:-1]:
-        line["time"] += 3600.0
-
-
 def alarmed(name: str, text: str, kind: str = "alarms") -> Callable[[Facts], None]:
     """Returns a function that adds an alarm to the newest step."""
 
@@ -145,8 +136,6 @@ def hinted(name: str, text: str) -> Callable[[Facts], None]:
         (drawn_twice, catalogue.DRAWN_TWICE),
         (one_position_twice, catalogue.DRAWN_TWICE),
         (another_release, catalogue.VERSIONS_DIFFER),
-        (fast_clock, catalogue.CLOCKS_DIFFER),
-        (clock_goes_back, catalogue.CLOCK_JUMPS),
         (alarmed("delta_logprob", "mean |Δ logprob| is 0.3. Likely: filters"), "delta_logprob"),
     ],
 )

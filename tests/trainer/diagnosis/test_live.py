@@ -81,7 +81,6 @@ def test_a_service_is_found_that_is_stopped_and_then_killed(run: LivingRun, tmp_
         assert (rank.rank, rank.answered) == (0, True)
         data = next(service for service in facts.services if service.name == "data-server")
         assert (data.state, data.release) == ("healthy", facts.versions["rlhf-math"])
-        assert data.clock_s == pytest.approx(0.0, abs=0.5)
 
         process.send_signal(signal.SIGSTOP)
         found = find(run.until(catalogue.SERVICE_HANGS))
