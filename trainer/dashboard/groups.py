@@ -114,14 +114,14 @@ def add_groups(app: FastAPI, runs: Runs) -> None:
         While completions are searched, `searching` has the number of files `done` and their total;
         while `groups.jsonl` is read, `reading` has the bytes. Ask again until both are null.
         """
-        return _answer(groups_of(query.run).search(query))
+        return json_answer(groups_of(query.run).search(query))
 
     @app.get("/dashboard/api/groups/{group_id:path}", **answers)
     def detail(group_id: str, run: Whole = 0, step: Whole | None = None) -> Response:
         """Returns one group in full, as of its newest step or `step`; a 404 says why its content is
         gone.
         """
-        return _answer(groups_of(run).detail(group_id, step))
+        return json_answer(groups_of(run).detail(group_id, step))
 
     @app.get("/dashboard/api/prompts/{prompt_id:path}", **answers)
     def prompt(
@@ -136,9 +136,10 @@ def add_groups(app: FastAPI, runs: Runs) -> None:
                 value=prompt_id,
                 remedy="/dashboard/api/groups lists groups with the ids of their prompts",
             )
-        return _answer({"prompt_id": prompt_id, "prompt": rows[0]["prompt"], "groups": rows})
+        return json_answer({"prompt_id": prompt_id, "prompt": rows[0]["prompt"], "groups": rows})
 
 
-def _answer(content: dict[str, Any]) -> Response:
-    body = orjson.dumps(content)  # a number that is not finite becomes null
-    return Response(body, media_type=JSON)
+def json_answer(content: dict[str, Any]) -> Response:
+    """Returns an answer; a number that is not finite becomes null."""
+    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(body, media_type=JSON, headers={"cache-control": "no-store"})

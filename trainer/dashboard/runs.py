@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from common.errors import ConfigError, NotFound
+from common.process.run_lock import LOCK
 from trainer.dashboard.columns import Columns
 from trainer.dashboard.run_facts import changed_settings, read_note, unsolvable
 from trainer.dashboard.verdict import verdict
@@ -16,7 +17,7 @@ from trainer.diagnosis.facts import Finding
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import collect
 from trainer.diagnosis.report import first_line
-from trainer.diagnosis.run_files import read_facts
+from trainer.diagnosis.run_files import holder_of, read_facts
 from trainer.observe.catalogue import ALARMS, limits
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.metrics import SECTIONS
@@ -134,15 +135,21 @@ class RunReader:
         with self._lock:
             columns = self._columns
             newest = int(columns.steps[-1]) if columns.steps else None
-            total_steps = columns.last("total_steps")
             newest_time = columns.last("time")
+            total_steps = columns.last("total_steps")
             is_sft = columns.last("examples") is not None
             reward = columns.last("reward", _RECENT)
             seconds = columns.column("seconds")
             seconds_of_gpus = seconds * columns.column("gpus")
-            seconds_per_step = columns.last("seconds", 20) or 0.0
             evaluation = self._evaluated[-1] if self._evaluated else None
             data = self._data or config.get("data.source") or None
+        state = "stopped"
+        if newest is None:
+            state = "empty"
+        elif total_steps is not None and newest >= total_steps:
+            state = "finished"
+        elif holder_of(self.directory / LOCK)[1]:
+            state = "running"
         gpu_hours = None
         if newest is not None and np.isfinite(seconds_of_gpus).all():
             gpu_hours = float(seconds_of_gpus.sum()) / 3600
@@ -155,7 +162,7 @@ class RunReader:
             step=newest,
             time=newest_time,
             total_steps=None if total_steps is None else int(total_steps),
-            state=_state(newest, total_steps, newest_time, seconds_per_step=seconds_per_step),
+            state=state,
             model=config.get("model.name") or None,
             data=data,
             recipe="sft" if is_sft else config.get("algorithm.name") or None,
@@ -274,20 +281,3 @@ class RunReader:
         self._refresh()
         with self._lock:
             return self._columns.csv()
-
-
-def _state(
-    step: int | None,
-    total_steps: float | None,
-    newest_time: float | None,
-    seconds_per_step: float,
-) -> str:
-    if step is None:
-        return "empty"
-    if total_steps is not None and step >= total_steps:
-        return "finished"
-    # Only the times of steps are known here, and a step may wait for an evaluation.
-    patience_s = 60 + 5 * seconds_per_step
-    if newest_time is not None and time.time() - newest_time < patience_s:
-        return "running"
-    return "stopped"

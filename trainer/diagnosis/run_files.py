@@ -82,7 +82,7 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     starts = [last_start(path) or 0.0 for path in of_rank_zero]
     started = max([*starts, known.get("time") or 0.0]) or None
     lines = _lines(files, (started or 0.0) - _BEFORE_S)
-    holder, held = _holder(run_dir / LOCK)
+    holder, held = holder_of(run_dir / LOCK)
     attempt = next(iter(last_steps(run_dir / ATTEMPTS, 1)), {})
     begin = max(started or 0.0, attempt.get("time", 0.0))
     facts = Facts(
@@ -98,7 +98,7 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         holder=holder,
         versions=known.get("versions") or {},
     )
-    groups = [_holder(folder / LOCK)[1] for folder in folders if (folder / LOCK).exists()]
+    groups = [holder_of(folder / LOCK)[1] for folder in folders if (folder / LOCK).exists()]
     group_lives = any(groups)
     facts.restarts = group_lives if groups else None
     facts.state = _state(facts, held, group_lives, attempt)
@@ -182,9 +182,9 @@ def _own_report(run_dir: Path, since: float) -> LogLine | None:
     return None
 
 
-def _holder(path: Path) -> tuple[dict[str, Any], bool]:
+def holder_of(path: Path) -> tuple[dict[str, Any], bool]:
     """Returns who is named in a lock file (`common.process.run_lock`), and whether that process
-    still has it.
+    still has it: whether its run lives.
     """
     try:
         file = path.open("rb")
