@@ -58,10 +58,11 @@ def _difference(
         return where, f"row {group.prompt_id}", "no such row"
     if drawn and drawn != group.prompt_id:
         return where, f"row {group.prompt_id}", f"row {drawn}"
-    if row.prompt != group.prompt:
-        return f"{where}, text", repr(group.prompt), repr(row.prompt)
-    if row.ground_truth != group.ground_truth:
-        return f"{where}, ground truth", repr(group.ground_truth), repr(row.ground_truth)
+    for what in ("prompt", "ground_truth"):
+        was = getattr(group, what)
+        is_now = getattr(row, what)
+        if was != is_now:
+            return f"{where}, {what}", repr(was), repr(is_now)
     if config.environment.name:
         return None  # the environment makes the first messages
     recorded = group.prompt_token_ids.tolist()
