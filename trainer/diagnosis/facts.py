@@ -75,20 +75,6 @@ class ServiceFacts(ServiceHealth):
     stacks: str = ""
 
 
-class ProcessFacts(BaseModel):
-    """A process of the run on this machine."""
-
-    name: str
-    """The node of the job group that it belongs to."""
-    pid: int
-    state: str
-    command: str
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.state in ("stopped", "tracing-stop")
-
-
 class Facts(BaseModel):
     """All that is known of a run."""
 
@@ -118,7 +104,6 @@ class Facts(BaseModel):
     """Why rank 0 does not answer; empty if it does, or was not asked."""
     ranks: list[RankFacts] = []
     services: list[ServiceFacts] = []
-    processes: list[ProcessFacts] = []
     versions: dict[str, str] = {}
 
     @property

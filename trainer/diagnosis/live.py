@@ -70,8 +70,7 @@ async def ask(
     health = Health(config, topology, lambda: nodes, lambda: None, headers=headers)
     async with health.running():
         _, *services = await health.ask()
-        is_known = any(process.is_stopped for process in facts.processes)
-        if any(service.problem == "silent" for service in services) and not is_known:
+        if any(service.problem == "silent" for service in services):
             # A busy machine may take that long once.
             await asyncio.sleep(_AGAIN_S)
             _, *services = await health.ask()

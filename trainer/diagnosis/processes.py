@@ -6,7 +6,6 @@ from trainer.diagnosis.facts import (
     Facts,
     Finding,
     Level,
-    ProcessFacts,
     RankFacts,
     ServiceFacts,
     finding,
@@ -21,20 +20,6 @@ _STEPS_OF_STALL = 5.0
 """A run that has not finished a step for so many times the usual seconds of one is stalled."""
 _WAITS_S = 3.0
 """Longer than polls take."""
-_COMMANDS = {
-    "services.engine": "engine",
-    "router": "router",
-    "sglang": "engine",
-    "services.rollout": "agent",
-    "services.data": "data-server",
-    "services.replay": "replay-buffer",
-    "services.reward": "reward-server",
-    "services.critic": "critic-server",
-    "services.environment": "environment-server",
-    "-m trainer": "rank",
-}
-"""What a process is, by a part of its command."""
-_CHILDREN = ("worker.py", "resource_tracker", "spawn_main", "trainer.launch")
 
 
 def stalled_for(facts: Facts) -> float:
@@ -46,38 +31,14 @@ def stalled_for(facts: Facts) -> float:
 
 
 def from_processes(facts: Facts) -> Iterator[Finding]:
-    """Yields the findings about ranks, services and processes, the causes first."""
+    """Yields the findings about services and ranks, the causes first."""
     if not facts.lives:
         return
     stall_s = stalled_for(facts)
-    yield from _stopped_processes(facts)
     yield from _services(facts, stall_s)
     yield from _ranks(facts, stall_s)
     yield from _no_batch(facts, stall_s)
     yield from _versions(facts)
-
-
-def _stopped_processes(facts: Facts) -> Iterator[Finding]:
-    for process in facts.processes:
-        kind = _kind(process)
-        if not process.is_stopped or not kind:
-            continue
-        own = {"rank": catalogue.RANK_STUCK, "agent": catalogue.AGENT_HANGS}
-        who = process.name if kind in process.name else f"{kind} of {process.name}"
-        yield _finding(
-            own.get(kind) or of_service(kind, "silent"),
-            f"the {who} is stopped (SIGSTOP): process {process.pid}",
-            facts,
-            evidence=[f"process {process.pid} is {process.state}: {process.command}"],
-            remedy=f"kill -CONT {process.pid}",
-        )
-
-
-def _kind(process: ProcessFacts) -> str:
-    if any(word in process.command for word in _CHILDREN):
-        return ""
-    known = (kind for word, kind in _COMMANDS.items() if word in process.command)
-    return next(known, "")
 
 
 def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:

@@ -70,7 +70,7 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
 
 def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the report for programs."""
-    known = {"state", "end", "ranks", "services", "processes", "versions"}
+    known = {"state", "end", "ranks", "services", "versions"}
     return {
         **facts.model_dump(include=known),
         "run": facts.directory,

@@ -4,22 +4,19 @@ import fcntl
 import json
 import os
 import platform
-import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import ValidationError
 
 from common import VERSION
 from common.errors import ConfigError
 from common.process.run_lock import LOCK
 from common.process.topology import Topology
-from trainer.diagnosis.facts import Facts, LogLine, ProcessFacts, State
+from trainer.diagnosis.facts import Facts, LogLine, State
 from trainer.diagnosis.logs import last_start, log_files, read_log
 from trainer.diagnosis.report import JSON_FILE
 from trainer.observe.group_files import LINES
@@ -108,7 +105,6 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         # no longer reach the trainer.
         released = lock.stat().st_mtime
         facts.lines = [line for line in lines if (line.time or 0.0) <= released]
-    facts.processes = list(_processes(holder)) if held else []
     return facts
 
 
@@ -220,44 +216,3 @@ def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any])
         return "starting"
     # It gave back its lock and said nothing: an end by the caller of a run in one process.
     return "ended" if facts.steps or facts.started else "empty"
-
-
-def _processes(holder: dict[str, Any]) -> Iterator[ProcessFacts]:
-    """Yields the processes of the holder's job group on this machine: those with its
-    `JOBGROUP_HOSTS` and their children, or, outside of one, the holder and its descendants.
-    """
-    if holder.get("host") != platform.node() or not sys.platform.startswith("linux"):
-        return
-    with suppress(psutil.Error):
-        own = psutil.Process(int(holder["pid"]))
-        hosts = own.environ().get("JOBGROUP_HOSTS")
-        if not hosts:
-            for each in [own, *own.children(recursive=True)]:
-                yield _process(each, "ppo-trainer-0")
-            return
-        for each in psutil.process_iter():
-            with suppress(psutil.Error):
-                env = _environ(each)
-                if env.get("JOBGROUP_HOSTS") == hosts:
-                    task = env.get("SKYPILOT_TASK_ID", "").rpartition("_")[2]
-                    yield _process(each, f"{task}-{env.get('SKYPILOT_NODE_RANK', '0')}")
-
-
-def _environ(process: psutil.Process) -> dict[str, str]:
-    """Returns the environment of a process, or of its parent: one that has given itself a title,
-    such as the router, has written over its own.
-    """
-    env = process.environ()
-    if "JOBGROUP_HOSTS" in env:
-        return env
-    parent = process.parent()
-    return {} if parent is None else parent.environ()
-
-
-def _process(process: psutil.Process, name: str) -> ProcessFacts:
-    # A title that a process has given itself is one word, with zeros up to the old length.
-    words = list(filter(None, process.cmdline()))
-    shown = [word for word in words[1:6] if word != "-P"] or words
-    return ProcessFacts(
-        name=name, pid=process.pid, state=process.status(), command=" ".join(shown)[:120]
-    )

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.runs.run_files import make_run, write
-from trainer.diagnosis import run_files
 from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find
 from trainer.diagnosis.report import first_line, text
@@ -373,40 +371,3 @@ def test_a_full_disk_keeps_no_run_from_saying_what_it_found(tmp_path: Path) -> N
     said = diagnose(tmp_path, Config(), error=full)
     assert said.startswith(f"diagnosis: {catalogue.DISK_OF_RUN}: weights 4 cannot be written")
     assert "diagnosis.txt cannot be written" in said
-
-
-TITLED = """
-import os, subprocess, sys
-title = "import setproctitle, sys, time; setproctitle.setproctitle('smg::router'); print('up', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", title], stdin=subprocess.DEVNULL)
-print(child.pid, flush=True)
-child.wait()
-"""
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are read on Linux")
-def test_a_process_with_a_title_of_its_own_belongs_to_its_parents_node(tmp_path: Path) -> None:
-    """The router: a title overwrites the arguments and the environment."""
-    hosts = f"rollout-server-0.group=127.0.0.1:0,{tmp_path.name}"
-    env = {
-        **os.environ,
-        "JOBGROUP_HOSTS": hosts,
-        "SKYPILOT_TASK_ID": "sky-1_rollout-server",
-        "SKYPILOT_NODE_RANK": "0",
-    }
-    command = [sys.executable, "-c", TITLED]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as node:
-        assert node.stdout is not None
-        titled = int(node.stdout.readline())
-        try:
-            assert node.stdout.readline() == "up\n"
-            os.kill(titled, signal.SIGSTOP)
-            holder = {"host": platform.node(), "pid": node.pid}
-            found = {process.pid: process for process in run_files._processes(holder)}
-            assert found[titled].name == "rollout-server-0"
-            assert found[titled].command == "smg::router"
-            assert found[titled].is_stopped
-        finally:
-            os.kill(titled, signal.SIGKILL)
-            node.kill()
