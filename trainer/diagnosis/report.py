@@ -33,11 +33,10 @@ def first_line(facts: Facts, findings: Sequence[Finding]) -> str:
         return f"{findings[0].name}: {shorten(findings[0].what, _MAX_CHARS)}"
     steps = f"step {facts.step} of {facts.total_steps}" if facts.total_steps else "no step yet"
     ago = f"{facts.silent_s:.0f} s"
-    advances = facts.silent_s <= max(_AT_LEAST_S, _STEPS * facts.usual_step_s)
     running = f"nothing is wrong: running, {steps}, {ago} ago"
     if not facts.steps:
         running = f"running for {ago}, no step yet; no fault is known"
-    elif not advances:
+    elif facts.silent_s > max(_AT_LEAST_S, _STEPS * facts.usual_step_s):
         usual = f"one usually takes {facts.usual_step_s:.2g} s"
         running = f"running, {steps}, {ago} ago, and {usual}; no fault is known yet"
     return {
@@ -160,9 +159,9 @@ def _waits(awaited: Sequence[Awaited]) -> str:
 def _asked(facts: Facts) -> str:
     if not facts.asked:
         return "the files alone: the run has no topology.json, or its settings cannot be read"
-    answered = f"{len(facts.services)} services and {len(facts.ranks)} ranks, which answer"
     waits = [_waits(rank.awaited) for rank in facts.ranks if rank.rank == 0]
-    return answered + "".join(waits)
+    count = f"{len(facts.services)} services and {len(facts.ranks)} ranks"
+    return f"{count}, which answer{''.join(waits)}"
 
 
 def _row(name: str, said: str) -> str:
@@ -172,9 +171,7 @@ def _row(name: str, said: str) -> str:
 def _since(since: float, facts: Facts) -> str:
     seconds = max(0.0, facts.now - since)
     ago = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    if seconds >= 7200:
-        ago = f"{seconds / 3600:.1f} h"
-    total = f" of {facts.total_steps}" if facts.total_steps else ""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
-    step = max((line["step"] for line in facts.steps if line.get("time", 0) <= since), default=0)
-    return f"{at} ({ago} before this report), after step {step}{total}"
+    done = [line["step"] for line in facts.steps if line.get("time", 0) <= since]
+    total = f" of {facts.total_steps}" if facts.total_steps else ""
+    return f"{at} ({ago} before this report), after step {max(done, default=0)}{total}"

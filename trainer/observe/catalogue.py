@@ -54,10 +54,8 @@ CRITIC_DIES = Fault(
 ENVIRONMENT_DIES = Fault("Environment-server dies or hangs", _WAIT)
 SERVICE_HANGS = Fault(
     "Data-server, reward-server or replay-buffer hangs",
-    (
-        "nobody restarts what hangs: kill -CONT if it is stopped, else kill it, and its task is "
-        "restarted; nothing is lost"
-    ),
+    "nobody restarts what hangs: kill -CONT if it is stopped, else kill it, and its task is "
+    "restarted; nothing is lost",
 )
 CANNOT_START = Fault(
     "A service cannot start its graders, or the command of `openenv:`",
@@ -103,33 +101,25 @@ WEIGHTS_DAMAGED = Fault(
 )
 RANK_DIES = Fault(
     "A trainer node or one of its processes dies",
-    (
-        "nothing if the task is restarted: the run goes on from its newest checkpoint; look for "
-        "the killer (kernel log, memory limit of the pod)"
-    ),
+    "nothing if the task is restarted: the run goes on from its newest checkpoint; look for "
+    "the killer (kernel log, memory limit of the pod)",
 )
 RANK_STUCK = Fault(
     "A rank of the trainer is stuck",
-    (
-        "continue it if it is stopped (kill -CONT); else see its stack, and end it: all ranks are "
-        "started again from the newest checkpoint"
-    ),
+    "continue it if it is stopped (kill -CONT); else see its stack, and end it: all ranks are "
+    "started again from the newest checkpoint",
 )
 RANK_MEMORY = Fault(
     "A rank of the trainer is out of memory",
-    (
-        "lower trainer.micro_batch_tokens, switch on trainer.activation_checkpointing or "
-        "parallel.offload_optimizer, or shard over more ranks (parallel.shard_size)"
-    ),
+    "lower trainer.micro_batch_tokens, switch on trainer.activation_checkpointing or "
+    "parallel.offload_optimizer, or shard over more ranks (parallel.shard_size)",
     codes=("out_of_memory",),
     foreign=r"OutOfMemory|out of memory|Cannot allocate memory|bad_alloc|MemoryError",
 )
 KILLED = Fault(
     "The trainer was killed",
-    (
-        "start it again: it goes on from its newest checkpoint; look for the killer (kernel log, "
-        "memory limit of the pod; a terminal that closes: use nohup or tmux)"
-    ),
+    "start it again: it goes on from its newest checkpoint; look for the killer (kernel log, "
+    "memory limit of the pod; a terminal that closes: use nohup or tmux)",
     codes=("rank_killed",),
 )
 INTERRUPTED = Fault(
@@ -154,10 +144,8 @@ CERTIFICATE = Fault(
 )
 UNKNOWN_NAME = Fault(
     "A name does not resolve",
-    (
-        "check that the task runs and that its name resolves from the trainer (getent hosts NAME); "
-        "names are TASK-NODE.GROUP"
-    ),
+    "check that the task runs and that its name resolves from the trainer (getent hosts NAME); "
+    "names are TASK-NODE.GROUP",
 )
 WRONG_SETTING = Fault("A setting is wrong", "correct that setting and start again")
 DISK_OF_SERVICE = Fault(
@@ -191,18 +179,14 @@ SQLITE_DAMAGED = Fault(
 )
 NOT_GRADED = Fault(
     "Answers cannot be graded",
-    (
-        "see why in the evidence: correct the reward function, or give it time "
-        "(reward.function_timeout_s) or processes (reward.workers)"
-    ),
+    "see why in the evidence: correct the reward function, or give it time "
+    "(reward.function_timeout_s) or processes (reward.workers)",
     codes=("not_graded",),
 )
 NOT_GENERATED = Fault(
     "Completions cannot be generated",
-    (
-        "see the log of rollout-server; give it time (sampling.request_timeout_s) or ask for less "
-        "(sampling.max_new_tokens)"
-    ),
+    "see the log of rollout-server; give it time (sampling.request_timeout_s) or ask for less "
+    "(sampling.max_new_tokens)",
 )
 NO_BATCH = Fault(
     "No batch comes",
@@ -211,17 +195,13 @@ NO_BATCH = Fault(
 )
 NO_STEP = Fault(
     "No step ends",
-    (
-        "see what waits in the evidence, and the log of the service that it waits for; restart "
-        "that service if its log has nothing; kill -USR1 makes a process log its stacks"
-    ),
+    "see what waits in the evidence, and the log of the service that it waits for; restart "
+    "that service if its log has nothing; kill -USR1 makes a process log its stacks",
 )
 EQUAL_REWARDS = Fault(
     "Every group has equal rewards",
-    (
-        "the prompts are too hard or too easy, or the reward is constant: change data.source, "
-        "reward.functions, or sampling.group_size"
-    ),
+    "the prompts are too hard or too easy, or the reward is constant: change data.source, "
+    "reward.functions, or sampling.group_size",
     codes=("equal_rewards",),
 )
 NOT_FINITE = Fault(
@@ -242,7 +222,17 @@ _DIES = {
     "critic-server": CRITIC_DIES,
     "router": ROUTER_DIES,
     "engine": ENGINE_DIES,
+    "environment-server": ENVIRONMENT_DIES,
+    "rollout-server": NODE_DIES,
 }
+_HANGS = {
+    "environment-server": ENVIRONMENT_DIES,
+    "rollout-server": AGENT_HANGS,
+    "router": ENGINE_HANGS,
+    "engine": ENGINE_HANGS,
+    "critic-server": CRITIC_DIES,
+}
+"""By task or node; the other services share `SERVICE_HANGS`."""
 _OF_PROBLEM: dict[str, Fault] = {
     "unknown_name": UNKNOWN_NAME,
     "unauthorized": WRONG_TOKEN,
@@ -270,16 +260,9 @@ def of_service(service: str, problem: str) -> Fault:
     if problem in _OF_PROBLEM:
         is_node = service.startswith("rollout-server")
         return DISK_OF_NODE if problem == "disk_full" and is_node else _OF_PROBLEM[problem]
-    task = service if service in _DIES else service.rstrip("0123456789").rstrip("-")
-    hangs = problem == "silent"
-    if task == "environment-server":
-        return ENVIRONMENT_DIES
-    if task == "rollout-server":
-        return AGENT_HANGS if hangs else NODE_DIES
-    if task in ("router", "engine") and hangs:
-        return ENGINE_HANGS
-    if hangs and task != "critic-server":
-        return SERVICE_HANGS
+    task = service.rstrip("0123456789").rstrip("-")  # `rollout-server-1` is a node of its task
+    if problem == "silent":
+        return _HANGS.get(task, SERVICE_HANGS)
     return _DIES.get(task, ENDED)
 
 
