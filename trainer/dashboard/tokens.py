@@ -7,6 +7,7 @@ from typing import Any
 from common.errors import ServiceError
 
 _FILE = "tokenizer.json"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
@@ -39,17 +40,16 @@ class TokenTexts:
 
         stream = DecodeStream(skip_special_tokens=False)
         texts = []
-        is_whole = True
         for token in token_ids:
             if self._tokenizer.id_to_token(token) is None:
                 # A model may have more outputs than its tokenizer has tokens.
-                text: str | None = f"⟨{token}⟩"
+                texts.append(f"⟨{token}⟩")
             else:
-                text = stream.step(self._tokenizer, token)
-                is_whole = text is not None
-            texts.append(text or "")
-        if not is_whole:
-            texts[-1] += "\N{REPLACEMENT CHARACTER}"
+                texts.append(stream.step(self._tokenizer, token) or "")
+        # The stream holds back the beginning of a character whose other tokens do not follow.
+        whole = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        if whole.endswith(_INCOMPLETE):
+            texts[-1] += _INCOMPLETE
         return texts
 
     def special(self, token_ids: Sequence[int]) -> list[int]:
