@@ -85,9 +85,8 @@ class Recorder:
         with storing_run(settings):
             directory.mkdir(parents=True, exist_ok=True)
             settings.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        kept = {
-            f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in files
-        }
+        names = [f"{name}.jsonl" for name in files]
+        kept = {name: _keep_before(directory / name, step + 1) for name in names}
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # drops a last line that a crash cut
         attempt = {
@@ -112,9 +111,9 @@ class Recorder:
         if changes:  # nothing else would show it
             self.say(words(f"settings changed since the last attempt: {', '.join(changes)}"))
         for name, there in kept.items():
-            self._tell_gap(name, [number for number in range(1, step + 1) if number not in there])
+            self._tell_gap(name, sorted(set(range(1, step + 1)) - there))
         if step and config.evaluation.samples:
-            self._tell_gap("evaluations.jsonl", [0] if 0 not in evaluated else [])
+            self._tell_gap("evaluations.jsonl", sorted({0} - evaluated))
         self._trackers = Trackers(config, directory, step, say=self.say, counted=tracked)
 
     def __enter__(self) -> Self:
