@@ -183,7 +183,7 @@ class Health:
         if name not in self._targets:
             engine = self._client(name, task, engine_port, node) if engine_port else None
             client = self._client(name, task, port, node)
-            self._targets[name] = _Target(name, client, engine, path, fields_of)
+            self._targets[name] = _Target(name, client, engine, path=path, fields_of=fields_of)
 
     def _client(self, name: str, task: str, port: int, node: int) -> Client:
         return Client(name, self.topology.url(task, port, node), headers=self.headers)
