@@ -300,7 +300,7 @@ def _build_leader(
             step=policy.step,
             tracked=metrics.tracked,
             run_id=run_id,
-            data=backend.data(),
+            data=backend.data,
             verdicts=verdicts.decided,
             files=(*STEP_FILES, "audit") if config.trainer.audit else STEP_FILES,
             words=listener.words,
@@ -349,7 +349,7 @@ def _build_leader(
             run_dir,
             run_id=run_id,
             engine=backend.engine_kind,
-            given=backend.given(),
+            given=backend.given,
         ),
         clock=clock,
         run_id=run_id,
@@ -402,7 +402,7 @@ def _gpu_counter(ranks: Ranks, backend: Backend) -> Callable[[], int | None]:
     own = ranks.world_size if ranks.on_gpu else 0
 
     def gpus() -> int | None:
-        engines = backend.engine_gpus()
+        engines = backend.engine_gpus
         return None if engines is None else own + engines
 
     return gpus

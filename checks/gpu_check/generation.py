@@ -58,7 +58,7 @@ def _round(
 ) -> tuple[float, list[list[Sequence]]]:
     """Returns the seconds of a round, and the answers to every prompt."""
     jobs = [
-        GenerationJob(str(i), prompt, SamplingParams(new, seed=i), samples)
+        GenerationJob(str(i), prompt, SamplingParams(max_new_tokens=new, sampling_seed=i), samples)
         for i, prompt in enumerate(prompts)
     ]
     start = time.perf_counter()

@@ -22,12 +22,12 @@ from checks.gpu_check.harness import Findings
 from checks.gpu_check.setting import Setting, claim_agreement
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
+from common.process.child import Child, Output
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.settings.sections import ModelSection, RolloutSection
 from common.wire.schemas import Completion, WorkerReport
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
-from services.rollout.process import Child
 from trainer.weights.comparison import Checksums
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import EngineGroup, Rendezvous
@@ -111,7 +111,8 @@ async def _calls(run: _Run) -> None:
     env = engine_env(run.config) | Topology().loopback_env()
     before = _free_bytes(run.setting)
     start = time.perf_counter()
-    child = await Child.start("sglang", command, env, run.setting.scratch / "sglang.log")
+    output = Output(run.setting.scratch / "sglang.log", lambda _: None, on_loss=print)
+    child = await Child.start(command, output, env={**os.environ, **env})
     try:
         async with (
             EngineClient("engine", run.url) as api,
@@ -147,7 +148,7 @@ async def _healthy(api: EngineClient, child: Child) -> None:
     try:
         while reason := await api.unhealthy_reason():
             if ended.done() or time.monotonic() > limit:
-                print(child.tail())
+                print(*child.output.last_lines, sep="\n")
                 why = (
                     f"ended with status {ended.result()}"
                     if ended.done()

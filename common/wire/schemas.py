@@ -351,10 +351,8 @@ class WeightChecksums(Wire):
 class WeightVerdict(Wire):
     """Confirms that the engine's weights match the reference; otherwise the response is 409."""
 
-    checksum: str
-    """Checksum over all weights of the engine."""
     compared: str
-    """The reference of the comparison: the trainer's own tensors, or the other engines."""
+    """How many of the trainer's own tensors the engine's were compared with."""
 
 
 MAX_DETAIL_CHARS = 4000
@@ -389,8 +387,6 @@ class WorkerReport(Wire):
     incarnation: _Name = ""
     """Changes when the engine must join a new group, because it was restarted or a broadcast to it
     failed."""
-    checksum: _Name = ""
-    """Checksum of the engine's weights, if they were broadcast and verified."""
 
 
 class EngineWeights(Wire):
@@ -433,9 +429,7 @@ class EngineOrder(Wire):
 
 
 class EngineNodeReport(Wire):
-    """State of a further node of an engine (`POST /engine/nodes/{name}` of the first node's
-    agent).
-    """
+    """State of a further node of an engine (`POST /engine/nodes` of the first node's agent)."""
 
     name: _Name
     prepared: _Name = ""

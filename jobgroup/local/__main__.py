@@ -161,7 +161,7 @@ def _run(
         screen.plain(line)
     for run in runner.runs:
         if run.failed is not None and run is not runner.reason:
-            screen.tail(run.failed.name, run.failed.tail, run.failed.log)
+            screen.tail(run.failed.name, run.failed.last_lines, run.failed.log)
     if runner.reason is not None and runner.reason.failed is not None:
         _say_reason(runner.reason.failed, screen)  # last
     return status
@@ -192,11 +192,11 @@ def _raise_file_limit() -> None:
 
 def _say_reason(node: Node, screen: Screen) -> None:
     """Shows a failed node's last lines, and how it ended if they cannot say it."""
-    screen.tail(node.name, node.tail, node.log)
+    screen.tail(node.name, node.last_lines, node.log)
     status = node.ended.result()
     if status > SIGNALLED:
         screen.say(f"{node.name} {how_ended(status)}", loud=True)
-    elif not node.tail:
+    elif not node.last_lines:
         screen.say(f"{node.name} {how_ended(status)} and printed nothing", loud=True)
 
 

@@ -13,7 +13,7 @@ from common.clients.rollout import completion_from_answer
 from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.device import choose_device
-from services.engine.jobs import GenerationJob
+from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
 from services.engine.protocol import GenerateBody, answer
 from services.engine.sampling import FIELDS, Inputs, uniforms
@@ -150,13 +150,13 @@ class ReplayEngine:
         parameters = {
             "temperature": [sampling.temperature] * 3,
             "top_p": [sampling.top_p] * 3,
-            "top_k": [sampling.top_k or np.inf] * 3,
+            "top_k": [sampling.top_k if sampling.top_k > 0 else np.inf] * 3,
             "min_p": [sampling.min_p] * 3,
             "uniform": near,
         }
         rows: list[Any] = [parameters.get(name, [0.0] * 3) for name in FIELDS]
         if count < sampling.min_new_tokens:
-            rows += [[float(token)] * 3 for token in sampling.stop_ids]
+            rows += [[float(token)] * 3 for token in sampling.stop_token_ids]
         with torch.inference_mode():
             logits = self._model.prefill([before], [0, 0, 0], 0)
             found = self._model.sample(logits, Inputs(np.array(rows), plain=False))
@@ -169,12 +169,12 @@ class ReplayEngine:
             sampling["min_new_tokens"] = min(limit, sampling["min_new_tokens"])
         body = GenerateBody(
             input_ids=span.request.prompt,
-            sampling_params=sampling,
+            sampling_params=SamplingParams(**sampling),
             return_logprob=True,
             return_sampling_mask=self._truncates,
         )
-        (job,) = body.jobs(self._model)
-        job.start(0, lambda: "again")
+        (job,) = body.jobs([span.request.prompt], self._model)
+        job.start(0)
         # As if the engine had been stopped there, to load these weights.
         (sequence,) = job.sequences
         sequence.tokens = list(span.earlier)

@@ -17,11 +17,10 @@ from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
-from trainer.backends.backend import BackendContext
+from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.dashboard.live import LiveDashboard
 from trainer.diagnosis.health import Health
-from trainer.observe.audit import Given
 from trainer.observe.run_dir import console
 from trainer.rollouts.services import Services
 from trainer.weights.adapters import AdapterPublisher
@@ -50,7 +49,7 @@ def check_head(config: Config, model: Any) -> None:
         )
 
 
-class JobGroupBackend:
+class JobGroupBackend(Backend):
     """The `Backend` of a job group: services found by name, weights pulled by or broadcast to the
     rollout nodes.
     """
@@ -89,12 +88,7 @@ class JobGroupBackend:
 
     @property
     def engine_kind(self) -> Literal["embedded", "sglang"]:
-        """See `Backend`."""
         return self._config.rollout.engine
-
-    def given(self) -> tuple[Given, ...]:
-        """See `Backend`."""
-        return ()
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
@@ -109,12 +103,8 @@ class JobGroupBackend:
             for node in nodes
         ]
 
-    def data(self) -> str:
-        """See `Backend`."""
-        return ""
-
+    @property
     def engine_gpus(self) -> int | None:
-        """See `Backend`."""
         if self._config.rollout.colocate:
             return 0
         return sum(worker.gpus for worker in self._board.workers())

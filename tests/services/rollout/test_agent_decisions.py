@@ -16,7 +16,7 @@ from common.settings.sections import ModelSection, RolloutSection, TrainerSectio
 from services.rollout.engine_client import engine_command
 from services.rollout.router import RouterClient, chosen_router, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
-from services.rollout.weights.store import WeightId
+from services.rollout.weights.trainer_client import WeightId
 
 V1, V2 = WeightId("a", 1), WeightId("a", 2)
 

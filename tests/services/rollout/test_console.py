@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.process import Child
-from services.rollout.repeats import Repeats
+from common.process.child import Child, Output
+from services.rollout.console import Console, Repeats
 
 LOST = "ERROR smg::router: request failed worker_url=http://127.0.2.2:30001 error=attempt {}"
 OTHER = "ERROR smg::response: request failed with server error"
@@ -55,9 +55,10 @@ async def test_the_log_file_has_what_is_not_shown(
 ) -> None:
     log = tmp_path / "router.log"
     code = "for number in range(50): print(f'\\x1b[31mERROR\\x1b[0m attempt {number}')"
-    child = await Child.start("router", [sys.executable, "-c", code], {}, log)
+    output = Output(log, Console("router", log).show, on_loss=print)
+    child = await Child.start([sys.executable, "-c", code], output, env={})
     await child.wait()
-    await child.end(0)
+    await child.end()
     shown = capfd.readouterr().err.splitlines()
     assert shown[:2] == ["router | ERROR attempt 0", "router | ERROR attempt 1"]
     assert len(shown) == 3

@@ -1,7 +1,7 @@
 """The nodes of an engine that is larger than one of them, as its first node sees them.
 
 Such an engine has a process on every node. They start, load weights and end together: the agent of
-the first node decides, and the agents of the others (`member`) ask for its orders and report.
+the first node decides, and the agents of the others (`further_node`) ask for its orders and report.
 
     first node ── order: which start, which weights ──►  other nodes
                ◄── report: prepared, running, ended ──
@@ -100,14 +100,16 @@ class EngineNodes:
         report, at = self._reports.get(name, (None, 0.0))
         return None if time.monotonic() - at > self._silent_s else report
 
-    def _describe(self, names: Sequence[str]) -> str:
-        """Returns the names of nodes, with what each says."""
-        described = []
-        for name in names:
+    def _missing(self, is_ready: Callable[[EngineNodeReport], bool]) -> list[str]:
+        """Returns the nodes that are silent or not ready, with what each says."""
+        missing: list[str] = []
+        for name in self.names:
             report = self._said(name)
-            said = "does not report" if report is None else report.detail
-            described.append(f"{name} ({said})" if said else name)
-        return ", ".join(described)
+            if report is None:
+                missing.append(f"{name} (does not report)")
+            elif not is_ready(report):
+                missing.append(f"{name} ({report.detail})" if report.detail else name)
+        return missing
 
     async def start(self, start: EngineStart, say: Callable[[str], None]) -> None:
         """Returns when all nodes were told to start their process of the engine.
@@ -116,24 +118,15 @@ class EngineNodes:
         cannot get the weights.
         """
         self._give(start=start)
-        told = ""
-        while True:
-            reports = {name: self._said(name) for name in self.names}
-            for name, report in reports.items():
+        told: list[str] = []
+        while missing := self._missing(lambda report: report.prepared == start.id):
+            for name in self.names:
+                report = self._said(name)
                 if report is not None and report.cannot_start == start.id:
                     raise NodeCannotStart(f"{name} cannot start: {report.detail}")
-
-            missing = [
-                name
-                for name, report in reports.items()
-                if report is None or report.prepared != start.id
-            ]
-            if not missing:
-                break
-            waited = f"waits for {self._describe(missing)}"
-            if waited != told:
-                told = waited
-                say(waited)
+            if missing != told:
+                told = missing
+                say(f"waits for {', '.join(missing)}")
             await self.news(_TELL_S)
 
         self._went_at = time.monotonic()
@@ -145,14 +138,14 @@ class EngineNodes:
 
     def want(self, manifest: WeightManifest) -> None:
         """Tells the nodes to fetch a version, which this node is fetching as well."""
-        self._give(weights=_weights(manifest))
+        self._give(weights=weights_for_nodes(manifest))
 
     async def hold(self, manifest: WeightManifest, path: Path) -> None:
         """Returns when every node can read this version at `path`.
 
         Raises Stuck, which names the nodes that lack it, when they make no progress.
         """
-        weights = _weights(manifest, path)
+        weights = weights_for_nodes(manifest, path)
         self._give(weights=weights)
         waits = Progress(
             f"the other nodes of the engine to fetch weights {manifest.version}",
@@ -160,17 +153,9 @@ class EngineNodes:
             field="rollout.stuck_after_s",
             remedy="look at the logs of these nodes",
         )
-        while True:
-            reports = {name: self._said(name) for name in self.names}
-            missing = [
-                name
-                for name, report in reports.items()
-                if report is None or report.holds != weights.key
-            ]
-            if not missing:
-                return
-            done = sum(report.progress for report in reports.values() if report is not None)
-            waits.saw(done, self._describe(missing))
+        while missing := self._missing(lambda report: report.holds == weights.key):
+            reports = [self._said(name) for name in self.names]
+            waits.saw(sum(each.progress for each in reports if each), ", ".join(missing))
             waits.check()
             await self.news(waits.pause_s)
 
@@ -183,6 +168,7 @@ class EngineNodes:
             return None
         for name in self.names:
             report, at = self._reports.get(name, (None, 0.0))
+            # A report from before the start says nothing about the process that was started then.
             silent_s = time.monotonic() - max(at, self._went_at)
             if silent_s > self._silent_s:
                 return f"{name} has not reported for {silent_s:.0f} s"
@@ -191,7 +177,7 @@ class EngineNodes:
         return None
 
 
-def _weights(manifest: WeightManifest, path: Path | None = None) -> EngineWeights:
+def weights_for_nodes(manifest: WeightManifest, path: Path | None = None) -> EngineWeights:
     """Returns an order for weights. A broadcast reaches all nodes through the engine itself."""
     return EngineWeights(
         manifest=manifest.model_copy(update={"broadcast": None}),

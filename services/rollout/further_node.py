@@ -1,15 +1,12 @@
-"""The supervisor of a further node of an engine that is larger than one node.
+"""The agent of a further node of an engine that is larger than one node.
 
 It runs this node's process of the engine and keeps the weights on this node's disk, both as the
-agent of the first node orders (`nodes`). This process answers no requests for completions: the
-router and the trainer know only the first node.
+agent of the first node orders (`engine_nodes`). This process answers no requests for completions:
+the router and the trainer know only the first node.
 """
 
 import asyncio
 import logging
-import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -19,7 +16,7 @@ from common.clients.base import Client
 from common.errors import ServiceError, shorten
 from common.process import progress
 from common.process.metrics import Metrics
-from common.process.topology import ROLLOUT, TRAINER, Topology
+from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
 from common.wire.schemas import (
     MAX_DETAIL_CHARS,
@@ -28,10 +25,10 @@ from common.wire.schemas import (
     EngineStart,
     EngineWeights,
 )
+from services.rollout.agent import Agent, Loop
 from services.rollout.engine_client import engine_command, first_node
-from services.rollout.loops import Loops, refuse_taken_port, stop, supervised_engine, wait_event
-from services.rollout.weights.follow import RateLimitedWarnings
-from services.rollout.weights.store import TrainerClient, WeightStore, differs
+from services.rollout.loops import wait_event
+from services.rollout.weights.store import differs
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
@@ -42,7 +39,7 @@ _RETRY_S = 1.0
 _LAST_REPORT_S = 2.0
 
 
-class MemberStatus(BaseModel):
+class FurtherNodeStatus(BaseModel):
     """Answer of `GET /status`."""
 
     report: EngineNodeReport
@@ -67,71 +64,37 @@ class FirstNodeClient(Client):
 
     async def report(self, report: EngineNodeReport) -> None:
         """Says how this node is. Raises ServiceError."""
-        path = f"/engine/nodes/{report.name}"
-        await self.request("POST", path, json=report.model_dump(), deadline_s=5)
+        await self.request("POST", "/engine/nodes", json=report.model_dump(), deadline_s=5)
 
 
-class MemberSupervisor:
-    """Runs a further node of an engine. Calls `end` when it cannot continue; `fatal` then holds the
-    reason.
-    """
+class FurtherNodeAgent(Agent):
+    """The agent of a further node of an engine, which does as the agent of the first node says."""
 
-    def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        metrics: Metrics,
-        end: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM),
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, metrics: Metrics) -> None:
         rollout = config.rollout
-        first = first_node(config, topology)
-        self.name = topology.own_name(ROLLOUT)
-        self.first_node = f"{ROLLOUT}-{first}"
-        self._config = config
-        self._topology = topology
-        self._loops = Loops(end)
-        self._warnings = RateLimitedWarnings()
-        self._unreachable = f"{self.first_node} has not answered yet"
-        """Why the orders may be out of date; empty when they are not."""
-
-        self._order = EngineOrder(revision="")
-        self._prepared = ""
-        """The start for which this node has said that it is prepared."""
-        self._cannot_start = ""
-        self._running = ""
-        """The start of the process that runs or ran here."""
-        self._ended = ""
-        self._holds = ""
-        self._detail = ""
-        self._wake_report = asyncio.Event()
-        self._news = asyncio.Event()
-        """Set at every new order."""
-
-        self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
-        agent_url = topology.url(ROLLOUT, rollout.agent_port, first)
-        self._first = FirstNodeClient(self.first_node, agent_url)
         own_url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
         # SGLang answers /health on these nodes too, but never with TLS, and to anyone.
         self._engine_api = Client("engine", own_url.replace("https://", "http://"), headers={})
-
-        self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
-        self._storing = asyncio.Lock()
-        self.engine = supervised_engine(
+        super().__init__(
             config,
             topology,
-            launch=self._launch,
+            metrics,
             probe=self._engine_api.unhealthy_reason,
-            on_up=self._up,
-            on_down=self._down,
+            heartbeat_s=min(_HEARTBEAT_S, rollout.hang_timeout_s / 4),
         )
-        self._starts = metrics.counter(
-            "rollout_engine_starts_total", "How often the engine was started"
-        )
+        first = first_node(config, topology)
+        self.first_node = f"{ROLLOUT}-{first}"
+        self._unreachable = f"{self.first_node} has not answered yet"
+        """Why the orders may be out of date; empty when they are not."""
+        self._order = EngineOrder(revision="")
+        self._news = asyncio.Event()
+        """Set at every new order."""
+        self._state = EngineNodeReport(name=self.name)
+        self._storing = asyncio.Lock()
 
-    @property
-    def fatal(self) -> ServiceError | None:
-        """Why the node cannot continue."""
-        return self._loops.fatal
+        agent_url = topology.url(ROLLOUT, rollout.agent_port, first)
+        self._first = FirstNodeClient(self.first_node, agent_url)
+        self._clients += [self._first, self._engine_api]
 
     def problem(self) -> str | None:
         """Returns why this node's part of the engine does not work, or None."""
@@ -139,59 +102,55 @@ class MemberSupervisor:
             return self._unreachable
         if not self.engine.up:
             return f"this node's process of the engine of {self.first_node} is not up: " + (
-                self._ended or self._detail or "it starts"
+                self._state.ended or self._state.detail or "it starts"
             )
         return None
 
     def report(self) -> EngineNodeReport:
         """Returns what the first node is told."""
-        return EngineNodeReport(
-            name=self.name,
-            prepared=self._prepared,
-            cannot_start=self._cannot_start,
-            start=self._running,
-            ended=shorten(self._ended, MAX_DETAIL_CHARS),
-            holds=self._holds,
-            detail=shorten(self._detail, MAX_DETAIL_CHARS),
-            progress=progress.total(),
+        return self._state.model_copy(
+            update={
+                "ended": shorten(self._state.ended, MAX_DETAIL_CHARS),
+                "detail": shorten(self._state.detail, MAX_DETAIL_CHARS),
+                "progress": progress.total(),
+            }
         )
 
-    def status(self) -> MemberStatus:
+    def status(self) -> FurtherNodeStatus:
         """Returns the state of this node and of its process."""
-        return MemberStatus(
+        return FurtherNodeStatus(
             report=self.report(),
             first_node=self.first_node,
             engine_pid=self.engine.pid,
             engine_starts=self.engine.starts,
         )
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Runs the node inside the context; on exit tells the first node, then ends the process."""
-        follow = self._loops.start(self._follow())
-        tell = self._loops.start(self._tell())
-        keep = self._loops.start(self._keep_weights())
-        look = self._loops.start(self._look())
-        engine = self._loops.start(self.engine.run())
-        try:
-            yield
-        finally:
-            await stop(follow, tell, keep, look)
-            await self._say_goodbye()
-            await stop(engine)
-            for client in (self._trainer, self._first, self._engine_api):
-                await client.close()
+    def _loops(self) -> list[Loop]:
+        return [
+            self._keep_reporting(self._first),
+            self._follow(),
+            self._keep_weights(),
+            self._end_unwanted(),
+        ]
 
-    async def _say_goodbye(self) -> None:
+    def _processes(self) -> list[Loop]:
+        return [self.engine.run()]
+
+    async def _send_report(self) -> None:
+        await self._first.report(self.report())
+
+    async def _leave(self) -> None:
         """Tells the first node that the engine ends here, so that it takes it out of traffic."""
-        self._ended = "this node shuts down"
+        self._changed(ended="this node shuts down")
         try:
             async with asyncio.timeout(_LAST_REPORT_S):
-                await self._first.report(self.report())
+                await self._send_report()
         except (ServiceError, TimeoutError) as error:
             log.info("%s was not told of the end: %s", self.first_node, error)
 
-    def _changed(self) -> None:
+    def _changed(self, **fields: str) -> None:
+        """Changes the state of this node, and has it reported."""
+        self._state = self._state.model_copy(update=fields)
         self._wake_report.set()
 
     async def _follow(self) -> None:
@@ -210,38 +169,21 @@ class MemberSupervisor:
                 self._news.set()
                 self._news = asyncio.Event()
 
-    async def _tell(self) -> None:
-        heartbeat_s = min(_HEARTBEAT_S, self._config.rollout.hang_timeout_s / 4)
-        while True:
-            self._wake_report.clear()
-            try:
-                await self._first.report(self.report())
-            except ServiceError as error:
-                self._warnings.warn(
-                    "report",
-                    f"could not report to {self.first_node}: {error}",
-                    self._first.severity,
-                )
-            await wait_event(self._wake_report, heartbeat_s)
-
-    async def _look(self) -> None:
+    async def _end_unwanted(self) -> None:
         """Ends a process that the first node does not want any more."""
         while True:
             start = self._order.start
             wanted = "" if start is None else start.id
-            if self.engine.pid is not None and self._running != wanted:
+            if self.engine.pid is not None and self._state.start != wanted:
                 self.engine.restart(f"{self.first_node} ends or restarts the engine")
             await wait_event(self._news, _LOOK_S)
 
-    async def _launch(self) -> list[str]:
+    async def _launch_engine(self) -> list[str]:
         """Returns the command of this node's process, when the first node says so."""
         start = await self._next_start()
         self._starts.inc()
-        refuse_taken_port(self._topology, self._config.rollout.engine_port)
-        self._running = start.id
-        self._ended = ""
-        self._detail = ""
-        self._changed()
+        self._refuse_taken_port(self._config.rollout.engine_port)
+        self._changed(start=start.id, ended="", detail="")
         return engine_command(
             self._config,
             self._topology,
@@ -256,14 +198,12 @@ class MemberSupervisor:
         """
         while True:
             start = self._order.start
-            if start is None or start.id in (self._running, self._cannot_start):
+            if start is None or start.id in (self._state.start, self._state.cannot_start):
                 await wait_event(self._news, _LOOK_S)
-            elif self._prepared != start.id and start.go:
+            elif self._state.prepared != start.id and start.go:
                 # It began before this agent, whose process is gone and cannot be replaced.
-                self._running = start.id
-                self._ended = "its agent was started again"
-                self._changed()
-            elif self._prepared != start.id:
+                self._changed(start=start.id, ended="its agent was started again")
+            elif self._state.prepared != start.id:
                 await self._prepare(start)
             elif start.go:
                 return start
@@ -274,58 +214,49 @@ class MemberSupervisor:
         """Gets the weights of a start and reports that this node is prepared, or that it cannot."""
         try:
             if start.weights is not None:
-                await self._hold_start(start.weights)
+                own = await self._hold(start.weights)
+                # Not stored here: they are the trainer's. What is stored may be damaged.
+                is_stored = self._store.hold(own)
+                if is_stored and not await self._store.verify(start.weights.manifest, own):
+                    self._store.hold(await self._hold(start.weights))
         except (httpx.HTTPError, ServiceError, OSError) as error:
-            self._cannot_start = start.id
-            self._detail = f"{type(error).__name__} {error}"
-            log.error("this node cannot start the engine: %s", self._detail)
+            self._changed(cannot_start=start.id, detail=f"{type(error).__name__} {error}")
+            log.error("this node cannot start the engine: %s", self._state.detail)
         else:
-            self._prepared = start.id
-        self._changed()
-
-    async def _hold_start(self, weights: EngineWeights) -> None:
-        """Gets the weights of a start, reads them again and protects them until the engine is
-        up.
-        """
-        own = await self._hold(weights)
-        is_stored = self._store.hold(own)  # otherwise they are the trainer's
-        if is_stored and not await self._store.verify(weights.manifest, own):
-            self._store.hold(await self._hold(weights))
+            self._changed(prepared=start.id)
 
     async def _keep_weights(self) -> None:
         """Keeps the weights that the first node orders on this node's disk."""
         while True:
             weights = self._order.weights
-            if weights is None or weights.key == self._holds:
+            if weights is None or weights.key == self._state.holds:
                 await wait_event(self._news, _LOOK_S)
                 continue
             try:
                 await self._hold(weights)
-                self._holds = weights.key
-                self._detail = ""
+                self._changed(holds=weights.key, detail="")
             except (httpx.HTTPError, ServiceError, OSError) as error:
                 version = weights.manifest.version
-                self._detail = f"cannot hold weights {version}: {type(error).__name__} {error}"
-                self._warnings.warn("weights", self._detail, logging.ERROR)
+                reason = f"cannot hold weights {version}: {type(error).__name__} {error}"
+                self._changed(detail=reason)
+                self._warnings.warn("weights", reason, logging.ERROR)
                 await wait_event(self._news, _RETRY_S)
-            self._changed()
 
     async def _hold(self, weights: EngineWeights) -> Path:
         """Fetches weights and makes them readable where the engine reads them on all nodes; returns
         this node's own directory of them.
         """
         async with self._storing:
-            own = await self._store.fetch(weights.manifest, self._trainer)
+            own = await self._store.fetch(weights.manifest)
             if weights.path:
                 await asyncio.to_thread(make_readable, Path(weights.path), own, weights)
         return own
 
-    async def _up(self) -> None:
+    async def _engine_up(self) -> None:
         self._store.hold(None)
 
-    def _down(self, reason: str) -> None:
-        self._ended = reason
-        self._changed()
+    def _engine_down(self, reason: str) -> None:
+        self._changed(ended=reason)
 
 
 def make_readable(path: Path, own: Path, weights: EngineWeights) -> None:

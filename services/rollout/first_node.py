@@ -1,19 +1,16 @@
-"""The supervisor of a rollout node: keeps the engine running, updates its weights, and registers it
-with the router. Settings, logs and the documentation call it the node's agent.
+"""The agent of the first node of an engine, which is usually the engine's only node: keeps the
+engine running, updates its weights, and registers it with the router.
 
-Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and
-reports to the trainer. On node 0 a fifth loop supervises the router. If the engine is larger than a
-node, this is its first node, and a further loop watches the others (`nodes`).
+Its loops share one `NodeState`: supervision of the engine, weight updates, registration, and
+reports to the trainer. On node 0 a further loop supervises the router. If the engine is larger than
+a node, one more watches the other nodes (`engine_nodes`).
 """
 
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -22,24 +19,19 @@ from common.clients.rollout import BASE_VERSION
 from common.errors import ServiceError, shorten
 from common.process import progress
 from common.process.metrics import Metrics
-from common.process.topology import ROLLOUT, TRAINER, Topology, assigned_gpus
+from common.process.topology import ROLLOUT, Topology, assigned_gpus
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
-from common.wire.schemas import (
-    MAX_DETAIL_CHARS,
-    EngineStart,
-    EngineWeights,
-    WeightManifest,
-    WorkerReport,
-)
+from common.wire.schemas import MAX_DETAIL_CHARS, EngineStart, WeightManifest, WorkerReport
+from services.rollout.agent import Agent, Loop
 from services.rollout.engine_client import EngineClient, engine_command
-from services.rollout.loops import Loops, refuse_taken_port, stop, supervised_engine, wait_event
-from services.rollout.nodes import EngineNodes, NodeCannotStart
-from services.rollout.process import Supervised, Timing
+from services.rollout.engine_nodes import EngineNodes, NodeCannotStart, weights_for_nodes
+from services.rollout.loops import stop, wait_event
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
-from services.rollout.weights.follow import RateLimitedWarnings, WeightFollower
-from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
+from services.rollout.supervision import SupervisedProcess, Timing
+from services.rollout.weights.follow import WeightFollower
+from services.rollout.weights.trainer_client import WeightId
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
@@ -49,7 +41,7 @@ _RECONCILE_S = 1.0
 _WATCH_S = 1.0
 
 
-class NodeStatus(BaseModel):
+class FirstNodeStatus(BaseModel):
     """Answer of `GET /status`."""
 
     report: WorkerReport
@@ -64,34 +56,28 @@ class NodeStatus(BaseModel):
     """Id of the process group; set only on node 0."""
 
 
-class NodeSupervisor:
-    """Runs one rollout node. Calls `end` when it cannot continue; `fatal` then holds the reason."""
+class FirstNodeAgent(Agent):
+    """The agent that decides for an engine and speaks for it to trainer and router."""
 
-    def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        metrics: Metrics,
-        end: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM),
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, metrics: Metrics) -> None:
         rollout = config.rollout
-        self.name = topology.own_name(ROLLOUT)
         self.url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
+        self._engine_api = EngineClient("engine", self.url)
+        super().__init__(
+            config,
+            topology,
+            metrics,
+            probe=self._engine_api.unhealthy_reason,
+            heartbeat_s=min(_HEARTBEAT_S, config.limits.fence_after_s / _REPORTS),
+        )
         self.state = NodeState()
-        self._config = config
-        self._topology = topology
-        self._loops = Loops(end)
         self._registered = False
         self._starts_ordered = 0
         self._started_with: tuple[WeightManifest, Path] | None = None
         """The weights that the engine was started with; None for the base model."""
-        self._wake_report = asyncio.Event()
         self._wake_router = asyncio.Event()
-        self._warnings = RateLimitedWarnings()
-
-        self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
-        self._engine_api = EngineClient("engine", self.url)
         self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
+        self._clients += [self._engine_api, self._router_api]
 
         others = range(topology.node_rank + 1, topology.node_rank + rollout.nodes_per_engine)
         self.nodes = EngineNodes(
@@ -100,18 +86,7 @@ class NodeSupervisor:
             stuck_after_s=rollout.stuck_after_s,
         )
         """The other nodes of the engine; none if it is one node's."""
-
-        self.engine = supervised_engine(
-            config,
-            topology,
-            launch=self._launch_engine,
-            probe=self._engine_api.unhealthy_reason,
-            on_up=self._engine_up,
-            on_down=self._engine_down,
-        )
         self.router = self._supervised_router() if topology.node_rank == 0 else None
-
-        self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
         self._follower = WeightFollower(
             config,
             self.state,
@@ -129,36 +104,23 @@ class NodeSupervisor:
             "rollout_weight_version", "Weights the engine serves; -1 is the base model"
         )
         self._version.set(-1)
-        self._starts = metrics.counter(
-            "rollout_engine_starts_total", "How often the engine was started"
-        )
         metrics.gauge("rollout_in_traffic", "1 when the router sends requests here").set_function(
             lambda: self._registered
         )
 
-    def _supervised_router(self) -> Supervised:
+    def _supervised_router(self) -> SupervisedProcess:
         async def launch() -> list[str]:
-            refuse_taken_port(self._topology, self._config.rollout.router_port)
+            self._refuse_taken_port(self._config.rollout.router_port)
             return router_command(self._config, self._topology)
 
-        async def up() -> None:
-            self._wake_router.set()
-
-        return Supervised(
+        return SupervisedProcess(
             "router",
             launch,
             self._router_api.unhealthy_reason,
             env=router_env() | self._topology.proxy_env(os.environ),
             log_file=self._config.state_dir / "logs" / f"{self.name}.router.log",
             timing=Timing(max_backoff_s=5, hang_s=self._config.rollout.hang_timeout_s),
-            on_up=up,
-            on_down=lambda _: self._wake_router.set(),
         )
-
-    @property
-    def fatal(self) -> ServiceError | None:
-        """Why the node cannot continue."""
-        return self._loops.fatal
 
     def problem(self) -> str | None:
         """Returns why the node does not serve the newest weights, or None."""
@@ -172,9 +134,6 @@ class NodeSupervisor:
     def report(self) -> WorkerReport:
         """Returns what the trainer is told of this node."""
         serves = self.state.serves
-        received = self._follower.received
-        checksum = received[1] if received and received[0] == serves else ""
-
         return WorkerReport(
             name=self.name,
             url=self.url,
@@ -188,12 +147,11 @@ class NodeSupervisor:
             nodes_per_engine=self._config.rollout.nodes_per_engine,
             gpus=_gpus(self._config.rollout),
             incarnation=self._follower.incarnation,
-            checksum=checksum,
         )
 
-    def status(self) -> NodeStatus:
+    def status(self) -> FirstNodeStatus:
         """Returns what the node serves, and its processes."""
-        return NodeStatus(
+        return FirstNodeStatus(
             report=self.report(),
             wanted=None if self.state.wanted is None else self.state.wanted.version,
             registered=self._registered,
@@ -208,45 +166,34 @@ class NodeSupervisor:
         self._wake_report.set()
         self._wake_router.set()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Runs the node inside the context; on exit removes it from the router, then stops engine
-        and router.
-        """
-        report = self._loops.start(self._report())
-        reconcile = self._loops.start(self._reconcile())
-        watch = self._loops.start(self._watch_nodes())
-        router = None if self.router is None else self._loops.start(self.router.run())
-        engine = self._loops.start(self._run_engine())
-        try:
-            yield
-        finally:
-            self.state.draining = True
-            await stop(report, reconcile, watch)
-            await self._deregister()
-            await stop(engine)
-            if router is not None:
-                await stop(router)
-            for client in (self._trainer, self._engine_api, self._router_api):
-                await client.close()
+    def _loops(self) -> list[Loop]:
+        return [self._keep_reporting(self._trainer), self._reconcile(), self._watch_nodes()]
+
+    def _processes(self) -> list[Loop]:
+        processes = [self._run_engine()]
+        if self.router is not None:
+            processes.append(self.router.run())
+        return processes
+
+    async def _send_report(self) -> None:
+        await self._trainer.report(self.report())
 
     async def _run_engine(self) -> None:
         await self._follower.fetch_first()
-        follow = self._loops.start(self._follower.run())
+        follow = self._start(self._follower.run())
         try:
             await self.engine.run()
         finally:
             await stop(follow)
 
-    async def _deregister(self) -> None:
+    async def _leave(self) -> None:
         """Removes the engine from the router, but gives up after a few seconds, as the router may
         be stopping too.
         """
+        self.state.draining = True
         try:
             async with asyncio.timeout(3):
-                while True:
-                    if await self._router_api.reconcile(self.url, wanted=False):
-                        return
+                while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except (ServiceError, TimeoutError) as error:
             log.warning(
@@ -254,32 +201,19 @@ class NodeSupervisor:
             )
 
     async def _launch_engine(self) -> list[str]:
-        """Returns the command of the engine, which starts with the newest verified weights."""
-        self._starts.inc()
-        await self._follower.wait_for_gpus()
-        refuse_taken_port(self._topology, self._config.rollout.engine_port)
-        self._started_with = await self._stored_weights()
-        if not self.nodes.names:
-            model, label = self._started_model()
-            return engine_command(self._config, self._topology, model, label)
-        return await self._start_on_all_nodes()
-
-    def _started_model(self) -> tuple[str, str]:
-        """Returns the path or name of the model that the engine starts with, and its label."""
-        if self._started_with is not None:
-            manifest, path = self._started_with
-            if manifest.kind == "model":
-                return str(path), str(manifest.version)
-        return self._config.model.name, BASE_VERSION
-
-    async def _start_on_all_nodes(self) -> list[str]:
-        """Returns the command of this node's process when the other nodes start theirs."""
+        """Returns the command of this node's process of the engine, which starts with the newest
+        verified weights, when the engine's other nodes start theirs.
+        """
 
         def say(what: str) -> None:
             log.info("the start of the engine %s", what)
             self.state.detail = what
             self._changed()
 
+        self._starts.inc()
+        await self._follower.wait_for_gpus()
+        self._refuse_taken_port(self._config.rollout.engine_port)
+        self._started_with = await self._stored_weights()
         try:
             start = self._next_start()
             await self.nodes.start(start, say)
@@ -299,15 +233,21 @@ class NodeSupervisor:
             dist_init_addr=start.dist_init_addr,
         )
 
+    def _started_model(self) -> tuple[str, str]:
+        """Returns the path or name of the model that the engine starts with, and its label."""
+        if self._started_with is not None:
+            manifest, path = self._started_with
+            if manifest.kind == "model":
+                return str(path), str(manifest.version)
+        return self._config.model.name, BASE_VERSION
+
     def _next_start(self) -> EngineStart:
         """Describes the next start for the other nodes."""
         model, label = self._started_model()
         weights = None
         if self._started_with is not None:
-            manifest, path = self._started_with
-            weights = EngineWeights(
-                manifest=manifest.model_copy(update={"broadcast": None}), path=str(path)
-            )
+            weights = weights_for_nodes(*self._started_with)
+        # A new port for every start: a process that hangs may still hold the last one.
         host = self._topology.host(ROLLOUT, self._topology.node_rank)
         self._starts_ordered += 1
         return EngineStart(
@@ -345,14 +285,12 @@ class NodeSupervisor:
         return None
 
     async def _engine_up(self) -> None:
-        if self._started_with is None:
-            serves = None
-            await self._engine_api.confirm(BASE_VERSION)
-        else:
+        _, label = self._started_model()
+        await self._engine_api.confirm(label)
+        serves = None
+        if self._started_with is not None:
             manifest, path = self._started_with
             serves = WeightId.of(manifest)
-            label = str(manifest.version) if manifest.kind == "model" else BASE_VERSION
-            await self._engine_api.confirm(label)
             if manifest.kind == "adapter":  # an engine starts without an adapter
                 await self._follower.load(manifest, path)
 
@@ -386,18 +324,6 @@ class NodeSupervisor:
                 log.info("the router %s %s", change, self.url)
             self._registered = registered
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
-
-    async def _report(self) -> None:
-        heartbeat_s = min(_HEARTBEAT_S, self._config.limits.fence_after_s / _REPORTS)
-        while True:
-            self._wake_report.clear()
-            try:
-                await self._trainer.report(self.report())
-            except ServiceError as error:
-                self._warnings.warn(
-                    "report", f"could not report to the trainer: {error}", self._trainer.severity
-                )
-            await wait_event(self._wake_report, heartbeat_s)
 
 
 def _free_port() -> int:

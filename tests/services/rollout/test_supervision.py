@@ -2,7 +2,6 @@
 behind."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -16,32 +15,16 @@ import pytest
 
 from common.errors import ConfigError, ServiceError
 from common.process.topology import WRONG_SETTING
-from services.rollout.process import Child, ChildFailed, Supervised, Timing
+from services.rollout.supervision import ChildFailed, SupervisedProcess, Timing
 from tests.support.processes.processes import alive
 
 pytestmark = pytest.mark.integration
 
 FAST = Timing(probe_s=0.05, hang_s=0.5, stuck_s=20, first_backoff_s=0.01, max_backoff_s=0.02)
 SERVE = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); print('serving', flush=True); time.sleep(600)"
-FAMILY = """
-import subprocess, sys, time, pathlib, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-pathlib.Path(sys.argv[1]).write_text(str(child.pid))
-time.sleep(600)
-"""
-STARTER = """
-import asyncio, pathlib, sys
-from services.rollout.process import Child
-async def main():
-    await Child.start("family", sys.argv[2:], {}, pathlib.Path(sys.argv[1]))
-    await asyncio.sleep(600)
-asyncio.run(main())
-"""
-
 SUPERVISOR = """
 import asyncio, pathlib, sys, time
-from services.rollout.process import Supervised, Timing
+from services.rollout.supervision import SupervisedProcess, Timing
 folder = pathlib.Path(sys.argv[1])
 async def probe():
     began = time.monotonic()
@@ -55,8 +38,8 @@ async def main():
     async def launch(): return command
     timing = Timing(probe_s=0.05, hang_s=5.2)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    await Supervised("child", launch, probe, env={}, log_file=folder / "log", timing=timing, on_up=up,
-                     on_down=lambda reason: (folder / "down").write_text(reason)).run()
+    await SupervisedProcess("child", launch, probe, env={}, log_file=folder / "log", timing=timing,
+                            on_up=up, on_down=lambda reason: (folder / "down").write_text(reason)).run()
 asyncio.run(main())
 """
 
@@ -77,7 +60,7 @@ class Rig:
         self.ups, self.downs = 0, list[str]()
         self.refuse_up = False
         self.code = code
-        self.child = Supervised(
+        self.child = SupervisedProcess(
             "child",
             self.launch,
             self.probe,
@@ -156,15 +139,6 @@ async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(
             assert not (tmp_path / "down").exists()
         finally:
             supervisor.kill()
-
-
-async def test_end_of_the_command_is_noticed_while_its_children_live_on(tmp_path: Path) -> None:
-    command = ["/bin/sh", "-c", "sleep 600 & echo $!; exit 3"]
-    child = await Child.start("child", command, {}, tmp_path / "log")
-    assert await asyncio.wait_for(child.wait(), 60) == 3
-    await child.end(0)
-    grandchild = int(child.tail())
-    await until(lambda: not alive(grandchild), "grandchild ended")
 
 
 async def test_restart_on_request(tmp_path: Path) -> None:
@@ -265,54 +239,6 @@ async def test_child_that_comes_up_wrong_counts_as_failed(tmp_path: Path) -> Non
     with pytest.raises(ChildFailed, match="serves something else"):
         await asyncio.wait_for(rig.child.run(), 60)
     assert not rig.child.up
-
-
-async def test_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    child = await Child.start("child", ["/no/such/program"], {}, tmp_path / "log")
-    assert await child.wait() == 127
-    await child.end(0)
-    assert "/no/such/program" in child.tail()
-
-
-async def test_ending_takes_grandchildren_along_even_if_sigterm_is_ignored(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    child = await Child.start(
-        "family", [sys.executable, "-c", FAMILY, str(note)], {}, tmp_path / "log"
-    )
-    await until(lambda: note.exists() and note.read_text() != "", "grandchild")
-    grandchild = int(note.read_text())
-    assert alive(grandchild)
-    await child.end(grace_s=0.2)
-    await until(lambda: not alive(grandchild), "grandchild ended")
-    assert not alive(child.pid)
-
-
-async def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    command = [
-        sys.executable,
-        "-c",
-        STARTER,
-        str(tmp_path / "log"),
-        sys.executable,
-        "-c",
-        FAMILY,
-        str(note),
-    ]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as starter:  # noqa: ASYNC220
-        await until(lambda: note.exists() and note.read_text() != "", "grandchild")
-        family = [process.pid for process in psutil.Process(starter.pid).children(recursive=True)]
-        assert len(family) == 3
-        os.kill(starter.pid, signal.SIGKILL)
-    await until(lambda: not any(alive(pid) for pid in family), f"{family} ended")
-
-
-async def test_endless_line_without_a_newline_does_not_stop_the_child(tmp_path: Path) -> None:
-    code = "import sys; sys.stdout.write('x' * 1_000_000); sys.stdout.flush()"
-    child = await Child.start("child", [sys.executable, "-c", code], {}, tmp_path / "log")
-    assert await asyncio.wait_for(child.wait(), 60) == 0
-    await child.end(0)
-    assert (tmp_path / "log").stat().st_size == 1_000_000
 
 
 async def test_child_whose_setting_is_wrong_is_not_started_again(tmp_path: Path) -> None:
