@@ -16,7 +16,7 @@ from services.environment.outcome import EpisodeRunner
 from services.environment.outcome import Outcome as EpisodeOutcome
 from services.environment.runners import load_runner, needs_gateway
 from services.environment.service import session_seed
-from services.environment.session import Session, SessionSettings
+from services.environment.session import Session
 from services.environment.template import Template
 from trainer.audit.comparison import StageOutcome, first_difference
 from trainer.audit.engine import Request
@@ -127,12 +127,14 @@ class _Player:
             position=group.position,
         )
         answers = _RecordedAnswers(rows, self.stops)
-        settings = SessionSettings(
-            config.sampling.max_new_tokens,
-            request.limits,
-            session_seed(request.task.seed, number, attempt=0),
+        session = Session(
+            name,
+            self.template,
+            answers.sample,
+            limits=request.limits,
+            max_new_tokens=config.sampling.max_new_tokens,
+            seed=session_seed(request.task.seed, number, attempt=0),
         )
-        session = Session(name, self.template, answers.sample, settings)
         outcome = await self.runner.run(request.task, session, request.limits)
         session.close()
 

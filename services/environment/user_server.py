@@ -1,22 +1,25 @@
-"""The user's server: started once for all episodes, and started again when it ends."""
+"""The user's HTTP server: at a URL, or a command that is started once for all episodes, and started
+again when it ends.
+"""
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 
-import aiohttp
+import httpx
 
-from common.errors import ServiceLost
+from common.errors import ConfigError, ServiceLost
 from common.process.exits import how_ended
 from common.process.topology import WRONG_SETTING
 from services.environment.environments import FIELD
-from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, recorded
+from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.programs import Folders, RunningProgram, free_port, words_of
 
 PORT = "{port}"
 """The port to listen on, in a word of the command."""
+_URL = re.compile(r"https?://\[?\w")
 _RETRY_S = 0.1
 """Pause before the server is asked again whether it is ready."""
 _MAX_FAILED_STARTS = 5
@@ -29,24 +32,37 @@ _STOP_S = 10.0
 """Time that the server has to end by itself, so that it can remove what it started elsewhere."""
 
 
-class KeptServer:
-    """A command that serves HTTP on a port, started before the first episode and after its end.
+def is_url(target: str) -> bool:
+    """Returns whether the target of an environment is a URL, and not a command."""
+    return _URL.match(target) is not None
 
-    It answers `GET /health` with 200 when it is ready.
+
+class UserServer:
+    """A server of the user. A command serves HTTP on a port and is started before the first episode
+    and after its end; it answers `GET /health` with 200 when it is ready.
 
     Args:
         name: name of the environment.
-        command: the command line, in which `{port}` is the port to listen on.
+        target: the URL, or the command line, in which `{port}` is the port to listen on.
+        path: the path of the command's server to which episodes go.
 
     Raises:
-        ConfigError: the command does not exist here.
+        ConfigError: the command does not exist here, or has no `{port}`.
     """
 
-    def __init__(self, name: str, command: str) -> None:
+    def __init__(self, name: str, target: str, path: str = "") -> None:
         self._name = name
-        self._words = words_of(command)
+        self._fixed_url = target if is_url(target) else ""
+        self._path = path
+        self._words = [] if self._fixed_url else words_of(target)
+        if self._words and PORT not in target:
+            raise ConfigError(
+                "the command has no {port}, where the server's port belongs",
+                field=FIELD,
+                value=target,
+                remedy="write openenv:uvicorn package.server.app:app --port {port}",
+            )
         self._folders = Folders()
-        self._home: Path | None = None
         self._program: RunningProgram | None = None
         self._port = 0
         self._is_ready = False
@@ -54,20 +70,23 @@ class KeptServer:
         self._starting = asyncio.Lock()
         self._failed_starts = 0
 
-    @property
-    def url(self) -> str:
-        """The URL of the newest server."""
-        return f"http://127.0.0.1:{self._port}"
+    @contextlib.asynccontextmanager
+    async def ready(self, deadline_s: float) -> AsyncIterator[str]:
+        """Holds the URL for one episode; starts the command unless it is running.
 
-    async def ready(self, deadline_s: float) -> RunningProgram:
-        """Starts the server unless it is running, waits until it answers, and returns it.
+        If the episode ends by its deadline or dies and the command no longer answers, since it
+        hangs or is shutting down, it is killed, and the next episode starts it again.
 
         Raises EnvironmentLost when it is not ready in time, EpisodeFailed when it ends instead, and
         ServiceLost when it did so several times in a row or says that its settings are wrong.
         """
+        if self._fixed_url:
+            yield self._fixed_url
+            return
+
         try:
             async with asyncio.timeout(deadline_s), self._starting:
-                return await self._start()
+                program = await self._start()
         except TimeoutError:
             waited_s = time.monotonic() - self._started_at
             if self._program is not None and waited_s > _START_DEADLINES * deadline_s:
@@ -76,28 +95,17 @@ class KeptServer:
                 f"{self._words[0]} was not ready within {deadline_s:g} s"
             ) from None
 
-    async def play(self, episode: Callable[[], Awaitable[Outcome]], deadline_s: float) -> Outcome:
-        """Plays an episode with the server; returns its outcome. Raises ServiceLost.
-
-        A server that was lost in it, since it hangs or is shutting down, is killed, so that it is
-        started again.
-        """
-        outcome = Outcome()
-        with recorded(outcome):
-            program = await self.ready(deadline_s)
-        if outcome.status != "ok":
-            return outcome
-
-        outcome = await episode()
-        if outcome.status in ("timeout", "died"):
+        try:
+            yield f"http://127.0.0.1:{self._port}{self._path}"
+        except (TimeoutError, EnvironmentLost):
             # Another episode may have started the next one meanwhile.
             is_newest = program is self._program and not program.ended
             if is_newest and not await self._answers():
                 await program.kill()
-        return outcome
+            raise
 
     async def close(self) -> None:
-        """Ends the server and removes its folder."""
+        """Ends the command and removes its folder."""
         if self._program is not None:
             self._program.terminate()
             with contextlib.suppress(TimeoutError):
@@ -106,15 +114,15 @@ class KeptServer:
         await asyncio.to_thread(self._folders.close)
 
     async def _start(self) -> RunningProgram:
+        """Returns the running command once it answers, started if it has ended."""
         if self._program is None or self._program.ended:
             self._port = free_port()
             self._is_ready = False
             self._started_at = time.monotonic()
-            if self._home is None:
-                self._home = await asyncio.to_thread(self._folders.make)
+            home = await asyncio.to_thread(self._folders.make)
             port = str(self._port)
             words = [word.replace(PORT, port) for word in self._words]
-            self._program = await RunningProgram.start(words, {"PORT": port}, home=self._home)
+            self._program = await RunningProgram.start(words, {"PORT": port}, home=home)
 
         while not self._is_ready:
             if self._program.ended:
@@ -132,18 +140,17 @@ class KeptServer:
         self._failed_starts += 1
         if status != WRONG_SETTING and self._failed_starts < _MAX_FAILED_STARTS:
             return EpisodeFailed(reason)
-        times = f"{self._failed_starts} times in a row, " if self._failed_starts > 1 else ""
         return ServiceLost(
-            f"{times}{reason}", field=FIELD, value=self._name, remedy="try the command by itself"
+            f"failed starts: {self._failed_starts}; {reason}",
+            field=FIELD,
+            value=self._name,
+            remedy="try the command by itself",
         )
 
     async def _answers(self) -> bool:
-        timeout = aiohttp.ClientTimeout(total=_HUNG_S)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as http,
-                http.get(f"{self.url}/health") as answer,
-            ):
-                return answer.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
+            async with httpx.AsyncClient(trust_env=False, timeout=_HUNG_S) as http:
+                answer = await http.get(f"http://127.0.0.1:{self._port}/health")
+        except httpx.HTTPError:
             return False
+        return answer.status_code == 200

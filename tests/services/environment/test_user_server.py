@@ -5,14 +5,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import httpx
 import pytest
 
 from common.errors import ServiceLost
-from common.settings.sections import EnvironmentSection
-from services.environment import kept_server
-from services.environment.kept_server import KeptServer
+from common.settings.sections import EnvironmentSection, RuntimeSection
+from services.environment import user_server
 from services.environment.outcome import EnvironmentLost
 from services.environment.runners import load_runner
+from services.environment.user_server import UserServer
 from tests.support.environments.environments import request_for, served
 from tests.support.paths import ROOT
 from tests.support.processes.processes import alive
@@ -48,7 +49,7 @@ def test_the_folder_of_a_killed_server_is_removed_at_the_next_start(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "rlhf-episodes-killed" / "episode-1").mkdir(parents=True)
-    load_runner(EnvironmentSection(name=f"{kind}:sh {{port}}"), "")
+    load_runner(EnvironmentSection(name=f"{kind}:sh {{port}}"), "", RuntimeSection())
     assert not names_in(tmp_path)
 
 
@@ -68,21 +69,22 @@ async def test_a_killed_server_is_started_again_and_plays_its_episodes(tmp_path:
 async def test_a_server_that_hangs_before_it_is_ready_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_server, "_START_DEADLINES", 1)
+    monkeypatch.setattr(user_server, "_START_DEADLINES", 1)
     mark = tmp_path / "started"
     script = f"test -e {mark} || {{ touch {mark}; exec sleep 1000; }}; exec {SERVER} $0"
-    server = KeptServer("test", f"sh -c '{script}' {{port}}")
+    server = UserServer("test", f"sh -c '{script}' {{port}}")
     with pytest.raises(EnvironmentLost, match="was not ready within 1 s"):
-        await server.ready(1)
-    program = await server.ready(60)
-    assert not program.ended
+        async with server.ready(1):
+            pass
+    async with server.ready(60) as url, httpx.AsyncClient() as http:
+        assert (await http.get(f"{url}/health")).is_success
     await server.close()
 
 
 async def test_a_hung_server_costs_a_time_out_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_server, "_HUNG_S", 0.3)
+    monkeypatch.setattr(user_server, "_HUNG_S", 0.3)
     async with served(NAME, lambda _: "3") as server:
         request = request_for(NAME, "stops", deadline_s=3)
         request.task.columns = {"folder": str(tmp_path)}
