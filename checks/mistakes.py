@@ -178,17 +178,17 @@ MISTAKES = [
     Mistake(
         "a misspelt setting in a grid",
         "jobgroup.sweep FOLDER/typo.yaml",
-        "grid.trainer.learning_rat|did you mean optimizer.learning_rate?",
+        "grid.trainer.learning_rat|or optimizer.learning_rate?",
     ),
     Mistake(
         "one value in the place of a list",
         "jobgroup.sweep FOLDER/scalar.yaml",
-        "grid.optimizer.learning_rate|not a list of values|--help",
+        "grid.optimizer.learning_rate|not a list|--help",
     ),
     Mistake(
         "sections within sections",
         "jobgroup.sweep FOLDER/nested.yaml",
-        "settings.trainer|a section, not a setting|trainer.max_steps",
+        "settings.trainer|no setting trainer|--help-all",
     ),
     Mistake(
         "the directory of another sweep",

@@ -22,7 +22,7 @@ from checks.gpu_check.harness import Findings
 from checks.gpu_check.setting import Setting, claim_agreement
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
-from common.process.child import Child, Output
+from common.process.child import Child, ChildOutput
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.settings.sections import ModelSection, RolloutSection
@@ -111,7 +111,7 @@ async def _calls(run: _Run) -> None:
     env = engine_env(run.config) | Topology().loopback_env()
     before = _free_bytes(run.setting)
     start = time.perf_counter()
-    output = Output(run.setting.scratch / "sglang.log", lambda _: None, on_loss=print)
+    output = ChildOutput(run.setting.scratch / "sglang.log", lambda _: None, on_loss=print)
     child = await Child.start(command, output, env={**os.environ, **env})
     try:
         async with (

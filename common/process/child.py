@@ -1,7 +1,7 @@
 """A child process in a group of its own, whose output is read line by line, and which leaves
 nothing behind: neither when it ends, nor when it is ended, nor when this process dies.
 
-    child = await Child.start(["program"], Output(log_file, show), env=os.environ)
+    child = await Child.start(["program"], ChildOutput(log_file, show), env=os.environ)
     await child.wait()   # or not: `end` is for a program that runs and for one that has ended
     status = await child.end(grace_s=10)
 """
@@ -36,17 +36,16 @@ def command(words: Sequence[str], stdin: int | None = None, grace_s: float = 0.0
     return [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), given, *words]
 
 
-class Output:
+class ChildOutput:
     """The output of a child: appended to a log file and passed on in whole lines.
 
     Args:
         log_file: file to append to; its directory is created if needed.
         on_lines: gets the lines as they come, without their ends.
-        on_data: gets the same bytes before `on_lines`, however they are cut: progress bars have no
-            lines.
+        on_data: gets the bytes as they come, before `on_lines`: progress bars have no lines.
         on_loss: gets the reason, once, when the log file cannot be written, as on a full disk. The
             output is still read, or the child would block on it.
-        redacted: whether the values of secret variables are replaced.
+        redacted: whether the values of secret variables are replaced in the log and the lines.
     """
 
     def __init__(
@@ -64,31 +63,29 @@ class Output:
         self._on_lines = on_lines
         self._on_data = on_data
         self._on_loss = on_loss
-        self._redactor = SecretRedactor(None if redacted else {})
+        self._redactor = SecretRedactor() if redacted else None
         self._file = log_file.open("ab", buffering=0)
         self._has_lost = False
-        self._partial = b""
 
     async def copy(self, stream: asyncio.StreamReader) -> None:
         """Copies everything from `stream`, until its end, and closes the log file."""
+        partial = b""
         with self._file:
             while data := await stream.read(_READ_BYTES):
-                self._take(self._redactor.feed(data))
-            self._take(self._redactor.end())
-        if self._partial:
-            self._pass_on([self._partial])
+                self._on_data(data)
+                *lines, partial = (partial + data).split(b"\n")
+                if lines:
+                    self._pass_on(lines, end=b"\n")
+                if len(partial) > _READ_BYTES:  # a line without end is passed on in pieces
+                    self._pass_on([partial], end=b"")
+                    partial = b""
+            if partial:
+                self._pass_on([partial], end=b"")
 
-    def _take(self, data: bytes) -> None:
-        self._append(data)
-        self._on_data(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > _READ_BYTES:
-            lines.append(self._partial)
-            self._partial = b""
-        if lines:
-            self._pass_on(lines)
-
-    def _pass_on(self, lines: list[bytes]) -> None:
+    def _pass_on(self, lines: list[bytes], end: bytes) -> None:
+        if self._redactor is not None:
+            lines = [self._redactor.redact_bytes(line) for line in lines]
+        self._append(b"\n".join(lines) + end)
         self.last_lines.extend(lines)
         self._on_lines(lines)
 
@@ -105,7 +102,7 @@ class Output:
 class Child:
     """A running process group, made by `start`; a task copies its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: ChildOutput) -> None:
         assert process.stdout is not None
         self.pid = process.pid
         """Id of the launcher, which is also that of the group."""
@@ -117,7 +114,7 @@ class Child:
     async def start(
         cls,
         words: Sequence[str],
-        output: Output,
+        output: ChildOutput,
         *,
         env: Mapping[str, str],
         workdir: Path | None = None,

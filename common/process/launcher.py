@@ -45,13 +45,13 @@ def main(grace_s: float, stdin: str, words: list[str]) -> int:
     while command.returncode is None:
         ready, _, _ = select.select([_PARENT, woken], [], [])
         if _PARENT in ready:
-            kill_children()
+            end_children()
             os.killpg(0, signal.SIGKILL)  # elsewhere than on Linux: what is left of the group
         if signal.SIGTERM in os.read(woken, 4096):
             command.send_signal(signal.SIGTERM)
         _reap(command)
 
-    _end_children(grace_s)
+    end_children(grace_s)
     return command.returncode if command.returncode >= 0 else 128 - command.returncode
 
 
@@ -72,31 +72,24 @@ def _reap(command: "subprocess.Popen[bytes] | None" = None) -> None:
                 command.returncode = os.waitstatus_to_exitcode(status)
 
 
-def _end_children(grace_s: float) -> None:
-    """Asks all descendants to end and kills what is left after `grace_s` seconds, or at once when
-    the parent wants it.
+def end_children(grace_s: float = 0.0) -> None:
+    """Asks all descendants to end and kills what is left after `grace_s` seconds, or as soon as the
+    parent wants it. The children of one that ended become ours, and are found in the next round.
     """
-    stop_at = time.monotonic() + grace_s
+    kill_at = time.monotonic() + grace_s
     asked = set[int]()
-    while time.monotonic() < stop_at and (children := _children()):
-        # The children of one that ended become ours, and are asked in the next round.
-        for pid in children - asked:
-            _send(pid, signal.SIGTERM)
-        asked |= children
-        if select.select([_PARENT], [], [], _LOOK_S)[0]:
-            break
+    while time.monotonic() < kill_at + _END_S and (children := _children()):
+        if time.monotonic() < kill_at:
+            for pid in children - asked:
+                _send(pid, signal.SIGTERM)
+            asked |= children
+            if select.select([_PARENT], [], [], _LOOK_S)[0]:
+                kill_at = time.monotonic()
+        else:
+            for pid in children:
+                _send(pid, signal.SIGKILL)
+            time.sleep(0.001)
         _reap()
-    kill_children()
-
-
-def kill_children() -> None:
-    """Kills all children until there are none: the children of a killed one become ours."""
-    stop_at = time.monotonic() + _END_S
-    while time.monotonic() < stop_at and (children := _children()):
-        for pid in children:
-            _send(pid, signal.SIGKILL)
-        _reap()
-        time.sleep(0.001)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

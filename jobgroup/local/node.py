@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from common.process import launcher
-from common.process.child import Child, Output
+from common.process.child import Child, ChildOutput
 from common.process.exits import SIGNALLED
 from jobgroup.local.output import Screen
 
@@ -36,7 +36,7 @@ class Node:
         self._screen = screen
         self._child: Child | None = None
         self._stopping = asyncio.Event()
-        self._output = Output(
+        self._output = ChildOutput(
             log,
             self._show,
             on_data=screen.raw if name == screen.follow else lambda _: None,

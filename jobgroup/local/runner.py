@@ -53,6 +53,7 @@ class TaskRun:
             self.nodes = [self._start(self.task, rank) for rank in range(self.task.num_nodes)]
             failed = await self._first_failure()
             await self._cause_ends(failed)
+            # As in SkyPilot, the nodes of a task live and die together.
             for node in self.nodes:
                 node.stop()
             await asyncio.wait([node.ended for node in self.nodes])
@@ -61,6 +62,8 @@ class TaskRun:
             if failed is None:
                 self._finish("SUCCEEDED")
                 return
+            # The node that ended first may only have followed the one that failed by itself, whose
+            # status says whether a restart helps.
             failed = next((node for node in (failed, *self.nodes) if _on_its_own(node)), failed)
             self.status = failed.ended.result()
             if not self._may_restart():
@@ -179,7 +182,7 @@ class Runner:
             assert self._signal is not None
             return SIGNALLED + self._signal
         finally:
-            launcher.kill_children()  # there are some only if a launcher was killed
+            launcher.end_children()  # there are some only if a launcher was killed
             # A signal that the loop handles while it closes raises OSError.
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)

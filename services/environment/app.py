@@ -23,7 +23,7 @@ from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.environment.session import Session
 from services.http.app import BareRoute, create_app, read_json
-from services.http.delivery import connection_of
+from services.http.connections import connection_of
 from services.http.disconnect import ClientGone, cancel_on_disconnect
 from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema

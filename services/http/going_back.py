@@ -43,9 +43,9 @@ class GoingBack:
 
         seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
         mark = store.mark
-        if seen is not None and _is_behind(mark, seen):
+        if mark.is_behind(seen):
             mark = await asyncio.to_thread(store.read_mark)
-        if seen is None or not _is_behind(mark, seen):
+        if seen is None or not mark.is_behind(seen):
             await self.app(scope, receive, marked)
             return
         error = Conflict(
@@ -58,7 +58,3 @@ class GoingBack:
             "it has not trained on",
         )
         await error_response(error, scope)(scope, receive, send)
-
-
-def _is_behind(mark: StoreMark, seen: StoreMark) -> bool:
-    return mark.identity == seen.identity and mark.changes < seen.changes

@@ -203,7 +203,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
     async def group(group_id: str) -> Response:
         """One group, arrays as lists."""
         found = await worker.call(buffer.group, group_id)
-        return Response(orjson.dumps(codec.group_json(found)), media_type=JSON)
+        return Response(orjson.dumps(codec.plain(found)), media_type=JSON)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
@@ -286,7 +286,7 @@ async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Respons
 
 
 def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
-    groups = [codec.group_json(group) for group in unpack_groups(blobs)]
+    groups = [codec.plain(group) for group in unpack_groups(blobs)]
     return orjson.dumps({"groups": groups, **extra}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
-from common.process.child import Child, Output
+from common.process.child import Child, ChildOutput
 from common.process.exits import SIGNALLED, how_ended
 from common.process.progress import Progress
 from common.process.topology import WRONG_SETTING
@@ -119,7 +119,7 @@ class SupervisedProcess:
         ConfigError at once when the child ends with `WRONG_SETTING`.
         """
         while True:
-            output = Output(
+            output = ChildOutput(
                 self._log_file,
                 self._show,
                 on_data=self._take_news,
@@ -155,7 +155,7 @@ class SupervisedProcess:
     def _take_news(self, data: bytes) -> None:
         self._news.feed(data.decode("utf-8", "replace"))
 
-    async def _run_once(self, output: Output) -> str:
+    async def _run_once(self, output: ChildOutput) -> str:
         """Runs the child once. Returns why it ended."""
         self._restart_reason = None
         self._status = None

@@ -17,7 +17,7 @@ import pytest
 from common.clients.base import Client, wait_healthy
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
-from common.process.child import Child, Output
+from common.process.child import Child, ChildOutput
 from common.process.security import trusted
 from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
@@ -107,7 +107,7 @@ async def node(
 
 async def started(name: str, words: list[str], env: Mapping[str, str], logs: Path) -> Child:
     """Starts a process as an agent does."""
-    output = Output(logs / f"{name}.log", lambda _: None, on_loss=print, redacted=True)
+    output = ChildOutput(logs / f"{name}.log", lambda _: None, on_loss=print, redacted=True)
     return await Child.start(words, output, env={**os.environ, **env})
 
 

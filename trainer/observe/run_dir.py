@@ -32,7 +32,7 @@ from common.errors import ConfigError, shorten
 from common.process.logs import SHOWN, is_set_up, structured
 from common.process.storage import storing
 from common.settings.config import Config
-from common.wire.codec import group_json
+from common.wire.codec import plain
 from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.evaluation.uncertainty import accuracy_text
@@ -161,7 +161,7 @@ class Recorder:
         """Adds the hints to the record of a step, then writes and prints it; `group` is a sample of
         its groups.
         """
-        append_line(self.directory / "samples.jsonl", {"step": record["step"], **group_json(group)})
+        append_line(self.directory / "samples.jsonl", {"step": record["step"], **plain(group)})
         remember(self._history, record)
         found = {"alarm": record["alarms"], "hint": hints(self._history, self._config)}
         for kind, texts in found.items():

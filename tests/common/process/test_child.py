@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.process import child
-from common.process.child import Child, Output
+from common.process.child import Child, ChildOutput
 from tests.support.processes.processes import alive
 
 pytestmark = [
@@ -61,7 +61,7 @@ async def test_output_is_logged_and_passed_on_in_lines(
 ) -> None:
     monkeypatch.setenv("API_TOKEN", "0123456789abcdef")
     lines: list[bytes] = []
-    output = Output(tmp_path / "logs/child.log", lines.extend, on_loss=_ignore, redacted=True)
+    output = ChildOutput(tmp_path / "logs/child.log", lines.extend, on_loss=_ignore, redacted=True)
     script = "printf 'token 01234567'; sleep 0.1; printf '89abcdef\\n\\nno end'; exit 3"
     running = await Child.start(["sh", "-c", script], output, env=os.environ)
     assert await running.wait() == 3
@@ -76,7 +76,7 @@ async def test_an_ended_child_has_the_grace_that_it_was_given(
     grace_s: float, status: int, tmp_path: Path
 ) -> None:
     ready = asyncio.Event()
-    output = Output(tmp_path / "log", lambda _: ready.set(), on_loss=_ignore)
+    output = ChildOutput(tmp_path / "log", lambda _: ready.set(), on_loss=_ignore)
     script = "trap 'exit 7' TERM; echo ready; while true; do sleep 0.02; done"
     running = await Child.start(["sh", "-c", script], output, env=os.environ)
     await ready.wait()
@@ -85,7 +85,7 @@ async def test_an_ended_child_has_the_grace_that_it_was_given(
 
 
 async def test_what_the_command_leaves_in_its_group_ends_with_it(tmp_path: Path) -> None:
-    output = Output(tmp_path / "log", _ignore, on_loss=_ignore)
+    output = ChildOutput(tmp_path / "log", _ignore, on_loss=_ignore)
     running = await Child.start(
         ["/bin/sh", "-c", "sleep 600 & echo $!; exit 3"], output, env=os.environ
     )
@@ -95,7 +95,7 @@ async def test_what_the_command_leaves_in_its_group_ends_with_it(tmp_path: Path)
 
 
 async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    output = Output(tmp_path / "log", _ignore, on_loss=_ignore)
+    output = ChildOutput(tmp_path / "log", _ignore, on_loss=_ignore)
     running = await Child.start(["/no/such/program"], output, env=os.environ)
     assert await running.wait() == 127
     await running.end()
@@ -103,7 +103,7 @@ async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 async def test_an_endless_line_without_a_newline_does_not_stop_the_child(tmp_path: Path) -> None:
-    output = Output(tmp_path / "log", _ignore, on_loss=_ignore)
+    output = ChildOutput(tmp_path / "log", _ignore, on_loss=_ignore)
     code = "import sys; sys.stdout.write('x' * 1_000_000); sys.stdout.flush()"
     running = await Child.start([sys.executable, "-c", code], output, env=os.environ)
     assert await asyncio.wait_for(running.wait(), 60) == 0

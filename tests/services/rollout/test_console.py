@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.process.child import Child, Output
+from common.process.child import Child, ChildOutput
 from services.rollout.console import Console, Repeats
 
 LOST = "ERROR smg::router: request failed worker_url=http://127.0.2.2:30001 error=attempt {}"
@@ -55,7 +55,7 @@ async def test_the_log_file_has_what_is_not_shown(
 ) -> None:
     log = tmp_path / "router.log"
     code = "for number in range(50): print(f'\\x1b[31mERROR\\x1b[0m attempt {number}')"
-    output = Output(log, Console("router", log).show, on_loss=print)
+    output = ChildOutput(log, Console("router", log).show, on_loss=print)
     child = await Child.start([sys.executable, "-c", code], output, env={})
     await child.wait()
     await child.end()
