@@ -359,7 +359,7 @@ def measure(
 
 
 def main() -> None:
-    parser = command_parser("overlap", __doc__)
+    parser = command_parser("benchmarks.overlap", __doc__)
     parser.add_argument(
         "--seconds",
         type=float,

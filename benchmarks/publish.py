@@ -322,7 +322,7 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
 
 
 def main() -> None:
-    parser = command_parser("publish", __doc__)
+    parser = command_parser("benchmarks.publish", __doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="gigabytes of weights")
     parser.add_argument(
         "--changed", type=float, default=0.025, help="share of the weights that a delta changes"

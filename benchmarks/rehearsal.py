@@ -446,7 +446,7 @@ def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
 
 
 def main() -> None:
-    parser = command_parser("rehearsal", __doc__)
+    parser = command_parser("benchmarks.rehearsal", __doc__)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a directory with a config.json")
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="GPUs of the trainer (default 1)"

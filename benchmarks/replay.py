@@ -78,7 +78,7 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
 
 
 def main() -> None:
-    parser = command_parser("replay", __doc__)
+    parser = command_parser("benchmarks.replay", __doc__)
     parser.add_argument(
         "--sizes",
         type=int,

@@ -173,7 +173,7 @@ def compare(name: str, cases: Sequence[Case], batch: int) -> None:
 
 def main() -> None:
     """Prints the comparison."""
-    parser = command_parser("rewards", __doc__)
+    parser = command_parser("benchmarks.rewards", __doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     arguments = parser.parse_args()

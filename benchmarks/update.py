@@ -397,7 +397,7 @@ def trl_seconds(case: Case, directory: Path) -> float:
 
 
 def main() -> None:
-    parser = command_parser("update", __doc__)
+    parser = command_parser("benchmarks.update", __doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument(
         "--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"] if gpu else ["small"]

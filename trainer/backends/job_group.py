@@ -17,7 +17,8 @@ from common.settings.config import Config
 from common.wire.schemas import WorkerReport
 from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.server import BackgroundServer, create_trainer_app
-from trainer.dashboard.live import dashboard_of_job_group
+from trainer.dashboard.live import LiveDashboard
+from trainer.diagnosis.health import Health
 from trainer.observe.run_dir import console
 from trainer.rollouts.services import Services
 from trainer.weights.adapters import AdapterPublisher
@@ -52,15 +53,8 @@ class JobGroupBackend(Backend):
         self._config = config
         self._board = board
 
-        dashboard = dashboard_of_job_group(
-            context.run_dir,
-            config,
-            topology,
-            nodes=board.num_nodes,
-            version=board.latest_version,
-            replay=services.replay,
-            loop=context.loop,
-        )
+        health = Health(config, topology, board.num_nodes, board.latest_version)
+        dashboard = LiveDashboard(context.run_dir, health)
         app = create_trainer_app(board, context.registry, dashboard)
         host, port = topology.bind(names.TRAINER, config.trainer.port)
         server = BackgroundServer(app, host, port, died=board.server_died)

@@ -1,18 +1,23 @@
-"""Hints: problems seen over the last steps, and which setting to change. Pure.
+"""Hints: what is wrong over several steps, and which setting to change. Pure.
 
-An alarm (`alarms.py`) concerns a single update; a hint needs several steps. Every function here
-measures for one row of `notes.HINTS`, which has the words and the thresholds, and returns the
-numbers that its sentence names, or None when all is well.
+An alarm (`alarms.py`) is about a single update; a hint is about the last `WINDOW` steps, some of
+them beside the first `FIRST` steps. `catalogue.HINTS` has the words and the limits. A row that
+bounds a stage's share of the time, or the share of dropped groups, is measured by `_of_row`. Every
+other hint has a function here, which returns the numbers that its sentence names, or None when all
+is well:
+
+    40 % of the completions are cut, accuracy is 0.2  ─►  _truncated
+    ─►  {"share": 0.4, "why": "accuracy is 0.20: …", "end_token": ""}
+    ─►  "40% of the completions are cut at sampling.max_new_tokens (1024), and accuracy is 0.20: …"
 """
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from functools import partial
 from typing import Any
 
 from common.settings.config import Config
-from trainer.observe.notes import HINTS, MAX_DROPPED, NEVER_ENDS
+from trainer.observe.catalogue import HINTS, NEVER_ENDS, Notice
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import numbers
 
@@ -22,8 +27,14 @@ FIRST = 5
 """Number of first steps whose numbers are the baseline."""
 _RISE = HINTS["reward_hacking"].also["rise of the reward"]
 """Smallest rise of a mean that counts as one."""
+_ROWS: dict[str, Notice] = {}
+"""A row of each hint: the limits of its cases are the same."""
+for _name, _row in HINTS.items():
+    _ROWS.setdefault(_name.partition(",")[0], _row)
 Line = Mapping[str, Any]
 _Measured = dict[str, Any] | None
+"""The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
+well."""
 
 
 def remember(history: MutableSequence[Line], line: Line) -> None:
@@ -37,17 +48,19 @@ def remember(history: MutableSequence[Line], line: Line) -> None:
 def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
     """Returns hint texts by name, for a history kept by `remember`.
 
-    A policy can break in one update, which is said at once; every other hint needs `WINDOW` steps.
+    A policy can break in one update, which is said at once; every other hint needs `WINDOW` steps,
+    since fewer could be chance.
     """
-    found = {}
     steps = _Steps(history, config)
-    for name, measure in _MEASURES.items():
-        has_enough = len(history) >= (1 if name == "policy_breaks" else WINDOW)
-        measured = measure(steps) if has_enough else None
+    texts = {}
+    for name, row in _ROWS.items():
+        measure = _MEASURES.get(name, _of_row)
+        has_enough = len(history) >= WINDOW or name == "policy_breaks"
+        measured = measure(steps, row) if has_enough else None
         if measured is not None:
-            row = HINTS[measured.pop("row", name)]
-            found[name] = row.text(config, **measured)
-    return found
+            of_case = HINTS[measured.pop("row", name)]
+            texts[name] = of_case.text(config, **measured)
+    return texts
 
 
 class _Steps:
@@ -59,10 +72,13 @@ class _Steps:
         self.first = rows[:FIRST]
         self.last = rows[-WINDOW:]
         self.measured = [row for row in self.last if row.get("update.trained_tokens") != 0]
-        """Those whose update trained on a token: if all groups have equal rewards, it measures no
-        entropy."""
+        """The last steps whose update trained on a token. When all groups have equal rewards, an
+        update measures no entropy."""
         self._before = rows[-WINDOW - 1] if len(rows) > WINDOW else {}
         self.groups = len(self.last) * config.trainer.batch_size
+        # The mean accuracy; None when the rewards are not verdicts.
+        is_known = all("accuracy" in row for row in self.last)
+        self.accuracy = self.mean("accuracy") if is_known else None
 
     def sum(self, name: str) -> float:
         return sum(row.get(name, 0.0) for row in self.last)
@@ -72,11 +88,6 @@ class _Steps:
         rows = self.last if rows is None else rows
         return sum(row.get(name, 0.0) for row in rows) / max(1, len(rows))
 
-    def accuracy(self) -> float | None:
-        """Returns the mean accuracy; None when the rewards are not verdicts."""
-        known = all("accuracy" in row for row in self.last)
-        return self.mean("accuracy") if known else None
-
     def constant(self, name: str) -> float | None:
         """Returns the value that a number had in all known steps; None if it changed."""
         values = {row.get(name) for row in (*self.first, *self.last)}
@@ -84,7 +95,10 @@ class _Steps:
 
     def error_since_first(self, name: str) -> float:
         """Returns the standard error of the difference between the means of the first and the last
-        steps, from how much the steps differ; 0 where there are too few to tell.
+        steps; 0 where there are too few to tell.
+
+        Each mean varies as its steps do: its squared error is Var(steps) / number of steps, and
+        those of independent means add up.
         """
         square = 0.0
         for rows in (self.first, self.last):
@@ -112,6 +126,12 @@ class _Steps:
         before = int(self._before.get(f"dropped.{reason}", 0))
         return now - before if now >= before else now
 
+    def equal_share(self) -> float:
+        """Returns the share of the groups whose rewards are equal."""
+        replaced = self.dropped("zero_variance")
+        equal = self.sum("zero_variance_groups") + replaced
+        return equal / (self.groups + replaced)
+
 
 def _wall_seconds(row: Mapping[str, float]) -> float:
     """Returns the wall time of a step, without its evaluation."""
@@ -119,45 +139,43 @@ def _wall_seconds(row: Mapping[str, float]) -> float:
     return whole - row.get("seconds.evaluation", 0.0)
 
 
-def _equal_share(steps: _Steps) -> float:
-    """Returns the share of the groups whose rewards are equal."""
-    replaced = steps.dropped("zero_variance")
-    equal = steps.sum("zero_variance_groups") + replaced
-    return equal / (steps.groups + replaced)
+def _of_row(steps: _Steps, row: Notice) -> _Measured:
+    """Measures a hint whose row bounds the share of a stage or of dropped groups."""
+    count = steps.dropped(row.dropped)
+    share = steps.share(row.stage) if row.stage else count / (steps.groups + count)
+    return {"count": count, "share": share} if share >= row.limit_of(steps.config) else None
 
 
-def _zero_variance_groups(steps: _Steps) -> _Measured:
-    share = _equal_share(steps)
-    accuracy = steps.accuracy()
-    too_few = share < HINTS["zero_variance_groups, right"].limit
-    # Copies are why the rewards are equal.
-    if too_few or steps.config.algorithm.advantage == "none" or _same_answers(steps):
+def _zero_variance_groups(steps: _Steps, row: Notice) -> _Measured:
+    share = steps.equal_share()
+    # Copies are why the rewards are equal, and have a hint of their own.
+    has_copies = _same_answers(steps, HINTS["same_answers"])
+    if share < row.limit or has_copies or steps.config.algorithm.advantage == "none":
         return None
     solved = steps.sum("solved_groups")
     failed = steps.sum("failed_groups")
-    # Without solved or failed groups, all equal ones were replaced.
-    mostly_right = accuracy is not None and accuracy >= 0.5
-    easy = solved > failed if solved + failed else mostly_right
+    accuracy = steps.accuracy
+    # Without solved or failed groups, all equal ones were replaced: only accuracy tells which.
+    is_easy = solved > failed if solved + failed else (accuracy or 0.0) >= 0.5
 
-    # Rewards that differ between groups alone have a mean that changes.
+    # If rewards differ between the groups, the mean of a step changes.
     constant = steps.constant("reward") if share == 1 else None
     if constant == 0:
         case = "zero"
-    elif accuracy is None:
-        case = "unrated" if constant is None else "same"
+    elif accuracy is not None:
+        case = "right" if is_easy else "wrong"
     else:
-        case = "right" if easy else "wrong"
-    row = f"zero_variance_groups, {case}"
-    return {"row": row, "share": share, "accuracy": accuracy, "constant": constant}
+        case = "unrated" if constant is None else "same"
+    of_case = f"zero_variance_groups, {case}"
+    return {"row": of_case, "share": share, "accuracy": accuracy, "constant": constant}
 
 
-def _same_answers(steps: _Steps) -> _Measured:
-    row = HINTS["same_answers"]
+def _same_answers(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("copies")
-    solved = (steps.accuracy() or 0.0) >= row.also["accuracy below"]
+    is_solved = (steps.accuracy or 0.0) >= row.also["accuracy below"]
     # Short answers may be copies while the others of their groups still teach.
-    teaches = _equal_share(steps) < HINTS["zero_variance_groups, right"].limit
-    if share < row.limit or solved or teaches:
+    teaches = steps.equal_share() < HINTS["zero_variance_groups, right"].limit
+    if share < row.limit or is_solved or teaches:
         return None
     entropy = steps.mean("update.entropy", steps.measured)
     is_cold = steps.config.sampling.temperature < row.also["temperature that is nearly greedy"]
@@ -168,25 +186,22 @@ def _same_answers(steps: _Steps) -> _Measured:
     }
 
 
-def _dead_reward(steps: _Steps) -> _Measured:
+def _dead_reward(steps: _Steps, row: Notice) -> _Measured:
     names = [name for name in steps.last[-1] if name.startswith("rewards.")]
     constants = {name.removeprefix("rewards."): steps.constant(name) for name in names}
     dead = [f"{name} ({value:g})" for name, value in constants.items() if value is not None]
+    # A single function without differences is the hint `zero_variance_groups`.
     return {"dead": ", ".join(dead)} if dead and len(names) > 1 else None
 
 
-def _reward_hacking(steps: _Steps) -> _Measured:
-    row = HINTS["reward_hacking"]
-    accuracy = steps.accuracy()
+def _reward_hacking(steps: _Steps, row: Notice) -> _Measured:
     reward_first = steps.mean("reward", steps.first)
     reward = steps.mean("reward")
     accuracy_first = steps.mean("accuracy", steps.first)
     chance = row.also["standard errors"] * steps.error_since_first("accuracy")
-    if (
-        accuracy is None
-        or reward - reward_first < _RISE
-        or accuracy_first - accuracy < max(row.limit, chance)
-    ):
+    if steps.accuracy is None or reward - reward_first < _RISE:
+        return None
+    if accuracy_first - steps.accuracy < max(row.limit, chance):
         return None
     grown = []
     for name in steps.last[-1]:
@@ -198,26 +213,25 @@ def _reward_hacking(steps: _Steps) -> _Measured:
         "reward_first": reward_first,
         "reward": reward,
         "accuracy_first": accuracy_first,
-        "accuracy": accuracy,
+        "accuracy": steps.accuracy,
         "grown": f": {', '.join(grown)}" if grown else "",
     }
 
 
-def _format(steps: _Steps) -> _Measured:
+def _format(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("unparsable")
-    if share < HINTS["format"].limit or steps.rose("reward"):
+    # While the reward rises, the model is learning the format.
+    if share < row.limit or steps.rose("reward"):
         return None
     return {"share": share, "reward": steps.mean("reward")}
 
 
-def _truncated(steps: _Steps) -> _Measured:
-    row = HINTS["truncated"]
+def _truncated(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("truncated")
-    accuracy = steps.accuracy()
     never_ends = share >= row.also["share at which hardly any ends"]
-    if accuracy is not None:
-        is_harmless = accuracy >= row.also["accuracy below"]
-        why = f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
+    if steps.accuracy is not None:
+        is_harmless = steps.accuracy >= row.also["accuracy below"]
+        why = f"accuracy is {steps.accuracy:.2f}: what is cut is hardly ever right"
     else:
         is_harmless = steps.rose("reward") and not never_ends
         why = "hardly any ends" if steps.rose("reward") else "the reward does not rise"
@@ -226,21 +240,19 @@ def _truncated(steps: _Steps) -> _Measured:
     return {"share": share, "why": why, "end_token": NEVER_ENDS if never_ends else ""}
 
 
-def _short_answers(steps: _Steps) -> _Measured:
-    row = HINTS["short_answers"]
+def _short_answers(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("completion_tokens", steps.first)
     now = steps.mean("completion_tokens")
-    accuracy = steps.accuracy()
-    # Not `rose`: answers that have become short and right stay so.
+    # Compared with the first steps, not with the last ones (`rose`): answers that have become short
+    # and right stay so.
     least = steps.mean("accuracy", steps.first) + row.also["rise of the accuracy"]
-    learned = accuracy is not None and accuracy > least
+    learned = steps.accuracy is not None and steps.accuracy > least
     if now > row.limit * began or began == 0 or learned:
         return None
     return {"began": began, "now": now}
 
 
-def _policy_moves(steps: _Steps) -> _Measured:
-    row = HINTS["policy_moves"]
+def _policy_moves(steps: _Steps, row: Notice) -> _Measured:
     newest = steps.last[-3:]
     kl_first = steps.mean("update.kl_reference", steps.last[:3])
     kl = steps.mean("update.kl_reference", newest)
@@ -250,10 +262,8 @@ def _policy_moves(steps: _Steps) -> _Measured:
     if kl > row.limit:
         seen.append(f"KL to the reference is {kl:.3g} nats per token")
     elif kl > row.also["KL that has grown"] and kl > row.also["growth"] * kl_first:
-        seen.append(
-            f"KL to the reference rose from {kl_first:.3g} to {kl:.3g} nats per token in "
-            f"{WINDOW} steps"
-        )
+        grown = f"KL to the reference rose from {kl_first:.3g} to {kl:.3g} nats per token"
+        seen.append(f"{grown} in {WINDOW} steps")
     if abs(ratio - 1) > row.also["ratio off 1"]:
         seen.append(f"the probability ratio is {ratio:.2f} on average")
     if clipped > row.also["share that is clipped"]:
@@ -261,18 +271,17 @@ def _policy_moves(steps: _Steps) -> _Measured:
     return {"seen": ", ".join(seen)} if seen else None
 
 
-def _policy_breaks(steps: _Steps) -> _Measured:
-    row = HINTS["policy_breaks"]
+def _policy_breaks(steps: _Steps, row: Notice) -> _Measured:
     newest = steps.last[-int(row.also["steps in a row"]) :]
     first = steps.first[:1]
     improves = steps.mean("reward", newest) > steps.mean("reward", first)
     if steps.config.optimizer.learning_rate > HINTS["policy_breaks, rate"].limit and not improves:
         return {"row": "policy_breaks, rate"}
-    if first[0] in newest:
+    if first[0] in newest:  # nothing to compare with yet
         return None
     began = _without_answer(first[0])
     now = min(map(_without_answer, newest))
-    measured = "reward" if steps.accuracy() is None else "accuracy"
+    measured = "reward" if steps.accuracy is None else "accuracy"
     result_first = steps.mean(measured, first)
     result = steps.mean(measured, newest)
     lost = row.also["lost share of the first result"] * abs(result_first)
@@ -292,73 +301,50 @@ def _without_answer(row: Mapping[str, float]) -> float:
     return max(row.get("truncated", 0.0), row.get("unparsable", 0.0))
 
 
-def _policy_stands_still(steps: _Steps) -> _Measured:
-    is_small = steps.config.optimizer.learning_rate < HINTS["policy_stands_still"].limit
+def _policy_stands_still(steps: _Steps, row: Notice) -> _Measured:
+    is_small = steps.config.optimizer.learning_rate < row.limit
     return {} if is_small and not steps.rose("reward") else None
 
 
-def _not_finite(steps: _Steps) -> _Measured:
+def _not_finite(steps: _Steps, row: Notice) -> _Measured:
     skipped = int(steps.sum("update.skipped"))
-    return {"skipped": skipped} if skipped >= HINTS["not_finite"].limit else None
+    return {"skipped": skipped} if skipped >= row.limit else None
 
 
-def _entropy(steps: _Steps) -> _Measured:
-    row = HINTS["entropy"]
+def _entropy(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("update.entropy", steps.first)
     now = steps.mean("update.entropy", steps.measured)
-    accuracy = steps.accuracy()
-    if accuracy is None:
+    if steps.accuracy is None:
         learns = steps.rose("reward")
         why = "the reward does not rise"
     else:
-        learns = accuracy >= row.also["accuracy below"] or steps.rose("accuracy")
-        why = f"accuracy stays at {accuracy:.2f}"
+        learns = steps.accuracy >= row.also["accuracy below"] or steps.rose("accuracy")
+        why = f"accuracy stays at {steps.accuracy:.2f}"
     if not steps.measured or now >= row.limit * began or learns:
         return None
     return {"began": began, "now": now, "why": why}
 
 
-def _generation_bound(steps: _Steps) -> _Measured:
-    row = HINTS["generation_bound"]
-    limit = row.also["with staleness"] if steps.config.trainer.max_staleness else row.limit
-    share = steps.share("generation")
-    return {"share": share} if share >= limit else None
-
-
-def _rollout_idle(steps: _Steps) -> _Measured:
-    row = HINTS["rollout_idle"]
-    staleness = steps.config.trainer.max_staleness
+def _rollout_idle(steps: _Steps, row: Notice) -> _Measured:
     update = steps.share("update")
     idle = 1 - steps.mean("generating")
-    limit = row.also["with staleness"] if staleness else row.limit
     # With younger experience than permitted, something else keeps the engines idle.
-    is_as_old_as_allowed = steps.mean("staleness") > staleness - 0.5
+    is_as_old_as_allowed = steps.mean("staleness") > steps.config.trainer.max_staleness - 0.5
     is_measured = "generating" in steps.last[0] and update >= row.also["share of the update"]
-    if not is_measured or idle <= limit or not is_as_old_as_allowed:
+    if not is_measured or idle <= row.limit_of(steps.config) or not is_as_old_as_allowed:
         return None
     return {"idle": idle, "update": update}
 
 
-def _lost_episodes(steps: _Steps) -> _Measured:
+def _lost_episodes(steps: _Steps, row: Notice) -> _Measured:
     lost = {name: int(steps.sum(f"lost_episodes.{name}")) for name in ("timeout", "died", "error")}
     count = sum(lost.values())
     share = count / (steps.groups * steps.config.sampling.group_size + count)
-    row = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
-    return {"row": row, "count": count, "share": share} if share >= HINTS[row].limit else None
+    of_case = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
+    return {"row": of_case, "count": count, "share": share} if share >= row.limit else None
 
 
-def _takes(stage: str, name: str, steps: _Steps) -> _Measured:
-    share = steps.share(stage)
-    return {"share": share} if share >= HINTS[name].limit else None
-
-
-def _dropped(reason: str, steps: _Steps) -> _Measured:
-    count = steps.dropped(reason)
-    share = count / (steps.groups + count)
-    return {"count": count, "share": share} if share >= MAX_DROPPED else None
-
-
-_MEASURES: dict[str, Callable[[_Steps], _Measured]] = {
+_MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "policy_breaks": _policy_breaks,
     "zero_variance_groups": _zero_variance_groups,
     "same_answers": _same_answers,
@@ -371,17 +357,6 @@ _MEASURES: dict[str, Callable[[_Steps], _Measured]] = {
     "policy_stands_still": _policy_stands_still,
     "not_finite": _not_finite,
     "entropy": _entropy,
-    "generation_bound": _generation_bound,
     "rollout_idle": _rollout_idle,
     "lost_episodes": _lost_episodes,
 }
-for _name, _stage in {
-    "publish_bound": "publish",
-    "stragglers": "stragglers",
-    "reward_bound": "reward",
-    "replay_bound": "replay",
-    "nothing_active": WAITING,
-}.items():
-    _MEASURES[_name] = partial(_takes, _stage, _name)
-for _reason in ("generation", "reward", "teacher", "stale"):
-    _MEASURES[f"dropped_{_reason}"] = partial(_dropped, _reason)

@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from common.settings.config import Config, from_mapping
 from tests.support.batches.groups import make_group
 from trainer.api.callbacks import Callbacks
 from trainer.api.settings import TrainerConfig
-from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line, tell
+from trainer.observe.run_dir import Recorder, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
@@ -29,25 +28,25 @@ SECONDS = dict.fromkeys((*STAGES, WAITING), 0.0) | {
     "publish": 4.9,
     "generation": 80.1,
 }
-STEP = StepRecord(
-    step=12,
-    reward=0.5124,
-    accuracy=0.5,
-    zero_variance_groups=0,
-    solved_groups=0,
-    failed_groups=0,
-    reused_groups=0,
-    staleness=0.0,
-    completion_tokens=123.4,
-    truncated=0.0,
-    unparsable=0.0,
-    dropped={},
-    seconds=SECONDS | {"generation": 0.251, "update": 0.2, "publish": 0.1},
-    generating=0.5,
-    in_flight=48.0,
-    coordinator=0.25,
-    cpu_seconds=1.0,
-    update={
+STEP: dict[str, Any] = {
+    "step": 12,
+    "reward": 0.5124,
+    "accuracy": 0.5,
+    "zero_variance_groups": 0,
+    "solved_groups": 0,
+    "failed_groups": 0,
+    "reused_groups": 0,
+    "staleness": 0.0,
+    "completion_tokens": 123.4,
+    "truncated": 0.0,
+    "unparsable": 0.0,
+    "dropped": {},
+    "seconds": SECONDS | {"generation": 0.251, "update": 0.2, "publish": 0.1},
+    "generating": 0.5,
+    "in_flight": 48.0,
+    "coordinator": 0.25,
+    "cpu_seconds": 1.0,
+    "update": {
         "kl_reference": 0.0,
         "ratio": 1.0,
         "clip_fraction": 0.0,
@@ -55,9 +54,11 @@ STEP = StepRecord(
         "skipped": 0,
         "delta_logprob": 0.0,
     },
-    critic=None,
-    alarms={},
-)
+    "critic": None,
+    "alarms": {},
+    "lost_episodes": {},
+    "refused_calls": 0,
+}
 
 
 def test_a_step_is_one_line_that_fits() -> None:
@@ -65,21 +66,20 @@ def test_a_step_is_one_line_that_fits() -> None:
     assert (
         line == "step   12/1000  reward 0.512  acc 0.500  tokens 123  0.55 s (gen 0.25, train 0.30)"
     )
-    busy = replace(
-        STEP,
-        step=1000,
-        reward=-0.5,
-        completion_tokens=4096,
-        truncated=0.25,
-        staleness=1.5,
-        seconds=SECONDS,
-    )
-    line = step_line(replace(busy, dropped={"stale": 120, "reward": 3}), 1000)
+    busy = STEP | {
+        "step": 1000,
+        "reward": -0.5,
+        "completion_tokens": 4096,
+        "truncated": 0.25,
+        "staleness": 1.5,
+        "seconds": SECONDS,
+    }
+    line = step_line(busy | {"dropped": {"stale": 120, "reward": 3}}, 1000)
     assert line.endswith(
         "tokens 4096  120 s (gen 80.1, train 40.1)  cut 25%  stale 1.5  dropped 123"
     )
     assert len(line) <= 120
-    episodes = replace(STEP, lost_episodes={"timeout": 2, "died": 1}, refused_calls=37)
+    episodes = STEP | {"lost_episodes": {"timeout": 2, "died": 1}, "refused_calls": 37}
     assert step_line(episodes, 1000).endswith("train 0.30)  lost 3  refused 37")
 
 
@@ -87,10 +87,9 @@ def run(recorder: Recorder, steps: int, truncated: float) -> None:
     """Records steps 1 to `steps`, each with too many truncated completions and an alarm."""
     with recorder.progress(0, steps):
         for step in range(1, steps + 1):
-            record = replace(
-                STEP, step=step, truncated=truncated, accuracy=0.2, alarms={"kl_rollout": "too far"}
-            )
-            recorder.step(record, [GROUP])
+            alarms = {"kl_rollout": "too far"}
+            record = {"step": step, "truncated": truncated, "accuracy": 0.2, "alarms": alarms}
+            recorder.step(STEP | record, GROUP)
 
 
 def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_pa
     resumed = Recorder(
         tmp_path, Config(), Console(file=said), step=30
     )  # it has read the earlier steps
-    resumed.step(replace(STEP, step=31, truncated=0.5, accuracy=0.2), [GROUP])
+    resumed.step(STEP | {"step": 31, "truncated": 0.5, "accuracy": 0.2}, GROUP)
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
 
 
