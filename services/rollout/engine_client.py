@@ -48,6 +48,7 @@ _CPU_OPTIONS = {
 _CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
 """Without `--sleep-on-idle` the idle scheduler keeps a core busy."""
 _FP32_HEAD = "--enable-fp32-lm-head"
+_MOE_BACKEND = "--moe-runner-backend"
 _DETERMINISTIC = "--enable-deterministic-inference"
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
@@ -158,7 +159,7 @@ def _sglang_command(config: Config, options: dict[str, object], seed: int) -> li
     if config.reproducible:
         flags.append(_DETERMINISTIC)
     if config.trainer.routing_replay:
-        flags.append("--enable-return-routed-experts")
+        flags += _routing_options(rollout)
     flags += _lora_options(config)
     flags += rollout.engine_args
 
@@ -277,6 +278,16 @@ def _sglang_bound(model_path: str) -> tuple[int, str] | None:
         )
         bounds.append((switches_at, reason))
     return min(bounds, default=None)
+
+
+def _routing_options(rollout: RolloutSection) -> list[str]:
+    """Returns the SGLang options that record the experts of every token."""
+    record = "--enable-return-routed-experts"
+    named = any(word.startswith(_MOE_BACKEND) for word in rollout.engine_args)
+    if named or rollout.device == "cpu":
+        return [record]
+    # Other kernels, which SGLang may prefer, choose the experts themselves and record nothing.
+    return [record, _MOE_BACKEND, "triton"]
 
 
 def _lora_options(config: Config) -> list[str]:
