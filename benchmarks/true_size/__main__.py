@@ -42,23 +42,31 @@ _SAMPLE_S = 0.5
 _SLOTS = 256
 
 
-def make_model(directory: Path) -> None:
-    """Makes a model of almost no size with the vocabulary and positions of a real one, and the
-    tokenizer of the built-in one.
+def make_model(case: Case, directory: Path) -> None:
+    """Makes a model of almost no size with the vocabulary, the positions and the experts of a real
+    one, and the tokenizer of the built-in one.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     base = ROOT / ".cache" / "tiny-base"
-    shutil.copytree(base, directory)
-    config = AutoConfig.from_pretrained(base)
-    config.vocab_size = 151_936
-    config.hidden_size = 8
-    config.intermediate_size = 8
-    config.num_hidden_layers = 1
-    config.layer_types = ["full_attention"]
-    config.num_attention_heads = 1
-    config.num_key_value_heads = 1
-    config.max_position_embeddings = 1 << 17
+    shutil.copytree(base, directory, ignore=shutil.ignore_patterns("config.json", "model.*"))
+    shape: dict[str, Any] = {
+        "vocab_size": 151_936,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": case.layers or 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 1 << 17,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config: Qwen3Config | Qwen3MoeConfig = Qwen3Config(**shape)
+    if case.top_k:
+        config = Qwen3MoeConfig(
+            **shape, num_experts=128, num_experts_per_tok=case.top_k, moe_intermediate_size=4
+        )
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
@@ -94,11 +102,7 @@ def settings(case: Case, options: Any, directory: Path) -> dict[str, Any]:
         },
     }
     if case.turns:
-        found["environment"] = {
-            "name": "python:benchmarks.true_size.conversation:Conversation",
-            "turns": case.turns,
-            "deadline_s": 3600.0,
-        }
+        found["environment"] = {"turns": case.turns, "deadline_s": 3600.0}
     return found
 
 
@@ -132,6 +136,8 @@ def job_group(case: Case, options: Any, directory: Path) -> list[str]:
         "TRUE_SIZE": json.dumps(speed),
         "TRUE_SIZE_RANK": json.dumps(rank),
     }
+    if case.turns:  # the YAML names another one
+        env["RLHF_ENVIRONMENT__NAME"] = "python:benchmarks.true_size.conversation:Conversation"
     command = [
         sys.executable,
         "-m",
@@ -211,7 +217,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.keep or Path(temporary) / "run"
         directory.mkdir(parents=True)
-        make_model(directory / "model")
+        make_model(case, directory / "model")
         try:
             first, last, seconds = run(case, options, directory)
         except ServiceError as error:

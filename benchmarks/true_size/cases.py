@@ -52,7 +52,8 @@ class Case:
     @property
     def answer_tokens(self) -> float:
         """Tokens of all answers of a step, in the mean."""
-        return self.groups * self.group_size * self.tokens * (1 + self.shortest) / 2
+        of_call = self.tokens * (1 + self.shortest) / 2
+        return self.groups * self.group_size * max(1, self.turns) * of_call
 
     @property
     def pass_s_per_token(self) -> float:
