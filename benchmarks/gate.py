@@ -119,9 +119,9 @@ def measure(
         directory = Path(temporary)
         own = {
             "config": CONFIG,
-            "trainer.eval_every": 0,
-            "trainer.eval_pass_samples": 0,
-            "trainer.checkpoint_every": 0,
+            "evaluation.every": 0,
+            "evaluation.pass_samples": 0,
+            "checkpoint.every": 0,
             "trainer.keep_groups_mb": 0,
             **settings,
             "seed": seed,

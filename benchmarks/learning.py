@@ -55,7 +55,7 @@ REUSE: dict[str, dict[str, object]] = {
 STUDENT: dict[str, object] = {
     "trainer.batch_size": 8,
     "sampling.group_size": 4,
-    "trainer.warmup_steps": 0,
+    "optimizer.warmup_steps": 0,
 }
 """An eighth of the demo's batch, to measure what a few tokens teach."""
 STEPS = {"recipes": 25, "reuse": 30, "distillation": 20}
@@ -120,8 +120,8 @@ def run_words(directory: Path, settings: Settings) -> list[str]:
     """
     own: Settings = {
         "config": CONFIG,
-        "trainer.eval_pass_samples": 0,
-        "trainer.checkpoint_every": 0,
+        "evaluation.pass_samples": 0,
+        "checkpoint.every": 0,
         **settings,
         "trainer.run_dir": directory,
         "state_dir": directory / "state",
@@ -155,7 +155,7 @@ def recipe_arms(recipes: list[str], steps: int) -> dict[str, Settings]:
     arms: dict[str, Settings] = {}
     for recipe in recipes:
         own = RECIPE_SETTINGS.get(recipe, {})
-        length = {"trainer.max_steps": steps, "trainer.eval_every": 5}
+        length = {"trainer.max_steps": steps, "evaluation.every": 5}
         arms[recipe] = {"algorithm.name": recipe, **own, **length}
     return arms
 
@@ -167,12 +167,12 @@ def reuse_arms(steps: int) -> dict[str, Settings]:
     arms: dict[str, Settings] = {}
     for name, settings in REUSE.items():
         updates = math.ceil(steps / (1 - float(str(settings["replay.reuse_ratio"]))))
-        arms[name] = {**settings, "trainer.max_steps": updates, "trainer.eval_every": 2}
+        arms[name] = {**settings, "trainer.max_steps": updates, "evaluation.every": 2}
     return arms
 
 
 def distillation_arms(steps: int, teacher_url: str) -> dict[str, Settings]:
-    own = {**STUDENT, "trainer.max_steps": steps, "trainer.eval_every": 2}
+    own = {**STUDENT, "trainer.max_steps": steps, "evaluation.every": 2}
     return {
         "reward alone (grpo)": {**own, "algorithm.name": "grpo"},
         "teacher alone (opd)": {**own, "algorithm.name": "opd", "teacher.url": teacher_url},
@@ -244,7 +244,7 @@ def compare(options: argparse.Namespace) -> None:
         if options.study == "distillation":
             train(
                 place / "teacher",
-                {"seed": 100, "trainer.max_steps": TEACHER_STEPS, "trainer.checkpoint_every": 20},
+                {"seed": 100, "trainer.max_steps": TEACHER_STEPS, "checkpoint.every": 20},
             )
             best = Curve.read(place / "teacher").accuracy[-1]
             model = newest(place / "teacher" / "checkpoints")

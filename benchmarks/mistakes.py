@@ -167,8 +167,8 @@ MISTAKES = [
     ),
     Mistake(
         "a rate with a slip of the finger",
-        "trainer.sft --model.name BASE --data.source tiny --trainer.learning_rate 2e-5x",
-        "trainer.learning_rate|2e-5x|give a number",
+        "trainer.sft --model.name BASE --data.source tiny --optimizer.learning_rate 2e-5x",
+        "optimizer.learning_rate|2e-5x|give a number",
     ),
     Mistake(
         "a model that is not there",
@@ -178,12 +178,12 @@ MISTAKES = [
     Mistake(
         "a misspelt setting in a grid",
         "jobgroup.sweep FOLDER/typo.yaml",
-        "grid.trainer.learning_rat|did you mean trainer.learning_rate?",
+        "grid.trainer.learning_rat|did you mean optimizer.learning_rate?",
     ),
     Mistake(
         "one value in the place of a list",
         "jobgroup.sweep FOLDER/scalar.yaml",
-        "grid.trainer.learning_rate|not a list of values|--help",
+        "grid.optimizer.learning_rate|not a list of values|--help",
     ),
     Mistake(
         "sections within sections",
@@ -387,12 +387,12 @@ FILES = {
     "run/config.json": b"{}",
     "run/metrics.jsonl": b'{"step": 2, "total_steps": 2, "reward": 0.5, "seconds": {}}\n',
     "typo.yaml": b"grid: {trainer.learning_rat: [1.0e-4]}",
-    "scalar.yaml": b"grid: {trainer.learning_rate: 1.0e-4}",
+    "scalar.yaml": b"grid: {optimizer.learning_rate: 1.0e-4}",
     "nested.yaml": b"settings: {trainer: {max_steps: 3}}\ngrid: {seed: [0, 1]}",
     "seeds.yaml": b"grid: {seed: [0, 1]}",
     "swept/sweep.yaml": b"grid: {seed: [2, 3]}",
     "nothing/notes.txt": b"",
-    "twice.yaml": b"trainer: {learning_rate: 5.0e-4}\ntrainer: {max_steps: 3}\n",
+    "twice.yaml": b"trainer: {batch_size: 4}\ntrainer: {max_steps: 3}\n",
     "twice.jsonl": b'{"question": "1?", "answer": "1", "answer": "2"}\n',
     "semicolons.csv": b"question;answer\n1?;1\n",
     "human.jsonl": b'{"messages": [{"role": "human", "content": "1?"}, '

@@ -345,8 +345,8 @@ def measure(
             "trainer.num_epochs": 100,
             "sampling.max_new_tokens": LONGEST,
             "trainer.max_staleness": staleness,
-            "trainer.eval_samples": 0,
-            "trainer.checkpoint_every": 0,
+            "evaluation.samples": 0,
+            "checkpoint.every": 0,
         }
         if staleness:
             settings["trainer.when_stale"] = when_stale

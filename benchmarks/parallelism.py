@@ -4,11 +4,11 @@ the bytes that it sends and receives.
     python -m benchmarks.parallelism
 
 All forms shard weights, gradients and AdamW over all GPUs (FSDP). `context` C: C GPUs compute a
-row together, each its part of the tokens (`trainer.context_parallel_size`, docs/adr/0065). `tensor`
+row together, each its part of the tokens (`parallel.context_size`, docs/adr/0065). `tensor`
 T: T GPUs compute every layer together, each its heads and its part of the MLP and of the
 vocabulary, with the states between them divided by tokens (sequence parallel); it is not built
 (docs/adr/0070). `experts` E: E GPUs share out the experts. `offload`: weights, gradients and AdamW
-are in CPU memory (`trainer.offload_optimizer`).
+are in CPU memory (`parallel.offload_optimizer`).
 
 Memory is the estimate of `common.models.memory` with activation checkpointing, in GB of an update
 with rows of this many tokens. A GPU of a tensor group has the matrices of a model with 1/T of the
@@ -172,8 +172,8 @@ def _config(tokens: int, form: Parallelism) -> Config:
     options = {
         "trainer.activation_checkpointing": True,
         "trainer.micro_batch_tokens": _SMALLEST_PASS,
-        "trainer.context_parallel_size": form.context,
-        "trainer.offload_optimizer": form.offload,
+        "parallel.context_size": form.context,
+        "parallel.offload_optimizer": form.offload,
         "sampling.max_new_tokens": tokens,
     }
     return load([word for name, value in options.items() for word in (f"--{name}", str(value))], {})

@@ -280,22 +280,22 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
     `config.model.name` is a directory with a `config.json`. Raises ConfigError for settings that
     cannot be rehearsed.
     """
-    settings = config.trainer
+    parallel = config.parallel
     for name in ("offload_optimizer", "offload_reference"):
-        value = getattr(settings, name)
+        value = getattr(parallel, name)
         if value:
             raise ConfigError(
                 "offloading cannot be rehearsed",
-                field=f"trainer.{name}",
+                field=f"parallel.{name}",
                 value=value,
                 remedy="leave it out, and subtract what is held",
             )
-    if settings.expert_parallel_size not in (1, settings.shard_size or ranks):
+    if parallel.expert_size not in (1, parallel.shard_size or ranks):
         raise ConfigError(
             "experts that each of several ranks holds a part of cannot be rehearsed",
-            field="trainer.expert_parallel_size",
-            value=settings.expert_parallel_size,
-            remedy=f"use {settings.shard_size or ranks}, the ranks of a copy of the model, or 1",
+            field="parallel.expert_size",
+            value=parallel.expert_size,
+            remedy=f"use {parallel.shard_size or ranks}, the ranks of a copy of the model, or 1",
         )
     shape = json.loads((Path(config.model.name) / "config.json").read_text())
     batch, pairs = _batch(config, ranks)
@@ -308,9 +308,9 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
         mesh_of = _Rank(
             0,
             ranks,
-            shard_size=settings.shard_size,
-            context_size=settings.context_parallel_size,
-            expert_size=settings.expert_parallel_size,
+            shard_size=parallel.shard_size,
+            context_size=parallel.context_size,
+            expert_size=parallel.expert_size,
         )
         mesh_of.mesh()  # the meshes need real tensors
         mesh_of.expert_mesh()
@@ -468,7 +468,7 @@ def main() -> None:
     options, words = parser.parse_known_args()
     try:
         config = load(
-            ["--model.name", str(options.model), "--trainer.warmup_steps", "0", *words], {}
+            ["--model.name", str(options.model), "--optimizer.warmup_steps", "0", *words], {}
         )
         shape = ModelShape.of(json.loads((options.model / "config.json").read_text()))
         estimate = trainer_memory(shape, config, options.ranks)

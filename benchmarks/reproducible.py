@@ -30,8 +30,8 @@ def lines_of(directory: Path, steps: int, *, reproducible: bool, staleness: int)
         "state_dir": directory / "state",
         "trainer.max_steps": steps,
         "trainer.max_staleness": staleness,
-        "trainer.eval_samples": 0,
-        "trainer.checkpoint_every": 0,
+        "evaluation.samples": 0,
+        "checkpoint.every": 0,
     }
     train_in_process(load(setting_words(settings), {}), Console(quiet=True))
     return read_lines(directory / "metrics.jsonl")

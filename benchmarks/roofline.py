@@ -285,6 +285,8 @@ class Variant:
     sharded: bool
     head: HeadKind = "fused"
     flash: Literal["2", "3"] = "2"
+    gathers_once: bool = False
+    """Whether sharded weights stay gathered until the end of an update."""
 
 
 Rows = tuple[list[Any], list[Any]]
@@ -326,7 +328,7 @@ def predicted(
 
     copies = Cost()
     gathers = 2.0
-    if variant.settings.reshard_after_forward is False:
+    if variant.gathers_once:
         gathers = 1.0 / micro_batches
     if variant.sharded:
         # A rank casts its share, copies the gathered weights, and copies, casts and adds gradients.
@@ -443,9 +445,10 @@ def variants(model: str, tokens: int) -> list[Variant]:
 
     run = load(["--trainer.micro_batch_tokens", str(tokens)], {})
     shape = ModelShape.of(config.to_dict())
-    decided = fastest_fit(shape, run, ranks, FITS_SHARE * _GPU_BYTES).trainer
-    decided = decided.model_copy(update={"compile": True})
-    return [*found, Variant("auto", decided, sharded)]
+    decided = fastest_fit(shape, run, ranks, FITS_SHARE * _GPU_BYTES)
+    settings = decided.trainer.model_copy(update={"compile": True})
+    gathers_once = decided.parallel.reshard_after_forward is False
+    return [*found, Variant("auto", settings, sharded, gathers_once=gathers_once)]
 
 
 @dataclass(frozen=True)
@@ -568,7 +571,7 @@ def _of_ours(models: list[str], tokens: int) -> Any:
             name = variant.name
             if name == "auto":
                 kind = str(settings.activation_checkpointing).lower()
-                gathered = "again" if settings.reshard_after_forward else "once"
+                gathered = "once" if variant.gathers_once else "again"
                 name = f"auto: {kind}, gathered {gathered}"
             table.add_row(f"{model} × {ranks}", name, *cells, f"{100 * mfu(found):.0f} %")
         table.add_section()

@@ -153,8 +153,8 @@ def run(model: Path, directory: Path, steps: int, **settings: Any) -> Watched:
         "trainer.run_dir": directory,
         "state_dir": directory / "state",
         "trainer.max_steps": steps,
-        "trainer.eval_samples": 0,
-        "trainer.learning_rate": 1e-3,
+        "evaluation.samples": 0,
+        "optimizer.learning_rate": 1e-3,
         "algorithm.entropy_coef": 0.01,  # a random model earns no rewards, but has a gradient
         "reward.workers": 1,
         **settings,

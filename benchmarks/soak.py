@@ -48,12 +48,12 @@ SETTINGS = {
     "RLHF_SAMPLING__GROUP_SIZE": "4",
     "RLHF_REPLAY__CAPACITY": "1600",  # full after a hundred steps, so that old groups are removed
     # the model hardly changes, so the step time stays constant
-    "RLHF_TRAINER__LEARNING_RATE": "1e-6",
-    "RLHF_TRAINER__EVAL_EVERY": "100",
-    "RLHF_TRAINER__EVAL_SAMPLES": "16",
-    "RLHF_TRAINER__EVAL_PASS_SAMPLES": "0",
-    "RLHF_TRAINER__CHECKPOINT_EVERY": "50",
-    "RLHF_TRAINER__KEEP_CHECKPOINTS": "2",
+    "RLHF_OPTIMIZER__LEARNING_RATE": "1e-6",
+    "RLHF_EVALUATION__EVERY": "100",
+    "RLHF_EVALUATION__SAMPLES": "16",
+    "RLHF_EVALUATION__PASS_SAMPLES": "0",
+    "RLHF_CHECKPOINT__EVERY": "50",
+    "RLHF_CHECKPOINT__KEEP": "2",
 }
 STORES = {
     "data-server's cursor": "state/data",

@@ -217,7 +217,7 @@ def full_groups(config: Config, ranks: int = 1) -> list[Group]:
     size = config.sampling.group_size
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
     vocabulary = shape["vocab_size"]
-    together = config.trainer.context_parallel_size
+    together = config.parallel.context_size
     tokens = together * config.trainer.micro_batch_tokens // GROUPS
     prompt = min(200, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, size)
@@ -291,11 +291,10 @@ def measure(case: Case) -> Result:
     settings = {
         "model.name": case.model,
         "algorithm.advantage": "group_centred",
-        "trainer.warmup_steps": 0,
+        "optimizer.warmup_steps": 0,
     }
     config = load([*setting_words(settings), *case.settings], {})
-    trainer = config.trainer
-    with Ranks.from_env(600, trainer) as ranks:
+    with Ranks.from_env(600, config) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         groups = make_groups(case, load_tokenizer(config.model))

@@ -136,13 +136,13 @@ def trl_settings(config: Config) -> dict[str, Any]:
         "max_completion_length": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "shuffle_dataset": False,
-        "learning_rate": trainer.learning_rate,
+        "learning_rate": config.optimizer.learning_rate,
         "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": trainer.warmup_steps,
-        "adam_beta1": trainer.adam_betas[0],
-        "adam_beta2": trainer.adam_betas[1],
-        "weight_decay": trainer.weight_decay,
-        "max_grad_norm": trainer.max_grad_norm,
+        "warmup_steps": config.optimizer.warmup_steps,
+        "adam_beta1": config.optimizer.adam_betas[0],
+        "adam_beta2": config.optimizer.adam_betas[1],
+        "weight_decay": config.optimizer.weight_decay,
+        "max_grad_norm": config.optimizer.max_grad_norm,
         "loss_type": "dapo",
         "scale_rewards": "group",
         "epsilon": algorithm.clip_low,
@@ -176,9 +176,11 @@ def trl_job(config: Config, output: Path, groups: Sequence[Group] = ()) -> Job:
         model=config.model.name,
         output=str(output),
         seed=config.seed,
-        save_every=trainer.checkpoint_every or trainer.max_steps + 1,
+        save_every=config.checkpoint.every or trainer.max_steps + 1,
         settings=trl_settings(config),
-        learning_rates=[learning_rate(step, None, trainer) for step in range(trainer.max_steps)],
+        learning_rates=[
+            learning_rate(step, None, config.optimizer) for step in range(trainer.max_steps)
+        ],
         prompts=given_prompts,
         completions=completions or None,
     )
@@ -253,8 +255,8 @@ def compare_speed(options: argparse.Namespace, settings: dict[str, object]) -> N
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     length: dict[str, object] = {
         "trainer.max_steps": options.warm_up + options.steps,
-        "trainer.eval_samples": 0,
-        "trainer.checkpoint_every": 0,
+        "evaluation.samples": 0,
+        "checkpoint.every": 0,
     }
     names = [*options.contestants]
     for threads in sorted({options.threads, cores}):
@@ -369,9 +371,9 @@ class Learning:
         self._settings: dict[str, object] = {
             "algorithm.advantage_eps": _TRL_EPS,
             "trainer.max_steps": steps,
-            "trainer.eval_every": every,
-            "trainer.checkpoint_every": every,
-            "trainer.keep_checkpoints": 1000,
+            "evaluation.every": every,
+            "checkpoint.every": every,
+            "checkpoint.keep": 1000,
         }
 
     def config(self, seed: int) -> Config:
@@ -443,7 +445,7 @@ def greedy_accuracy(directory: Path, config: Config) -> float:
     prompter = Prompter(tokenizer, PromptStyle.of(config), [])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     stops = stop_token_ids(model, tokenizer)
-    problems = load_split(config.data, "eval", config.seed)[: config.trainer.eval_samples]
+    problems = load_split(config.data, "eval", config.seed)[: config.evaluation.samples]
     prompts = [prompter.token_ids(problem) for problem in problems]
     inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     with torch.inference_mode():

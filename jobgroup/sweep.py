@@ -6,7 +6,7 @@ A file names the job group, the settings of all runs, and those that vary:
     config: jobgroup/configs/tiny-cpu.yaml     # the settings file of every run (RUN_CONFIG)
     settings: {trainer.max_steps: 30}          # of every run, over the file
     grid:                                      # every combination of these values
-      trainer.learning_rate: [1.0e-4, 5.0e-4]
+      optimizer.learning_rate: [1.0e-4, 5.0e-4]
       seed: [0, 1]
     points:                                    # with it or instead of it: settings of single runs
       - {algorithm.name: rloo}

@@ -115,7 +115,7 @@ def check_heads(model: Any, context: ContextGroup) -> None:
     if heads % context.size:
         raise ConfigError(
             f"the model's {heads} attention heads cannot be divided among {context.size} ranks",
-            field="trainer.context_parallel_size",
+            field="parallel.context_size",
             value=context.size,
             remedy=f"use a divisor of {heads}",
         )

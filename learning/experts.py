@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from common.errors import ConfigError
 
-_SETTING = "trainer.expert_parallel_size"
+_SETTING = "parallel.expert_size"
 _FORWARDS = (
     ["hidden_states", "top_k_index", "top_k_weights"],
     ["hidden_states", "router_indices", "routing_weights"],  # gpt-oss

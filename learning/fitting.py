@@ -19,19 +19,19 @@ class _Choice(NamedTuple):
 
 def fitted(config: Config, ranks: Ranks, model: str) -> Config:
     """Returns the configuration with `auto` of `trainer.activation_checkpointing` and
-    `trainer.reshard_after_forward` decided for the GPU of rank 0, by the estimated memory of an
+    `parallel.reshard_after_forward` decided for the GPU of rank 0, by the estimated memory of an
     update of `model`, and logs the choice.
 
     On a CPU, and for a model whose memory cannot be estimated, it is left as it is: nothing is
     recomputed, and weights are gathered again. A collective.
     """
-    settings = config.trainer
-    if "auto" not in (settings.activation_checkpointing, settings.reshard_after_forward):
+    decides = (config.trainer.activation_checkpointing, config.parallel.reshard_after_forward)
+    if "auto" not in decides:
         return config
     choice = ranks.broadcast(_choice(config, ranks, model) if ranks.is_rank_zero else None)
     if choice is None:
         return config
-    return config.model_copy(update={"trainer": settings.model_copy(update=choice._asdict())})
+    return config.with_memory_use(*choice)
 
 
 def _choice(config: Config, ranks: Ranks, model: str) -> _Choice | None:
@@ -45,11 +45,12 @@ def _choice(config: Config, ranks: Ranks, model: str) -> _Choice | None:
         return None
     decided = fastest_fit(shape, config, ranks.world_size, FITS_SHARE * total)
     needed = trainer_memory(shape, decided, ranks.world_size).total
-    settings = decided.trainer
     log.info(
         "%s: an update takes %.1f GB of %.1f, by the estimate",
-        form(settings),
+        form(decided),
         needed / 1e9,
         total / 1e9,
     )
-    return _Choice(settings.activation_checkpointing, settings.reshard_after_forward is True)
+    return _Choice(
+        decided.trainer.activation_checkpointing, decided.parallel.reshard_after_forward is True
+    )

@@ -243,7 +243,7 @@ def not_together(reason: str, context: ContextGroup) -> ConfigError:
     return ConfigError(
         f"only packed rows are computed by several ranks together, and this model does not "
         f"support packing: {reason}",
-        field="trainer.context_parallel_size",
+        field="parallel.context_size",
         value=context.size,
         remedy="set it to 1, or trainer.packing to auto if it is off",
     )

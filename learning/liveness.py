@@ -338,7 +338,7 @@ class Liveness:
     async def _end_stuck(self, where: str) -> None:
         """Ends this process, because no rank makes progress and nobody knows when one would."""
         reason = (
-            f"no rank has made progress for {self._stuck_after_s:g} s (trainer.stuck_after_s). "
+            f"no rank has made progress for {self._stuck_after_s:g} s (limits.stuck_after_s). "
             f"{where}. All ranks end"
         )
         log.error(
@@ -356,7 +356,7 @@ class Liveness:
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
             "failed": f"has failed: {reason}",
             "died": "is lost: its process was killed, or its connection was cut",
-            "silent": f"is lost: silent for {self._lost_after_s:g} s (trainer.lost_after_s), "
+            "silent": f"is lost: silent for {self._lost_after_s:g} s (limits.lost_after_s), "
             "node gone or process stuck",
         }[how]
         own_name = self._name(self._ranks.rank)

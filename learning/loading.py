@@ -26,7 +26,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from common.models.hub import refuse_random
 from common.process import progress
-from common.settings.sections import TrainerSection
+from common.settings.config import Config
 from common.weights.checksums import Hasher
 from learning.hub_names import Sources, from_hub, hub_shapes, learn, sources
 from learning.ranks import Ranks
@@ -261,7 +261,7 @@ def load(
     wrap: Callable[[Any], nn.Module],
     ranks: Ranks,
     *,
-    settings: TrainerSection,
+    config: Config,
     low_precision: bool,
     trained: bool = True,
     exact: Callable[[Any], list[nn.Module]] = lambda _: [],
@@ -277,7 +277,7 @@ def load(
         ranks.broadcast_model(model)
         if low_precision:
             _keep_states_in_bfloat16(model)
-        prepare(model, settings, trained=trained, device=ranks.device)
+        prepare(model, config.trainer, trained=trained, device=ranks.device)
         return wrap(model)
 
     # Build and shard the modules without weights.
@@ -295,8 +295,8 @@ def load(
             log.warning(_OWN_HEAD, pretrained.source)
     unused = set(own_names.values()) - pretrained.names(model).keys()
     root = wrap(model)
-    prepare(model, settings, trained=trained, device=ranks.device)
-    offload = settings.offload_optimizer and trained
+    prepare(model, config.trainer, trained=trained, device=ranks.device)
+    offload = config.parallel.offload_optimizer and trained
     shard(
         root,
         model,
@@ -304,7 +304,7 @@ def load(
         low_precision=low_precision,
         offload=offload,
         trained=trained,
-        gathers_once=settings.reshard_after_forward is False,
+        gathers_once=config.parallel.reshard_after_forward is False,
         exact=exact(model),
     )
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)

@@ -37,7 +37,7 @@ class Optimizer:
         betas: tuple[float, float],
         weight_decay: float,
         max_grad_norm: float,
-        rate_setting: str = "trainer.learning_rate",
+        rate_setting: str = "optimizer.learning_rate",
     ) -> None:
         self._named = {
             name: parameter
@@ -82,7 +82,7 @@ class Optimizer:
                     f"the last norm is {norm}",
                     field=self._rate_setting,
                     value=learning_rate,
-                    remedy=f"lower {self._rate_setting} or trainer.max_grad_norm, "
+                    remedy=f"lower {self._rate_setting} or optimizer.max_grad_norm, "
                     "or resume from an earlier checkpoint",
                 )
             log.warning("a gradient is not finite: the update is skipped")
@@ -139,7 +139,7 @@ class Optimizer:
                 "or is of another kind",
                 field="trainer.run_dir",
                 remedy="keep the settings of the run that wrote it, "
-                "or start with --trainer.resume false",
+                "or start with --checkpoint.resume false",
             )
         return made
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.errors import ConfigError
-from common.settings.sections import TrainerSection
+from common.settings.config import Config
 from learning.allocator import configure_allocators
 from learning.context import ContextGroup
 from learning.device import DeviceKind, choose_device
@@ -54,14 +54,14 @@ class Ranks:
         if self.shard_size and self.world_size % self.shard_size:
             raise ConfigError(
                 f"the {self.world_size} ranks cannot be divided into groups of {self.shard_size}",
-                field="trainer.shard_size",
+                field="parallel.shard_size",
                 value=self.shard_size,
                 remedy="use a divisor of the number of ranks, or leave it unset",
             )
         if self.world_size % self.context_size:
             raise ConfigError(
                 f"the {self.world_size} ranks cannot be divided into groups of {self.context_size}",
-                field="trainer.context_parallel_size",
+                field="parallel.context_size",
                 value=self.context_size,
                 remedy="use a divisor of the number of ranks",
             )
@@ -69,38 +69,38 @@ class Ranks:
             raise ConfigError(
                 f"the {self._copy_size} ranks of a copy of the model cannot be divided into groups "
                 f"of {self.expert_size}",
-                field="trainer.expert_parallel_size",
+                field="parallel.expert_size",
                 value=self.expert_size,
-                remedy="use a divisor of trainer.shard_size, which is all ranks when it is unset",
+                remedy="use a divisor of parallel.shard_size, which is all ranks when it is unset",
             )
         self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
         if self.on_gpu:
             configure_allocators(os.environ)
 
     @classmethod
-    def from_env(cls, join_s: float, settings: TrainerSection | None = None) -> "Ranks":
+    def from_env(cls, join_s: float, config: Config | None = None) -> "Ranks":
         """Reads torchrun's variables; without torchrun this is a single process."""
-        settings = settings or TrainerSection()
+        config = config or Config()
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             join_s=join_s,
-            device_kind=settings.device,
-            shard_size=settings.shard_size,
-            offload=settings.offload_optimizer,
-            context_size=settings.context_parallel_size,
-            expert_size=settings.expert_parallel_size,
+            device_kind=config.trainer.device,
+            shard_size=config.parallel.shard_size,
+            offload=config.parallel.offload_optimizer,
+            context_size=config.parallel.context_size,
+            expert_size=config.parallel.expert_size,
         )
 
     @classmethod
-    def alone(cls, settings: TrainerSection) -> "Ranks":
+    def alone(cls, config: Config) -> "Ranks":
         return cls(
-            device_kind=settings.device,
-            shard_size=settings.shard_size,
-            offload=settings.offload_optimizer,
-            context_size=settings.context_parallel_size,
-            expert_size=settings.expert_parallel_size,
+            device_kind=config.trainer.device,
+            shard_size=config.parallel.shard_size,
+            offload=config.parallel.offload_optimizer,
+            context_size=config.parallel.context_size,
+            expert_size=config.parallel.expert_size,
         )
 
     def __enter__(self) -> "Ranks":

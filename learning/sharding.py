@@ -53,7 +53,7 @@ def layers(model: Any) -> list[Any]:
     if not units:
         raise ConfigError(
             "this model does not say which of its modules are decoder layers",
-            field="trainer.shard_size",
+            field="parallel.shard_size",
             value=type(model).__name__,
             remedy="set it to 1, "
             "and leave out trainer.compile and trainer.activation_checkpointing",

@@ -119,10 +119,10 @@ def _load_models(config: Config, ranks: Ranks, run_dir: Path) -> _Models:
     checkpoints = Checkpoints(
         run_dir / "checkpoints",
         ranks,
-        config.trainer.keep_checkpoints,
+        config.checkpoint.keep,
         static=lambda: tokenizer_files(run_dir / "model"),
     )
-    attempted = config.trainer.resume and checkpoints.directory.is_dir()
+    attempted = config.checkpoint.resume and checkpoints.directory.is_dir()
     return _Models(
         policy=policy,
         reference=reference,
@@ -137,7 +137,7 @@ def _other_rate(policy: Policy, run_dir: Path) -> str:
     """Returns a warning if the learning rate of the last step before a resume is not that of the
     present schedule; empty otherwise.
     """
-    settings = policy.config.trainer
+    settings = policy.config.optimizer
     for line in read_lines(run_dir / "metrics.jsonl"):
         if line["step"] != policy.step:
             continue
@@ -149,7 +149,7 @@ def _other_rate(policy: Policy, run_dir: Path) -> str:
                 f"warning: step {policy.step} had the learning rate {was:.3g}, and step "
                 f"{policy.step + 1} has {rate:.3g}: the schedule has changed since, and is now "
                 f"{settings.lr_schedule} over {policy.total_steps} steps "
-                f"(trainer.learning_rate {settings.learning_rate:.3g}, trainer.warmup_steps "
+                f"(optimizer.learning_rate {settings.learning_rate:.3g}, optimizer.warmup_steps "
                 f"{settings.warmup_steps})"
             )
     return ""
@@ -276,13 +276,13 @@ def _build_leader(
     critic.restore(models.saved)
     policy.total_steps = rollouts.prepare(policy.step, models.continues)
 
-    warmup = config.trainer.warmup_steps
+    warmup = config.optimizer.warmup_steps
     is_trial = policy.total_steps <= _TRIAL_STEPS
     if warmup >= policy.total_steps and not is_trial:
         text = (
-            f"warning: the warm-up (trainer.warmup_steps {warmup}) is not shorter than the run of "
-            f"{policy.total_steps} steps: the learning rate stays below trainer.learning_rate, and "
-            "little is learned"
+            f"warning: the warm-up (optimizer.warmup_steps {warmup}) is not shorter than the run "
+            f"of {policy.total_steps} steps: the learning rate stays below "
+            "optimizer.learning_rate, and little is learned"
         )
         say(text, level=logging.WARNING)
     text = _other_rate(policy, run_dir)
@@ -390,9 +390,9 @@ def _wait_ready(services: Services, context: BackendContext, say: Callable[[str]
         services.teacher = teacher
         context.stack.callback(lambda: loop.call(teacher.close()))
 
-    loop.call(wait_healthy(services.all(), config.trainer.stuck_after_s, say))
+    loop.call(wait_healthy(services.all(), config.limits.stuck_after_s, say))
     if services.teacher is not None:
-        loop.call(services.teacher.check(context.tokenizer, config.trainer.stuck_after_s))
+        loop.call(services.teacher.check(context.tokenizer, config.limits.stuck_after_s))
 
 
 def _gpu_counter(ranks: Ranks, backend: Backend) -> Callable[[], int | None]:

@@ -120,7 +120,7 @@ class Run:
             weights = self.weights.gather(self.policy)
         self.weights.publish(weights, self.policy.step).result()
         if self.policy.step == 0:
-            self._evaluate(self.config.trainer.eval_pass_samples)
+            self._evaluate(self.config.evaluation.pass_samples)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class Run:
             field="trainer.micro_batch_tokens",
             value=self.config.trainer.micro_batch_tokens,
             remedy=f"{remedy}, shorten answers (sampling.max_new_tokens), or spread the models "
-            "over more ranks (trainer.shard_size); `rlhf doctor` computes what fits",
+            "over more ranks (parallel.shard_size); `rlhf doctor` computes what fits",
         )
 
     def begin_step(self) -> None:
@@ -213,15 +213,15 @@ class Run:
         return None if self.evaluator is None else self.evaluator.last
 
     def evaluate(self) -> None:
-        """Evaluates every `trainer.eval_every` steps, but not after the last one."""
-        if self._is_due(self.config.trainer.eval_every):
+        """Evaluates every `evaluation.every` steps, but not after the last one."""
+        if self._is_due(self.config.evaluation.every):
             self._evaluate(pass_samples=0)
 
     def checkpoint(self) -> None:
-        """Saves every `trainer.checkpoint_every` steps, but not after the last one. A
+        """Saves every `checkpoint.every` steps, but not after the last one. A
         collective.
         """
-        if self._is_due(self.config.trainer.checkpoint_every):
+        if self._is_due(self.config.checkpoint.every):
             watchdog.at(f"the checkpoint of step {self.policy.step}")
             self._save()
 
@@ -280,7 +280,7 @@ class Run:
         collective.
         """
         watchdog.at("the end of the run")
-        self.evaluate_now(self.config.trainer.eval_pass_samples)
+        self.evaluate_now(self.config.evaluation.pass_samples)
         saved = self.save_now()
         self.checkpoints.wait()
         if self.log is not None:

@@ -154,7 +154,7 @@ def data_duplicates(lab: Lab) -> None:
 def data_leak(lab: Lab) -> None:
     rows = _rows(lab, 24)
     folder = _files(lab, rows, test=rows[:12])
-    _train(lab, folder, trainer__eval_samples=12, trainer__eval_pass_samples=0)
+    _train(lab, folder, evaluation__samples=12, evaluation__pass_samples=0)
 
 
 @fault(

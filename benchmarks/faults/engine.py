@@ -143,7 +143,7 @@ def _loads(lab: Lab, disturbed: Any) -> None:
         lab.strike()
         disturbed(module, directory)
 
-    config = lab.settings(trainer__max_steps=_STEPS + 2, trainer__learning_rate=2e-3)
+    config = lab.settings(trainer__max_steps=_STEPS + 2, optimizer__learning_rate=2e-3)
     with replaced("services.engine.scheduler.load_into", load):
         lab.train(config)
 
@@ -223,7 +223,7 @@ def engine_no_version(lab: Lab) -> None:
                 answer["meta_info"].pop("weight_versions", None)
         return answers
 
-    lab.train(lab.settings(trainer__max_failed_groups=_NONE_IN_A_ROW), change)
+    lab.train(lab.settings(limits__max_failed_groups=_NONE_IN_A_ROW), change)
 
 
 @fault(
@@ -240,7 +240,7 @@ def engine_other_vocabulary(lab: Lab) -> None:
                 answer["meta_info"]["output_token_logprobs"][0][1] = 150_000
         return answers
 
-    lab.train(lab.settings(trainer__max_failed_groups=_NONE_IN_A_ROW), change)
+    lab.train(lab.settings(limits__max_failed_groups=_NONE_IN_A_ROW), change)
 
 
 # ------------------------------------------------------------ no answers, or half ones
@@ -255,7 +255,7 @@ def _answers(lab: Lab, response: Any, share: float = 1.0, **settings: Any) -> No
         lab.strike()
         return response(answers)
 
-    values: dict[str, Any] = {"trainer__max_failed_groups": _NONE_IN_A_ROW} | settings
+    values: dict[str, Any] = {"limits__max_failed_groups": _NONE_IN_A_ROW} | settings
     lab.train(lab.settings(**values), change)
 
 
@@ -359,7 +359,7 @@ def engine_hangs(lab: Lab) -> None:
             return await self.inner.handle_async_request(request)
 
     config = lab.settings(
-        sampling__request_timeout_s=_LIMIT_S, trainer__max_failed_groups=_NONE_IN_A_ROW
+        sampling__request_timeout_s=_LIMIT_S, limits__max_failed_groups=_NONE_IN_A_ROW
     )
     lab.log(config)
     train_in_process(config, rollout_transport=Hangs)

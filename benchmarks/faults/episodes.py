@@ -50,7 +50,7 @@ def environment_fails(lab: Lab) -> None:
             lab.strike()
             raise RuntimeError("the quota of the search engine is used up")
 
-    _play(lab, Fails, trainer__max_failed_groups=8)
+    _play(lab, Fails, limits__max_failed_groups=8)
 
 
 @fault(
@@ -68,7 +68,7 @@ def environment_hangs(lab: Lab) -> None:
             time.sleep(3600)
             return None
 
-    _play(lab, Hangs, environment__deadline_s=_DEADLINE_S, trainer__max_failed_groups=8)
+    _play(lab, Hangs, environment__deadline_s=_DEADLINE_S, limits__max_failed_groups=8)
 
 
 @fault(
@@ -97,7 +97,7 @@ def environment_nan_reward(lab: Lab) -> None:
             lab.strike()
             return float("nan")
 
-    _play(lab, Nan, trainer__max_failed_groups=8)
+    _play(lab, Nan, limits__max_failed_groups=8)
 
 
 @fault(
@@ -112,7 +112,7 @@ def environment_unreachable(lab: Lab) -> None:
         environment__name=f"openenv:http://127.0.0.1:{free_port()}",
         environment__context=250,
         environment__deadline_s=5,
-        trainer__max_failed_groups=8,
-        trainer__stuck_after_s=30,
+        limits__max_failed_groups=8,
+        limits__stuck_after_s=30,
     )
     lab.train(config)

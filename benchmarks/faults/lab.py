@@ -90,9 +90,9 @@ class Lab:
             "trainer.batch_size": GROUPS,
             "sampling.group_size": GROUP_SIZE,
             "trainer.max_steps": 6,
-            "trainer.eval_samples": 0,
-            "trainer.warmup_steps": 0,
-            "trainer.checkpoint_every": 2,
+            "evaluation.samples": 0,
+            "optimizer.warmup_steps": 0,
+            "checkpoint.every": 2,
             "reward.workers": 1,
         }
         small |= {name.replace("__", "."): value for name, value in values.items()}

@@ -56,13 +56,13 @@ def _settings(lab: Lab, **values: Any) -> dict[str, str]:
         "BATCH_SIZE": 8,
         "MAX_STEPS": _STEPS,
         "RLHF_ROLLOUT__HANG_TIMEOUT_S": _HANG_S,
-        "RLHF_TRAINER__CHECKPOINT_EVERY": 3,
-        "RLHF_TRAINER__EVAL_SAMPLES": 0,
-        "RLHF_TRAINER__LEARNING_RATE": 1e-6,
-        "RLHF_TRAINER__LOST_AFTER_S": _LOST_AFTER_S,
-        "RLHF_TRAINER__SERVICE_TIMEOUT_S": _SERVICE_S,
-        "RLHF_TRAINER__FENCE_AFTER_S": 30,
-        "RLHF_TRAINER__STUCK_AFTER_S": 40,
+        "RLHF_CHECKPOINT__EVERY": 3,
+        "RLHF_EVALUATION__SAMPLES": 0,
+        "RLHF_OPTIMIZER__LEARNING_RATE": 1e-6,
+        "RLHF_LIMITS__LOST_AFTER_S": _LOST_AFTER_S,
+        "RLHF_LIMITS__SERVICE_TIMEOUT_S": _SERVICE_S,
+        "RLHF_LIMITS__FENCE_AFTER_S": 30,
+        "RLHF_LIMITS__STUCK_AFTER_S": 40,
         "RLHF_SAMPLING__REQUEST_TIMEOUT_S": 20,
     }
     return {name: str(value) for name, value in (settings | values).items()}
@@ -168,7 +168,7 @@ def replay_buffer_killed(lab: Lab) -> None:
     "the data-server hangs",
     r"data-server",
     _SILENT,
-    timeout="trainer.service_timeout_s",
+    timeout="limits.service_timeout_s",
     timeout_s=_SERVICE_S,
 )
 def data_server_hangs(lab: Lab) -> None:
@@ -180,7 +180,7 @@ def data_server_hangs(lab: Lab) -> None:
     r"reward-server",
     _SILENT,
     reported="https://github.com/PrimeIntellect-ai/prime-rl/issues/1713",
-    timeout="trainer.service_timeout_s",
+    timeout="limits.service_timeout_s",
     timeout_s=_SERVICE_S,
 )
 def reward_server_hangs(lab: Lab) -> None:
@@ -192,7 +192,7 @@ def reward_server_hangs(lab: Lab) -> None:
     r"replay-buffer",
     _SILENT,
     reported="https://github.com/PrimeIntellect-ai/prime-rl/issues/1713",
-    timeout="trainer.service_timeout_s",
+    timeout="limits.service_timeout_s",
     timeout_s=_SERVICE_S,
 )
 def replay_buffer_hangs(lab: Lab) -> None:
@@ -245,7 +245,7 @@ def router_hangs(lab: Lab) -> None:
     r"rollout-server-1",
     r"silent|no report|reported|out of the router|not heard|fenced|has not",
     reported="https://github.com/radixark/miles/issues/1724",
-    timeout="trainer.fence_after_s",
+    timeout="limits.fence_after_s",
     timeout_s=30.0,
 )
 def agent_hangs(lab: Lab) -> None:
@@ -270,7 +270,7 @@ def rollout_node_lost(lab: Lab) -> None:
     r"rank 1",
     r"silent|lost|stuck|no word|not heard|hang",
     reported="https://github.com/NovaSky-AI/SkyRL/issues/757",
-    timeout="trainer.lost_after_s",
+    timeout="limits.lost_after_s",
     timeout_s=_LOST_AFTER_S,
 )
 def rank_stuck(lab: Lab) -> None:
@@ -364,7 +364,7 @@ def token_wrong(lab: Lab) -> None:
     r"reward-server",
     r"refused|not ready|wait|reach|connect|health",
     reported="https://github.com/PrimeIntellect-ai/prime-rl/pull/1630",
-    timeout="trainer.stuck_after_s",
+    timeout="limits.stuck_after_s",
     timeout_s=40.0,
 )
 def service_never_ready(lab: Lab) -> None:

@@ -322,7 +322,7 @@ def _serve(lab: Lab, name: str, steps: int) -> None:
 def judge_unreachable(lab: Lab) -> None:
     lab.strike()
     judge = {"name": "judge", "url": f"http://127.0.0.1:{free_port()}/v1", "model": "judge"}
-    lab.train(lab.settings(reward__functions=[judge], trainer__max_failed_groups=8))
+    lab.train(lab.settings(reward__functions=[judge], limits__max_failed_groups=8))
 
 
 @fault(

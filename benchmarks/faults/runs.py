@@ -253,7 +253,7 @@ def disk_full_run(lab: Lab) -> None:
     r"disk|space",
     r"replay",
     r"full|no space|free",
-    timeout="trainer.service_timeout_s",
+    timeout="limits.service_timeout_s",
     timeout_s=8.0,
 )
 def disk_full_replay(lab: Lab) -> None:
@@ -266,9 +266,7 @@ def disk_full_replay(lab: Lab) -> None:
                 _fill(state)
             return answers
 
-        config = lab.settings(
-            state_dir=state, trainer__max_steps=40, trainer__service_timeout_s=8.0
-        )
+        config = lab.settings(state_dir=state, trainer__max_steps=40, limits__service_timeout_s=8.0)
         lab.train(config, change)
 
 

@@ -66,7 +66,7 @@ def update_learning_rate_high(lab: Lab) -> None:
     lab.strike()
     lab.train(
         lab.settings(
-            trainer__learning_rate=5e-2, trainer__max_steps=_STEPS, algorithm__kl_coef=0.001
+            optimizer__learning_rate=5e-2, trainer__max_steps=_STEPS, algorithm__kl_coef=0.001
         )
     )
 
@@ -78,7 +78,7 @@ def update_learning_rate_high(lab: Lab) -> None:
 )
 def update_warmup_too_long(lab: Lab) -> None:
     lab.strike()
-    lab.train(lab.settings(trainer__warmup_steps=10_000, trainer__max_steps=_STEPS))
+    lab.train(lab.settings(optimizer__warmup_steps=10_000, trainer__max_steps=_STEPS))
 
 
 @fault(
@@ -111,7 +111,7 @@ def update_wrong_reference(lab: Lab) -> None:
 )
 def update_dropout(lab: Lab) -> None:
     lab.strike()
-    lab.train(lab.settings(lora__rank=4, lora__dropout=0.5, trainer__learning_rate=5e-3))
+    lab.train(lab.settings(lora__rank=4, lora__dropout=0.5, optimizer__learning_rate=5e-3))
 
 
 @fault(
@@ -126,7 +126,7 @@ def update_stale_experience(lab: Lab) -> None:
     lab.train(
         lab.settings(
             trainer__max_staleness=6,
-            trainer__learning_rate=1e-2,
+            optimizer__learning_rate=1e-2,
             trainer__max_steps=_STEPS,
             algorithm__rollout_correction="none",
         )

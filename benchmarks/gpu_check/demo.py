@@ -32,12 +32,12 @@ def learns(found: Findings, setting: Setting) -> None:
         "trainer.device": setting.device_kind,
         "trainer.run_dir": run_dir,
         "trainer.max_steps": steps,
-        "trainer.eval_every": steps,
-        "trainer.eval_pass_samples": 0,
-        "trainer.checkpoint_every": 0,
+        "evaluation.every": steps,
+        "evaluation.pass_samples": 0,
+        "checkpoint.every": 0,
     }
     if setting.small:
-        settings |= {"trainer.batch_size": 4, "trainer.eval_samples": 16}
+        settings |= {"trainer.batch_size": 4, "evaluation.samples": 16}
     train_in_process(load(setting_words(settings), {}), Console(quiet=True))
     accuracy = [float(line["accuracy"]) for line in read_lines(run_dir / "evaluations.jsonl")]
     lines = read_lines(run_dir / "metrics.jsonl")

@@ -73,9 +73,9 @@ def _words(setting: Setting, model: Path, data: Path, run_dir: Path) -> list[str
         "trainer.run_dir": run_dir,
         "trainer.batch_size": sizes["batch_size"],
         "trainer.max_steps": sizes["steps"],
-        "trainer.learning_rate": 2e-6,
-        "trainer.checkpoint_every": 0,
-        "trainer.eval_samples": 0,
+        "optimizer.learning_rate": 2e-6,
+        "checkpoint.every": 0,
+        "evaluation.samples": 0,
         "state_dir": setting.scratch / "grpo-state",
     }
     return setting_words(options)

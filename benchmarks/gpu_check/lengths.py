@@ -41,7 +41,7 @@ def changing(found: Findings, setting: Setting) -> None:
     """
     shape = "small" if setting.small else "0.5b"
     tokens = 512 if setting.small else 16_384
-    words = ["--trainer.micro_batch_tokens", str(tokens), "--trainer.warmup_steps", "0"]
+    words = ["--trainer.micro_batch_tokens", str(tokens), "--optimizer.warmup_steps", "0"]
     compiling: AbstractContextManager[Any] = nullcontext()
     if setting.small:  # a CPU compiles only when told to, and Inductor takes minutes there
         words += ["--trainer.compile", "true"]
@@ -52,7 +52,7 @@ def changing(found: Findings, setting: Setting) -> None:
     new: list[float] = []
     again: list[float] = []
     graphs: list[int] = []
-    with compiling, setting.ranks(config.trainer) as ranks:
+    with compiling, setting.ranks(config) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         for number in range(4 if setting.small else _LENGTHS):
@@ -122,7 +122,7 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
         )
         return
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
-    decided = fitted(config, Ranks.alone(config.trainer), config.model.name)
+    decided = fitted(config, Ranks.alone(config), config.model.name)
     limit = trainer_memory(ModelShape.of(shape), decided, 1).total
     allocated = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()

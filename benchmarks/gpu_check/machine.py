@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting, seconds
-from common.settings.sections import TrainerSection
+from common.settings.config import Config
 
 _REACHED = 0.6
 """Minimum share of the data sheet's rate expected of a large matrix product."""
@@ -76,7 +76,9 @@ def process_group(found: Findings, setting: Setting) -> None:
     """One process group that uses gloo for CPU tensors and NCCL for GPU tensors, as FSDP2 and
     checkpoints do.
     """
-    with setting.ranks(TrainerSection.model_validate({"device": setting.device_kind})) as ranks:
+    with setting.ranks(
+        Config.model_validate({"trainer": {"device": setting.device_kind}})
+    ) as ranks:
         mesh = ranks.mesh()
         backend = dist.get_backend_config()
         wanted = "cuda:nccl" if setting.on_gpu else "gloo"

@@ -161,7 +161,7 @@ def _update(found: Findings, setting: Setting, directory: Any) -> None:
     tokens = 512 if setting.small else 16_384
     config = setting.config(directory, "--trainer.micro_batch_tokens", str(tokens))
     groups = full_groups(config)
-    with setting.ranks(config.trainer) as ranks:
+    with setting.ranks(config) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         flops = required_flops(groups, policy.model)

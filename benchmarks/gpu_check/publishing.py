@@ -28,7 +28,7 @@ def measure(found: Findings, setting: Setting) -> None:
     config = setting.config(
         setting.model(shape), "--trainer.micro_batch_tokens", tokens, "--trainer.compile", "false"
     )
-    with setting.ranks(config.trainer) as ranks:
+    with setting.ranks(config) as ranks:
         policy = Policy(config, ranks)
         learn(policy, Reference(policy), full_groups(config), config)
         _publish(found, setting, policy)

@@ -26,7 +26,7 @@ def correctness(found: Findings, setting: Setting) -> None:
         str(run_dir),
     )
     groups = full_groups(config)
-    with setting.ranks(config.trainer) as ranks:
+    with setting.ranks(config) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         learn(policy, reference, groups, config)

@@ -41,7 +41,7 @@ VARIANTS = {
     "selective": "--trainer.activation_checkpointing selective",
     "torch-head": TORCH_HEAD,
     "bf16-head": "--model.fp32_head false",
-    "offload": "--trainer.offload_optimizer true",
+    "offload": "--parallel.offload_optimizer true",
     "lora": "--lora.rank 16",
 }
 """Settings added to those of `BASE`. One GPU shards only to offload; by default, it compiles and

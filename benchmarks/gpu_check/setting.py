@@ -22,7 +22,6 @@ from benchmarks.gpu_check.harness import Findings
 from benchmarks.update import make_model, peak
 from common.errors import ConfigError
 from common.settings.config import Config, load
-from common.settings.sections import TrainerSection
 from learning.ranks import Ranks
 from trainer.cli import tiny_base
 from trainer.policy.update_metrics import UpdateMetrics
@@ -101,7 +100,7 @@ class Setting:
             str(model),
             "--trainer.device",
             self.device_kind,
-            "--trainer.warmup_steps",
+            "--optimizer.warmup_steps",
             "0",
         )
         return load([*fixed, "--algorithm.advantage", "group_centred", *words], {})
@@ -114,9 +113,9 @@ class Setting:
             return self.sglang
         return Path(sys.executable) if importlib.util.find_spec("sglang") else None
 
-    def ranks(self, settings: TrainerSection) -> Ranks:
+    def ranks(self, config: Config) -> Ranks:
         """Returns this process as the one rank."""
-        return Ranks.alone(settings)
+        return Ranks.alone(config)
 
 
 def seconds(work: Callable[[], object], setting: Setting, times: int) -> float:

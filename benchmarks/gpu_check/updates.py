@@ -52,7 +52,7 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
         setting.model(shape), "--trainer.micro_batch_tokens", str(tokens), *settings
     )
     groups = full_groups(config)
-    with without, setting.ranks(config.trainer) as ranks:
+    with without, setting.ranks(config) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         flops = required_flops(groups, policy.model)
@@ -115,7 +115,7 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
     without a verdict.
     """
     figures = found.figures
-    config = fitted(config, Ranks.alone(config.trainer), config.model.name)
+    config = fitted(config, Ranks.alone(config), config.model.name)
     eager = not setting.on_gpu or config.trainer.compile is False
     estimate = trainer_memory(
         ModelShape.of(_shape_of(config)),
@@ -186,7 +186,7 @@ def kernels(found: Findings, setting: Setting) -> None:
     shape, tokens = ("small", 512) if setting.small else ("0.5b", 16_384)
     config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens))
     groups = full_groups(config)
-    with setting.ranks(config.trainer) as ranks:
+    with setting.ranks(config) as ranks:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         learn(policy, reference, groups, config)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from common.settings.sections import LoraSection, TrainerSection
+from common.settings.sections import LoraSection
 
 _KNOWN = {
     "llama": "no",
@@ -296,11 +296,11 @@ def group_size(config: Config, ranks: int) -> int:
     """Returns how many ranks share one copy of the model. Raises ConfigError when this does not
     divide `ranks`.
     """
-    size = config.trainer.shard_size or ranks
+    size = config.parallel.shard_size or ranks
     if ranks % size:
         raise ConfigError(
             f"the {ranks} ranks cannot be divided into groups of {size}",
-            field="trainer.shard_size",
+            field="parallel.shard_size",
             value=size,
             remedy="use a divisor of the number of ranks, or leave it unset",
         )
@@ -311,7 +311,7 @@ def pass_tokens(config: Config) -> int:
     """Returns the tokens that one rank computes in its largest pass: `trainer.micro_batch_tokens`,
     or its part of the longest answer, which is never divided into passes.
     """
-    together = config.trainer.context_parallel_size
+    together = config.parallel.context_size
     longest = -(-config.sampling.max_new_tokens // together)
     return max(config.trainer.micro_batch_tokens, longest)
 
@@ -332,24 +332,24 @@ def trainer_memory(
     `repeats_heads`: the kernel of attention needs a key and value head for every query head, as
     torch's does before 2.12. `expert_ranks` share out the experts of a layer; None for as many as
     the settings say. What is `auto` counts as on a CPU: nothing is recomputed, and weights are
-    gathered again. Raises ConfigError when `trainer.shard_size` does not divide `ranks`.
+    gathered again. Raises ConfigError when `parallel.shard_size` does not divide `ranks`.
     """
-    settings = config.trainer
+    parallel = config.parallel
     lora = config.lora
     size = group_size(config, ranks)
     width = width or _number_bytes(config)
     trained = _trained_parameters(shape, config)
     frozen = shape.parameters if lora.rank else 0
-    on_gpu = not settings.offload_optimizer
+    on_gpu = not parallel.offload_optimizer
     master = _MASTER * trained // size if on_gpu else 0
     whole_model = _MASTER * shape.parameters // size
 
     second_model = config.algorithm.kl_coef > 0 and (not lora.rank or config.model.reference != "")
-    has_reference = second_model and not settings.offload_reference
+    has_reference = second_model and not parallel.offload_reference
     has_critic = config.algorithm.needs_critic and config.critic.location == "trainer" and on_gpu
 
     of_token = shape.activation_bytes(width, repeats_heads)
-    expert_ranks = expert_ranks or settings.expert_parallel_size
+    expert_ranks = expert_ranks or parallel.expert_size
     if expert_ranks > 1:
         of_token += shape.exchange_bytes(width)
     peaks = _peaks(
@@ -415,9 +415,10 @@ def _peaks(
     the last are reduced; and the reduction of the gradients of embedding and head.
     `benchmarks/rehearsal.py` shows what is allocated then.
     """
-    settings = config.trainer
+    parallel = config.parallel
+    checkpointing = config.trainer.activation_checkpointing
     rounded = width < _MASTER
-    sharded = settings.shard_size != 1 and (ranks > 1 or settings.offload_optimizer)
+    sharded = parallel.shard_size != 1 and (ranks > 1 or parallel.offload_optimizer)
     layer = shape.gathered_parameters(expert_ranks)
     outer = shape.outer_parameters
     matrix = shape.vocabulary * shape.hidden
@@ -434,11 +435,11 @@ def _peaks(
 
     # Activations: what is kept of all layers, what the backward pass of a layer makes again.
     products = 0
-    if settings.activation_checkpointing == "selective":
+    if checkpointing == "selective":
         products = tokens * shape.product_bytes(width)
     kept_of_layer = layer_bytes
     again = 0
-    if settings.activation_checkpointing in (True, "selective"):
+    if checkpointing in (True, "selective"):
         kept_of_layer = states * width + products
         again = layer_bytes
     kept = shape.layers * kept_of_layer
@@ -465,7 +466,7 @@ def _peaks(
         at_head = width * (outer + layer)
         at_layer = width * (outer + 2 * layer)
         at_end = width * outer
-        if settings.reshard_after_forward is False:
+        if parallel.reshard_after_forward is False:
             at_head = at_layer = width * (outer + shape.layers * layer)
         layer_sum = width * (head_gradient + layer_gradients) + _MASTER * copies * layer_gradients
         last_sum = (width + _MASTER * copies + (_MASTER if whole else 0)) * outer_gradients
@@ -500,38 +501,35 @@ _FASTEST_FIRST: tuple[tuple[bool | Literal["selective"], bool], ...] = (
     (True, False),
     (True, True),
 )
-"""Values of `trainer.activation_checkpointing` and `trainer.reshard_after_forward`: recomputing
+"""Values of `trainer.activation_checkpointing` and `parallel.reshard_after_forward`: recomputing
 costs more than gathering again, which overlaps with computation."""
 
 
 def fastest_fit(shape: ModelShape, config: Config, ranks: int, room: float) -> Config:
     """Returns the configuration with what is `auto` in `trainer.activation_checkpointing` and
-    `trainer.reshard_after_forward` decided: as fast as an update in `room` bytes can be, or as
+    `parallel.reshard_after_forward` decided: as fast as an update in `room` bytes can be, or as
     small as it gets when none fits.
     """
-    settings = config.trainer
+    parallel = config.parallel
     of_trainer = config.algorithm.needs_critic and config.critic.location == "trainer"
     decided = config
     for checkpointing, reshard in _FASTEST_FIRST:
-        if settings.activation_checkpointing not in ("auto", checkpointing):
+        if config.trainer.activation_checkpointing not in ("auto", checkpointing):
             continue
-        if settings.reshard_after_forward not in ("auto", reshard):
+        if parallel.reshard_after_forward not in ("auto", reshard):
             continue
-        if settings.reshard_after_forward == "auto" and not reshard and of_trainer:
+        if parallel.reshard_after_forward == "auto" and not reshard and of_trainer:
             continue  # the weights of policy and critic would be gathered at the same time
-        trainer = settings.model_copy(
-            update={"activation_checkpointing": checkpointing, "reshard_after_forward": reshard}
-        )
-        decided = config.model_copy(update={"trainer": trainer})
+        decided = config.with_memory_use(checkpointing, reshard)
         if trainer_memory(shape, decided, ranks).total <= room:
             break
     return decided
 
 
-def form(settings: TrainerSection) -> str:
+def form(config: Config) -> str:
     """Returns what `fastest_fit` decides, by the names of the settings."""
-    checkpointing = str(settings.activation_checkpointing).lower()
-    reshard = str(settings.reshard_after_forward).lower()
+    checkpointing = str(config.trainer.activation_checkpointing).lower()
+    reshard = str(config.parallel.reshard_after_forward).lower()
     return f"activation_checkpointing {checkpointing}, reshard_after_forward {reshard}"
 
 
@@ -569,7 +567,7 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
     if colocate:
         gpu = trainer_memory(shape, config, ranks)
         of_rank += gpu.weights + gpu.optimizer + gpu.reference + gpu.critic
-    if config.trainer.offload_optimizer:
+    if config.parallel.offload_optimizer:
         of_rank += _offloaded(shape, config, size)
 
     return checkpoint + copies * 2 * published + ranks_per_node * of_rank

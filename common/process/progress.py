@@ -4,7 +4,7 @@ How long weights, a model or a checkpoint take depends on their size, which no c
 a wait may last as long as a number grows (bytes, tensors, nodes), and ends when it has not grown
 for a stated time.
 
-    waits = Progress("weights 3", 600.0, unit="bytes", field="trainer.fence_after_s")
+    waits = Progress("weights 3", 600.0, unit="bytes", field="limits.fence_after_s")
     while not done():
         waits.saw(bytes_so_far())
         waits.check()

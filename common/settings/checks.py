@@ -120,9 +120,10 @@ def _conflicts(config: Settings) -> Iterator[str]:
             "{rollout.max_context_tokens}: lower sampling.max_new_tokens or raise "
             "rollout.max_context_tokens"
         )
-    trainer = config.trainer
     yield from wrong_arguments(
-        trainer.lr_schedule, trainer.lr_schedule_args, learning_rate=trainer.learning_rate
+        config.optimizer.lr_schedule,
+        config.optimizer.lr_schedule_args,
+        learning_rate=config.optimizer.learning_rate,
     )
     if algorithm.overlong_buffer >= sampling.max_new_tokens:
         yield (
@@ -153,6 +154,7 @@ def _conflicts(config: Settings) -> Iterator[str]:
             f"{{algorithm.mini_batches}} is more than the {completions} completions of a batch: "
             "lower it"
         )
+    trainer = config.trainer
     if trainer.audit and not trainer.keep_groups_mb:
         yield (
             "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} keeps "
@@ -509,7 +511,7 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
     if config.model.dtype == "float32":
         yield ("model.fp32_head",), "model.dtype is float32"
     if algorithm.kl_coef == 0:
-        yield ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
+        yield ("model.reference", "parallel.offload_reference"), "algorithm.kl_coef is 0"
     if algorithm.rollout_correction == "none":
         yield (
             [f"algorithm.{name}" for name in CORRECTION],
@@ -528,13 +530,14 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
         )
     if config.sampling.ignore_eos:
         yield ("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set"
-    if config.trainer.eval_samples == 0:
-        yield _all(EvaluationSection, "evaluation"), "trainer.eval_samples is 0"
+    if config.evaluation.samples == 0:
+        when = ("samples", "every", "k", "pass_samples")
+        yield _all(EvaluationSection, "evaluation", when), "evaluation.samples is 0"
     if config.lora.rank == 0:
         yield _all(LoraSection, "lora"), "lora.rank is 0"
     elif not config.model.reference:
         yield (
-            ("trainer.offload_reference",),
+            ("parallel.offload_reference",),
             "with lora.rank the reference is the policy's own frozen model, not a second model",
         )
     if config.trainer.max_staleness == 0:

@@ -69,6 +69,14 @@ class Config(Settings):
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
         return self
 
+    def with_memory_use(self, checkpointing: bool | str, reshards: bool) -> "Config":
+        """Returns a copy with what `auto` of `trainer.activation_checkpointing` and
+        `parallel.reshard_after_forward` means on a machine.
+        """
+        trainer = self.trainer.model_copy(update={"activation_checkpointing": checkpointing})
+        parallel = self.parallel.model_copy(update={"reshard_after_forward": reshards})
+        return self.model_copy(update={"trainer": trainer, "parallel": parallel})
+
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         check(self)

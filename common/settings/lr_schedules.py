@@ -40,27 +40,27 @@ def wrong_arguments(
     for name, value in arguments.items():
         if name not in known:
             remedy = did_you_mean(name, known) or "leave it out"
-            yield f"trainer.lr_schedule_args has {name}, which {schedule} does not read: {remedy}"
+            yield f"optimizer.lr_schedule_args has {name}, which {schedule} does not read: {remedy}"
         elif name in shapes:
             if value not in _SHAPES:
                 listed = ", ".join(_SHAPES)
-                yield f"trainer.lr_schedule_args has the {name} {value}: use one of {listed}"
+                yield f"optimizer.lr_schedule_args has the {name} {value}: use one of {listed}"
         elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            yield f"trainer.lr_schedule_args has the {name} {value}: give a number of at least 0"
+            yield f"optimizer.lr_schedule_args has the {name} {value}: give a number of at least 0"
 
     if "min_lr" in known and len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
         yield (
-            f"trainer.lr_schedule {schedule} needs one lowest rate: give min_lr or min_lr_rate in "
-            "trainer.lr_schedule_args"
+            f"optimizer.lr_schedule {schedule} needs one lowest rate: give min_lr or min_lr_rate "
+            "in optimizer.lr_schedule_args"
         )
     if schedule == "warmup_stable_decay" and "num_decay_steps" not in arguments:
         yield (
-            "trainer.lr_schedule warmup_stable_decay needs the steps of its decay: give "
-            "num_decay_steps in trainer.lr_schedule_args"
+            "optimizer.lr_schedule warmup_stable_decay needs the steps of its decay: give "
+            "num_decay_steps in optimizer.lr_schedule_args"
         )
     lowest = arguments.get("lr_end", 1e-7 if schedule == "polynomial" else 0.0)
     if isinstance(lowest, int | float) and lowest >= learning_rate:
         yield (
-            f"trainer.lr_schedule_args has the lr_end {lowest:g}, which is not below "
-            f"trainer.learning_rate {learning_rate:g}: lower it"
+            f"optimizer.lr_schedule_args has the lr_end {lowest:g}, which is not below "
+            f"optimizer.learning_rate {learning_rate:g}: lower it"
         )

@@ -521,7 +521,16 @@ class SamplingSection(Truncation):
 
 
 class EvaluationSection(Truncation):
-    """Sampling of the answers in an evaluation (`trainer.eval_every`, `trainer.eval_samples`)."""
+    """Evaluations on held-out problems: when, how many, and how their answers are sampled."""
+
+    every: InHelp[NonNegativeInt] = 0
+    """Steps between evaluations on held-out problems. 0: only before and after training."""
+    samples: InHelp[NonNegativeInt] = 256
+    """Held-out problems per evaluation. 0: no evaluation."""
+    k: PositiveInt = 8
+    """k of pass@k in the first and the last evaluation."""
+    pass_samples: NonNegativeInt = 64
+    """Held-out problems for pass@k. Each is answered k times."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of the answers that count for the accuracy. 0: greedy."""
@@ -532,7 +541,7 @@ class EvaluationSection(Truncation):
 
 
 class TrainerSection(Section):
-    """ppo-trainer: the loop, the optimiser, evaluation and checkpoints."""
+    """ppo-trainer: the loop, its steps, and what it writes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the update. `auto`: a GPU if there is one."""
@@ -552,6 +561,47 @@ class TrainerSection(Section):
     answers and no group gets too old. `train`: take the groups that are ready, the oldest first,
     and train on too old ones with the correction. `drop`: drop groups that are too old and draw
     their prompts again, which favours short answers."""
+    micro_batch_tokens: InHelp[PositiveInt] = 16_384
+    """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt
+    that a packed pass shares counts once."""
+    micro_batch_size: int | None = Field(None, gt=0)
+    """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens`
+    allows."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Compute completions without padding, and each prompt only once per group. `auto`: if the
+    model supports it."""
+    routing_replay: bool = False
+    """For a mixture of experts: compute each token with the experts that the engine chose for it,
+    so that a choice that rounding tips changes no log-probability (docs/how-to/training.md). For
+    single completions."""
+    activation_checkpointing: InHelp[bool | Literal["auto", "selective"]] = "auto"
+    """`true`: keep only the inputs of decoder layers and recompute the rest: less memory, about a
+    third more time. `selective`: keep the results of matrix products and attention too, so that
+    little is recomputed. `false`: keep everything. `auto`: the fastest of them that the estimate of
+    `rlhf doctor --plan` lets fit 90 % of a GPU; everything on a CPU."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`:
+    on GPUs, if there is a C compiler."""
+    keep_groups_mb: NonNegativeInt = 4096
+    """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The
+    oldest steps are
+    removed first. 0: keep none."""
+    audit: bool = False
+    """Record what `rlhf audit` needs to re-execute any step of the run and compare it bit for bit,
+    in `run_dir/audit.jsonl` beside `run_dir/groups`."""
+    run_dir: InHelp[Path | None] = None
+    """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
+    name>`."""
+    weight_sync: Literal["http", "shared", "distributed"] = "http"
+    """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads
+    them from `run_dir` on a volume that all nodes mount at the same path. `distributed`: NCCL or
+    gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
+    files."""
+
+
+class OptimizerSection(Section):
+    """The optimiser of the policy (AdamW) and its learning rate."""
+
     learning_rate: InHelp[PositiveFloat] = 1e-6
     """Highest learning rate of the policy."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
@@ -568,81 +618,54 @@ class TrainerSection(Section):
     """Arguments of the schedule, such as `{"min_lr_rate": 0.1}` of `cosine_with_min_lr`."""
     max_grad_norm: PositiveFloat = 1.0
     """Norm to which the gradients of policy and critic are clipped."""
-    micro_batch_tokens: InHelp[PositiveInt] = 16_384
-    """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt
-    that a packed pass shares counts once."""
-    micro_batch_size: int | None = Field(None, gt=0)
-    """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens`
-    allows."""
-    packing: Literal["auto", "on", "off"] = "auto"
-    """Compute completions without padding, and each prompt only once per group. `auto`: if the
-    model supports it."""
+
+
+class ParallelSection(Section):
+    """How the models of the trainer are shared among its ranks, and what of them is in CPU memory
+    (docs/how-to/training.md).
+    """
+
     shard_size: int | None = Field(None, gt=0)
     """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A
     divisor of the number
     of ranks in between: HSDP. A single process on a CPU always holds everything."""
-    context_parallel_size: PositiveInt = 1
+    context_size: PositiveInt = 1
     """Ranks that compute each completion together, for contexts too long for one. A divisor of the
     number of ranks and of the model's attention heads."""
-    expert_parallel_size: PositiveInt = 1
+    expert_size: PositiveInt = 1
     """Ranks that own the experts of every layer together, instead of gathering all of them: for
     mixtures of experts. A divisor of `shard_size` (unset: of the number of ranks) and of the number
     of experts."""
-    routing_replay: bool = False
-    """For a mixture of experts: compute each token with the experts that the engine chose for it,
-    so that a choice that rounding tips changes no log-probability (docs/how-to/training.md). For
-    single completions."""
-    activation_checkpointing: InHelp[bool | Literal["auto", "selective"]] = "auto"
-    """`true`: keep only the inputs of decoder layers and recompute the rest: less memory, about a
-    third more time. `selective`: keep the results of matrix products and attention too, so that
-    little is recomputed. `false`: keep everything. `auto`: the fastest of them that the estimate of
-    `rlhf doctor --plan` lets fit 90 % of a GPU; everything on a CPU."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free the gathered weights of a layer after each use (ZeRO-3). `false`: gather them once for
     an update and free them after its last backward pass (ZeRO-2), for 2 bytes per parameter.
     `auto`: `false` where that fits 90 % of a GPU. For sharded models."""
-    compile: bool | Literal["auto"] = "auto"
-    """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`:
-    on GPUs, if there is a C compiler."""
     offload_optimizer: bool = False
     """Keep parameters, gradients and optimiser state in CPU memory, and run the optimiser there.
     For sharded models."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
-    eval_every: InHelp[NonNegativeInt] = 0
-    """Steps between evaluations on held-out problems. 0: only before and after training."""
-    eval_samples: InHelp[NonNegativeInt] = 256
-    """Held-out problems per evaluation. 0: no evaluation."""
-    eval_k: PositiveInt = 8
-    """k of pass@k in the first and the last evaluation."""
-    eval_pass_samples: NonNegativeInt = 64
-    """Held-out problems for pass@k. Each is answered k times."""
-    checkpoint_every: InHelp[NonNegativeInt] = 50
+
+
+class CheckpointSection(Section):
+    """What a run saves to continue later."""
+
+    every: InHelp[NonNegativeInt] = 50
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
-    keep_checkpoints: PositiveInt = 3
+    keep: PositiveInt = 3
     """Newest checkpoints to keep. The checkpoint with the best evaluation accuracy (or the best
     mean reward, if rewards are not verdicts) is also kept, as `best`."""
-    keep_groups_mb: NonNegativeInt = 4096
-    """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The
-    oldest steps are
-    removed first. 0: keep none."""
-    audit: bool = False
-    """Record what `rlhf audit` needs to re-execute any step of the run and compare it bit for bit,
-    in `run_dir/audit.jsonl` beside `run_dir/groups`."""
     resume: bool = True
     """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set
     aside."""
-    run_dir: InHelp[Path | None] = None
-    """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
-    name>`."""
+
+
+class LimitsSection(Section):
+    """How long the trainer waits for what, and which faults end the run."""
+
     stuck_after_s: PositiveFloat = 1800.0
     """Seconds without progress after which the run ends with the reason: of the other tasks before
     they are healthy, of a batch (graded groups), or of all ranks."""
-    weight_sync: Literal["http", "shared", "distributed"] = "http"
-    """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads
-    them from `run_dir` on a volume that all nodes mount at the same path. `distributed`: NCCL or
-    gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
-    files."""
     service_timeout_s: PositiveFloat = 600.0
     """Seconds for one call to a service, retries included; they begin again whenever more of a
     large body has arrived or was sent. Should exceed the time of a restart of its pod."""

@@ -9,12 +9,16 @@ from pydantic.fields import FieldInfo
 from common.settings.algorithm import AlgorithmSection
 from common.settings.section import InHelp
 from common.settings.sections import (
+    CheckpointSection,
     CriticSection,
     DataSection,
     EnvironmentSection,
     EvaluationSection,
+    LimitsSection,
     LoraSection,
     ModelSection,
+    OptimizerSection,
+    ParallelSection,
     ReplaySection,
     RewardSection,
     RolloutSection,
@@ -82,6 +86,10 @@ class Settings(BaseModel):
     algorithm: AlgorithmSection = AlgorithmSection()
     teacher: TeacherSection = TeacherSection()
     trainer: TrainerSection = TrainerSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    limits: LimitsSection = LimitsSection()
     environment: EnvironmentSection = EnvironmentSection()
     runtime: RuntimeSection = RuntimeSection()
     trackers: TrackersSection = TrackersSection()

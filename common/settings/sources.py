@@ -233,17 +233,16 @@ def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the known settings that a misspelt name may mean."""
+    """Returns the known settings that a misspelt name may mean: the nearest one, or those of any
+    section with the nearest last word.
+    """
     leaves = {setting: setting.rpartition(".")[2] for setting in known}
     found = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
-    found = found or [
-        setting for setting, leaf in leaves.items() if leaf == name.rpartition(".")[2]
-    ]
-    return found or [
-        setting
-        for setting, leaf in leaves.items()
-        if difflib.get_close_matches(name, [leaf], cutoff=0.8)
-    ]
+    if found:
+        return found
+    meant = name.rpartition(".")[2]
+    leaf = difflib.get_close_matches(meant, leaves.values(), n=1, cutoff=0.8)
+    return [setting for setting in leaves if leaves[setting] in leaf]
 
 
 def unknown(known: Iterable[str], name: str, field: str, value: object = None) -> ConfigError:

@@ -34,7 +34,7 @@ _PROCESS = 600 << 20
 _FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "
-    "trainer.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"
+    "parallel.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"
 )
 
 

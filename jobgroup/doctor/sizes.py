@@ -28,12 +28,12 @@ _NODE = 8
 """GPUs of a node."""
 _AUTO = {
     "RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "auto",
-    "RLHF_TRAINER__RESHARD_AFTER_FORWARD": "auto",
+    "RLHF_PARALLEL__RESHARD_AFTER_FORWARD": "auto",
 }
 _SHORT = {"RLHF_TRAINER__MICRO_BATCH_TOKENS": "4096"}
-_TOGETHER = "RLHF_TRAINER__CONTEXT_PARALLEL_SIZE"
-_EXPERTS = "RLHF_TRAINER__EXPERT_PARALLEL_SIZE"
-_OFFLOAD = "RLHF_TRAINER__OFFLOAD_OPTIMIZER"
+_TOGETHER = "RLHF_PARALLEL__CONTEXT_SIZE"
+_EXPERTS = "RLHF_PARALLEL__EXPERT_SIZE"
+_OFFLOAD = "RLHF_PARALLEL__OFFLOAD_OPTIMIZER"
 _LORA = "RLHF_LORA__RANK"
 _MOST_TIMES = 16
 """Up to this many times the GPUs are looked for when none of the settings suffices."""
@@ -68,7 +68,7 @@ def predict(
         estimate = trainer_memory(shape, decided, gpus)
         result = fits(
             f"trainer on {size:g} GB",
-            f"{gb(estimate.total)} with {form(decided.trainer)}: {parts(estimate)}",
+            f"{gb(estimate.total)} with {form(decided)}: {parts(estimate)}",
             needed=estimate.total,
             available=room,
             fix="",

@@ -75,12 +75,11 @@ def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
 
 def _trainer_sizes(job: PlannedTask, shape: ModelShape | None, parameters: int) -> dict[str, int]:
     config = job.config
-    trainer = config.trainer
     trained = parameters
     if shape and config.lora.rank:
         trained = shape.lora_parameters(config.lora.rank, config.lora.target_modules)
 
-    kept = trainer.keep_checkpoints + 2  # the best one, and the one being written
+    kept = config.checkpoint.keep + 2  # the best one, and the one being written
     if config.algorithm.needs_critic and config.critic.location == "trainer":
         kept *= 2
     width = 2 if config.model.dtype == "bfloat16" and job.gpus else 4
@@ -88,7 +87,7 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None, parameters: int) 
     return {
         f"{kept} checkpoints": kept * _STATE * trained,
         f"{_VERSIONS} weight versions": _VERSIONS * width * published,
-        "recorded groups": min(trainer.keep_groups_mb << 20, _recorded(job)),
+        "recorded groups": min(config.trainer.keep_groups_mb << 20, _recorded(job)),
     }
 
 
@@ -150,7 +149,7 @@ def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result
             f"{gb(left)} free, {_total(group)} needed",
             needed=sum(need.size for need in group),
             available=left,
-            fix="free space, use a larger disk, or lower trainer.keep_checkpoints, "
+            fix="free space, use a larger disk, or lower checkpoint.keep, "
             "trainer.keep_groups_mb or replay.capacity",
         )
         yield replace(result, state="warn") if running and result.fix else result

@@ -48,7 +48,7 @@ _EPILOG = """\
 examples:
   # the built-in task on two CPU cores, with another learning rate; the trainer's output is shown
   rlhf local jobgroup/rlhf-math-jobgroup.yaml --follow ppo-trainer \\
-    --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml --env RLHF_TRAINER__LEARNING_RATE=1e-4
+    --env RUN_CONFIG=jobgroup/configs/tiny-cpu.yaml --env RLHF_OPTIMIZER__LEARNING_RATE=1e-4
 
   # three rollout nodes instead of two
   rlhf local jobgroup/rlhf-math-jobgroup.yaml --num-nodes rollout-server=3 \\

@@ -50,9 +50,9 @@ class Critic:
         self.model = load_value_model(decided, ranks, directory)
         self.optimizer = Optimizer(
             self.model.module,
-            config.trainer.adam_betas,
-            config.trainer.weight_decay,
-            max_grad_norm=config.trainer.max_grad_norm,
+            config.optimizer.adam_betas,
+            config.optimizer.weight_decay,
+            max_grad_norm=config.optimizer.max_grad_norm,
             rate_setting="critic.learning_rate",
         )
         if directory is not None:
@@ -208,7 +208,7 @@ class Critic:
                 field="checkpoint",
                 value=str(directory),
                 remedy="remove that directory to continue from the checkpoint before it, "
-                "or start with --trainer.resume false",
+                "or start with --checkpoint.resume false",
             ) from None
 
 

@@ -134,7 +134,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
             pretrained,
             wrap,
             ranks,
-            settings=config.trainer,
+            config=config,
             low_precision=in_bfloat16,
             exact=exact,
         )
@@ -146,7 +146,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
         if directory:
             remedy = (
                 "remove that directory to continue from the checkpoint before it, "
-                "or start with --trainer.resume false"
+                "or start with --checkpoint.resume false"
             )
         raise ConfigError(
             f"the value model cannot be loaded: {str(error).strip().splitlines()[0]}",

@@ -42,7 +42,7 @@ class CriticService:
         """Run, step and metrics of the last update."""
         self._new = True
         """Whether the critic was never trained."""
-        self._critic: Critic | None = Critic(config, Ranks.alone(config.trainer))
+        self._critic: Critic | None = Critic(config, Ranks.alone(config))
         self._parameters = self._critic.model.size
 
     def values(self, request: ValueRequest) -> Values:
@@ -82,7 +82,7 @@ class CriticService:
         is_new = self._new and self._critic is not None
         if saved is not None or not is_new:
             self._forget()  # frees its memory first, because two critics may not fit
-            self._critic = Critic(self._config, Ranks.alone(self._config.trainer), saved)
+            self._critic = Critic(self._config, Ranks.alone(self._config), saved)
             self._new = saved is None
         self._run_id = request.run_id
         self._applied = None
@@ -173,7 +173,7 @@ class CriticService:
                 field="step",
                 value=step,
                 remedy="mount a volume for STATE_DIR on critic-server, "
-                "or start the run again with --trainer.resume false",
+                "or start the run again with --checkpoint.resume false",
             ) from None
         if changed is not None:
             raise NotFound(
@@ -190,7 +190,7 @@ class CriticService:
                 field="saved_by",
                 value=saved_by,
                 remedy="give every run its own STATE_DIR, "
-                "or start the run again with --trainer.resume false",
+                "or start the run again with --checkpoint.resume false",
             )
         return path
 

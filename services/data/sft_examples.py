@@ -267,7 +267,7 @@ class Examples:
 def load_examples(config: Config) -> Examples:
     """Returns the examples of `config.data`. Raises ConfigError when they do not load."""
     data = config.data
-    count = config.trainer.eval_samples
+    count = config.evaluation.samples
     train = load_split(data, "train", config.seed, example_loader)
     held_out = list[Prompt]()
     if count:

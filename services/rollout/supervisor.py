@@ -388,7 +388,7 @@ class NodeSupervisor:
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
 
     async def _report(self) -> None:
-        heartbeat_s = min(_HEARTBEAT_S, self._config.trainer.fence_after_s / _REPORTS)
+        heartbeat_s = min(_HEARTBEAT_S, self._config.limits.fence_after_s / _REPORTS)
         while True:
             self._wake_report.clear()
             try:

@@ -55,10 +55,10 @@ def test_the_numbers_of_a_step_explain_nothing() -> None:
 
 
 def test_a_complaint_about_something_else_is_a_wrong_name() -> None:
-    lines = [said("hint: lower trainer.learning_rate"), said("the banana is a reward")]
+    lines = [said("hint: lower optimizer.learning_rate"), said("the banana is a reward")]
     found = judge(NAN, lines, STRUCK, ended_well=True)
     assert found.verdict == "misnamed"
-    assert found.before == ("hint: lower trainer.learning_rate",)
+    assert found.before == ("hint: lower optimizer.learning_rate",)
 
 
 def test_a_name_that_comes_late_does_not_count_unless_a_timeout_rules() -> None:

@@ -128,7 +128,7 @@ def test_an_update_that_sleeps_a_fifth_of_a_step_fails(
         **gate.ARMS["rloo"],
         "model.name": base_model,
         "trainer.max_steps": 8,
-        "trainer.eval_samples": 16,
+        "evaluation.samples": 16,
     }
     clean = gate.measure(settings, seed=0)
     (line,) = lines("update", [clean["update"]])

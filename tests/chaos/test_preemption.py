@@ -30,7 +30,7 @@ def test_preempted_nodes_rejoin_the_run_at_its_current_step(
         for name, value in settings(base_model, STEPS).items()
         if not name.endswith("TIMEOUT_S")
     }
-    group = Group(tmp_path, values | {"RLHF_TRAINER__EVAL_SAMPLES": "0"})
+    group = Group(tmp_path, values | {"RLHF_EVALUATION__SAMPLES": "0"})
     served: dict[str, dict[str, Any]] = {}
     with group.running():
         watcher = threading.Thread(target=_ask_agents, args=(group, served), daemon=True)

@@ -11,7 +11,7 @@ from tests.chaos.run import HANG_S, LOST_AFTER_S, chaos, episode_settings, repor
 
 STEPS, FAULTS, SEED = 40, 7, 14
 HOLD_S = (max(HANG_S, LOST_AFTER_S) + 2, max(HANG_S, LOST_AFTER_S) + 3)
-"""A stop that lasts longer outlives `trainer.service_timeout_s` too: `make chaos`."""
+"""A stop that lasts longer outlives `limits.service_timeout_s` too: `make chaos`."""
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 

@@ -85,7 +85,7 @@ async def test_contract_replayed_experts_leave_rounding(mixture: tuple[Path, str
         words = ["--model.name", str(model), "--rollout.engine", "embedded"]
         config: Config = load([*words, "--trainer.routing_replay", str(replays).lower()], {})
         batch = batch_of(groups, config, 7)
-        scorer = load_scorer(config.model, Ranks(), config.trainer)
+        scorer = load_scorer(config.model, Ranks(), config)
         scored = score_batch(scorer, batch, config, Ranks())
         sampled = [row.rollout_logprobs for row in batch.rows]
         differences = np.abs(np.concatenate(scored) - np.concatenate(sampled))

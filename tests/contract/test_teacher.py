@@ -59,7 +59,7 @@ def test_contract_a_run_takes_sglang_as_its_teacher(base_model: Path, tmp_path: 
             "opd",
         ),
         *("--trainer.batch_size", "4", "--trainer.max_steps", "1", "--sampling.group_size", "4"),
-        *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+        *("--evaluation.samples", "0", "--optimizer.warmup_steps", "0", "--reward.workers", "1"),
     ]
     with sglang_process(base_model, tmp_path / "sglang.log", "0") as url:
         train_in_process(load([*words, "--teacher.url", url], {}), Console(quiet=True))

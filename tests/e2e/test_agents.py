@@ -25,7 +25,7 @@ def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path)
         "STATE_DIR": str(tmp_path / "state"),
         "RLHF_ENVIRONMENT__NAME": "python:tests.support.environments.own_environments:Insists",
         "RLHF_SAMPLING__GROUP_SIZE": "4",
-        "RLHF_TRAINER__EVAL_SAMPLES": "4",
+        "RLHF_EVALUATION__SAMPLES": "4",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }

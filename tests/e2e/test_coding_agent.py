@@ -74,7 +74,7 @@ def train(directory: Path, name: str, tools: list[str], steps: int) -> list[floa
     config.trainer.max_steps = steps
     config.trainer.batch_size = 1
     config.sampling.group_size = 4
-    config.trainer.eval_samples = 0
+    config.evaluation.samples = 0
     problems = Problems(load_split(config.data, "train", seed=0), [])
     train_in_process(config, Console(quiet=True), problems=problems, rewards=[])
 

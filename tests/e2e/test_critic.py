@@ -26,9 +26,9 @@ def test_a_run_never_goes_on_with_another_critic_than_it_trained(
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(run_dir),
         "STATE_DIR": str(state_dir),
-        "RLHF_TRAINER__CHECKPOINT_EVERY": str(EVERY),
-        "RLHF_TRAINER__KEEP_CHECKPOINTS": "1",
-        "RLHF_TRAINER__EVAL_SAMPLES": "0",
+        "RLHF_CHECKPOINT__EVERY": str(EVERY),
+        "RLHF_CHECKPOINT__KEEP": "1",
+        "RLHF_EVALUATION__SAMPLES": "0",
         "OMP_NUM_THREADS": "1",
     }
     text, mark = run_with_kill(

@@ -19,7 +19,7 @@ GROUP = (ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml").read_text(encoding="utf-
 SETTINGS = {
     "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
     "MAX_STEPS": "1000",
-    "RLHF_TRAINER__EVAL_SAMPLES": "0",
+    "RLHF_EVALUATION__SAMPLES": "0",
     "OMP_NUM_THREADS": "1",
 }
 

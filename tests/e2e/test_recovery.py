@@ -37,8 +37,8 @@ def test_killed_processes_cost_time_and_nothing_else(
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(run_dir),
         "STATE_DIR": str(tmp_path / "state"),
-        "RLHF_TRAINER__CHECKPOINT_EVERY": "4",
-        "RLHF_TRAINER__EVAL_SAMPLES": "0",
+        "RLHF_CHECKPOINT__EVERY": "4",
+        "RLHF_EVALUATION__SAMPLES": "0",
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "jobgroup.local", f"jobgroup/{group_file}-jobgroup.yaml"]

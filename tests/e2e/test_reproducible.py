@@ -28,8 +28,8 @@ def checksums(directory: Path, base_model: Path, staleness: int) -> list[str]:
         "MAX_STEPS": str(STEPS),
         "RLHF_REPRODUCIBLE": "true",
         "RLHF_TRAINER__MAX_STALENESS": str(staleness),
-        "RLHF_TRAINER__EVAL_EVERY": "2",
-        "RLHF_TRAINER__EVAL_SAMPLES": "16",
+        "RLHF_EVALUATION__EVERY": "2",
+        "RLHF_EVALUATION__SAMPLES": "16",
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml"]

@@ -175,27 +175,26 @@ FAULTS = {
     ),
     "groups-that-do-not-come-out": setting(
         TRAINER,
-        'RLHF_TRAINER__SHARD_SIZE: "4"',
+        'RLHF_PARALLEL__SHARD_SIZE: "4"',
         f"{TRAINER}: 2 processes cannot be divided into groups of 4",
     ),
     "contexts-that-do-not-come-out": setting(
         TRAINER,
-        'RLHF_TRAINER__CONTEXT_PARALLEL_SIZE: "4"',
-        f"{TRAINER}: 2 processes cannot be divided into groups of 4 "
-        "(trainer.context_parallel_size)",
+        'RLHF_PARALLEL__CONTEXT_SIZE: "4"',
+        f"{TRAINER}: 2 processes cannot be divided into groups of 4 (parallel.context_size)",
     ),
     "experts-that-do-not-come-out": setting(
         TRAINER,
-        'RLHF_TRAINER__EXPERT_PARALLEL_SIZE: "4"',
-        f"{TRAINER}: 2 processes cannot be divided into groups of 4 (trainer.expert_parallel_size)",
+        'RLHF_PARALLEL__EXPERT_SIZE: "4"',
+        f"{TRAINER}: 2 processes cannot be divided into groups of 4 (parallel.expert_size)",
     ),
     "experts-over-more-than-a-copy": setting(
         TRAINER,
-        'RLHF_TRAINER__SHARD_SIZE: "1"\n  RLHF_TRAINER__EXPERT_PARALLEL_SIZE: "2"',
-        f"{TRAINER}: the 1 processes of a copy (trainer.shard_size) cannot be divided",
+        'RLHF_PARALLEL__SHARD_SIZE: "1"\n  RLHF_PARALLEL__EXPERT_SIZE: "2"',
+        f"{TRAINER}: the 1 processes of a copy (parallel.shard_size) cannot be divided",
     ),
     "size-is-no-number": setting(
-        TRAINER, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"
+        TRAINER, "RLHF_PARALLEL__SHARD_SIZE: all", "this is not a whole number"
     ),
     "misspelt-setting": setting(
         TRAINER,
@@ -314,7 +313,7 @@ def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_not(tmp_path: Pa
     assert status == 1
     for told in (
         "did you mean MAX_STEPS?",
-        "RLHF_TRAINER__LEARNING_RATE?",
+        "RLHF_OPTIMIZER__LEARNING_RATE?",
         "this is not a whole number · field: trainer.batch_size",
     ):
         assert told in output

@@ -288,10 +288,10 @@ def test_a_model_is_judged_for_the_gpus_of_this_machine(tmp_path: Path) -> None:
     assert fitting["memory of an engine"].state == "ok"
     alone = _fit(tmp_path, QWEN_7B, tasks, 1, **env)["memory of ppo-trainer"]
     assert (alone.state, "on each of 1 GPUs" in alone.found) == ("fail", True)
-    with_remedy = _fit(tmp_path, QWEN_7B, tasks, 6, RLHF_TRAINER__SHARD_SIZE=4)[
+    with_remedy = _fit(tmp_path, QWEN_7B, tasks, 6, RLHF_PARALLEL__SHARD_SIZE=4)[
         "memory of ppo-trainer"
     ]
-    assert (with_remedy.state, "trainer.shard_size" in with_remedy.found) == ("fail", True)
+    assert (with_remedy.state, "parallel.shard_size" in with_remedy.found) == ("fail", True)
 
 
 def test_an_unknown_architecture_is_reported(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ primary_tasks: [ppo-trainer]
 name: ppo-trainer
 run: |
   mkdir -p "$RUN_DIR"
-  echo "$RLHF_TRAINER__LEARNING_RATE $RLHF_SEED" >> "$RUN_DIR/started"
+  echo "$RLHF_OPTIMIZER__LEARNING_RATE $RLHF_SEED" >> "$RUN_DIR/started"
   {then}
 """
 FINISH = """\
@@ -35,7 +35,7 @@ SWEEP = """\
 jobgroup: {group}
 settings: {{seed: 3}}
 grid:
-  trainer.learning_rate: [1.0e-4, 5.0e-4]
+  optimizer.learning_rate: [1.0e-4, 5.0e-4]
 points:
   - {{algorithm.name: rloo, data.source: math, data.levels: [4, 5]}}
 """
@@ -69,10 +69,10 @@ def test_points_are_the_grid_and_the_list(sweep: Path) -> None:
 def test_numbers_arrive_exactly_and_near_ones_are_different_runs(tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     rates = [1.23456789e-5, 1.2345679e-5, 0.1 + 0.2, 0.3, 1e-4, 5.0, 1 / 3]
-    path.write_text(json.dumps({"grid": {"trainer.learning_rate": rates}}))
+    path.write_text(json.dumps({"grid": {"optimizer.learning_rate": rates}}))
     found = read(path)
     for rate, point in zip(rates, found.points, strict=True):
-        given = found.environment(point, tmp_path)["RLHF_TRAINER__LEARNING_RATE"]
+        given = found.environment(point, tmp_path)["RLHF_OPTIMIZER__LEARNING_RATE"]
         assert float(given) == rate
         assert point.name == f"learning_rate={given}"
     assert [point.name.split("=")[1] for point in found.points[3:6]] == ["0.3", "0.0001", "5"]
@@ -81,7 +81,7 @@ def test_numbers_arrive_exactly_and_near_ones_are_different_runs(tmp_path: Path)
 @pytest.mark.parametrize(
     "points",
     [
-        [{"trainer.learning_rate": 0.5}, {"critic.learning_rate": 0.5}],
+        [{"optimizer.learning_rate": 0.5}, {"critic.learning_rate": 0.5}],
         [{"model.name": "a/b"}, {"model.name": "a_b"}],
         [{"model.name": "a" * 250}, {"model.name": "a" * 250 + "b"}],
     ],
@@ -102,8 +102,8 @@ def test_other_settings_are_another_run_even_if_their_names_are_alike(
     ("text", "told"),
     [
         ("grid: {seed: [1, 1.0]}", "two runs have the same settings"),
-        ("grid: {trainer.learning_rat: [1]}", "trainer.learning_rate"),
-        ("grid: {trainer.learning_rate: 1.0e-4}", "grid.trainer.learning_rate|not a list"),
+        ("grid: {trainer.learning_rat: [1]}", "optimizer.learning_rate"),
+        ("grid: {optimizer.learning_rate: 1.0e-4}", "grid.optimizer.learning_rate|not a list"),
         ("grid: {algorithm.clip_low: [0.2, -1]}", "clip_low=-1"),
         ("grid: {seed: [0, 0]}", "two runs have the same settings"),
         ("settings: {seed: 1}", "nothing varies"),
@@ -152,7 +152,7 @@ def test_every_point_runs_once_and_a_second_start_runs_what_is_missing(
 def test_a_run_that_fails_is_named_with_its_last_line_and_the_others_go_on(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fail = '[ "$RLHF_TRAINER__LEARNING_RATE" != 0.0001 ] || { echo no luck; exit 3; }\n  '
+    fail = '[ "$RLHF_OPTIMIZER__LEARNING_RATE" != 0.0001 ] || { echo no luck; exit 3; }\n  '
     group = sweep.parent / "group.yaml"
     group.write_text(group.read_text().replace('echo \'{"step"', fail + 'echo \'{"step"'))
     with pytest.raises(SystemExit) as ended:

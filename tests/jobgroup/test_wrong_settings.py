@@ -70,7 +70,7 @@ def test_a_node_that_follows_another_leaves_it_the_time_to_say_why(local: "Local
 def test_a_wrong_variable_is_refused_before_anything_starts(local: "LocalRun") -> None:
     for word, told in (
         ("MAX_STEP=3", "did you mean MAX_STEPS?"),
-        ("RLHF_TRAINER__LERNING_RATE=1", "did you mean RLHF_TRAINER__LEARNING_RATE?"),
+        ("RLHF_TRAINER__LERNING_RATE=1", "RLHF_OPTIMIZER__LEARNING_RATE"),
         ("RLHF_TRAINER__BATCH_SIZE=many", "value: many · remedy: give a whole number"),
         ("RUN_CONFIG=nothing.yaml", "field: --config · value: nothing.yaml"),
         ("MODEL_NAME=./nothing", "field: model.name · value: ./nothing"),

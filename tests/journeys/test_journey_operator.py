@@ -39,7 +39,7 @@ class Group:
                 "RUN_DIR": str(place / "run"),
                 "STATE_DIR": str(place / "state"),
             },
-            **{"RLHF_TRAINER__CHECKPOINT_EVERY": "10", "OMP_NUM_THREADS": "1"},
+            **{"RLHF_CHECKPOINT__EVERY": "10", "OMP_NUM_THREADS": "1"},
         }
         self.command = [
             sys.executable,

@@ -38,8 +38,8 @@ def test_the_choice_is_logged_once_with_its_memory(
 ) -> None:
     config = _config(tmp_path, _QWEN_05B)
     with caplog.at_level(logging.INFO):
-        settings = fitted(config, _OnGpu(), config.model.name).trainer
-    decided = (settings.activation_checkpointing, settings.reshard_after_forward)
+        settings = fitted(config, _OnGpu(), config.model.name)
+    decided = (settings.trainer.activation_checkpointing, settings.parallel.reshard_after_forward)
     assert decided == ("selective", False), "41.6 GB without recomputing, 33.6 GB with it"
     (line,) = caplog.messages
     assert line.startswith("activation_checkpointing selective, reshard_after_forward false: ")
@@ -51,7 +51,7 @@ def test_a_cpu_and_settings_that_are_set_decide_nothing(
 ) -> None:
     config = _config(tmp_path, _QWEN_05B)
     explicit = ["--trainer.activation_checkpointing", "false"]
-    explicit += ["--trainer.reshard_after_forward", "true"]
+    explicit += ["--parallel.reshard_after_forward", "true"]
     with caplog.at_level(logging.INFO):
         assert fitted(config, Ranks(), config.model.name) is config
         config = _config(tmp_path, _QWEN_05B, *explicit)

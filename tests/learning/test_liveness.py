@@ -170,7 +170,7 @@ def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
     nodes.signal(stopped, signal.SIGSTOP)
     assert nodes.status(1 - stopped) != 0
     who = f"rank {stopped} on ppo-trainer-{stopped} ({ADDRESSES[stopped]})"
-    assert f"{who} is lost: silent for 10 s (trainer.lost_after_s)" in nodes.text(1 - stopped)
+    assert f"{who} is lost: silent for 10 s (limits.lost_after_s)" in nodes.text(1 - stopped)
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_rank_that_stops_loading_ends_all_and_is_named(nodes: Nodes) -> None:
     assert [nodes.status(node) for node in range(2)] == [LOST, LOST]
     for rank in range(2):
         text = nodes.text(rank)
-        assert "no rank has made progress for 3 s (trainer.stuck_after_s)" in text
+        assert "no rank has made progress for 3 s (limits.stuck_after_s)" in text
         assert "rank 0 on ppo-trainer-0 (127.0.0.1): waiting for the other ranks (no" in text
         assert "rank 1 on ppo-trainer-1 (127.0.0.2): loading the model (no progress for" in text
         assert "is lost:" not in text

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from common.settings.config import Config
 from common.settings.sections import TrainerSection
 from learning.hub_names import learn
 from learning.loading import AddedModules, Pretrained, SafetensorsReader, load, model_reader
@@ -29,12 +30,12 @@ def test_experts_of_an_unsharded_model_multiply_in_bfloat16(
     compiled layer in a loop."""
     directory = write(kind, tmp_path / "model")
     pretrained = Pretrained(AutoModelForCausalLM, str(directory))
-    settings = TrainerSection(compile=False)
+    config = Config(trainer=TrainerSection(compile=False))
     model: Any = load(
         pretrained,
         lambda model: model,
         Ranks(device_kind="cpu"),
-        settings=settings,
+        config=config,
         low_precision=True,
     )
     seen = set()

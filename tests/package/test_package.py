@@ -72,7 +72,7 @@ def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model
         "RUN_DIR": "run",
         "STATE_DIR": "state",
     }
-    settings |= {"BATCH_SIZE": "2", "MAX_STEPS": "1", "RLHF_TRAINER__EVAL_EVERY": "0"}
+    settings |= {"BATCH_SIZE": "2", "MAX_STEPS": "1", "RLHF_EVALUATION__EVERY": "0"}
     words = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
     nodes = ["--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"]
     done = installed.run(

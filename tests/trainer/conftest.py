@@ -45,9 +45,9 @@ def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
                 "4",
             ),
             *(
-                "--trainer.eval_samples",
+                "--evaluation.samples",
                 "0",
-                "--trainer.warmup_steps",
+                "--optimizer.warmup_steps",
                 "0",
                 "--reward.workers",
                 "1",

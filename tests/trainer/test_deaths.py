@@ -91,7 +91,7 @@ DIED = r"the engine has died: OutOfMemoryError: CUDA out of memory.*\(in decode,
         (),
         pytest.param(("--trainer.max_staleness", "1"), marks=pytest.mark.slow),
         ("--environment.name", f"python:{__name__}:Asks"),
-        pytest.param(("--trainer.eval_samples", "4"), marks=pytest.mark.slow),
+        pytest.param(("--evaluation.samples", "4"), marks=pytest.mark.slow),
     ],
     ids=["batch", "staleness", "episodes", "evaluation"],
 )
@@ -227,7 +227,7 @@ class Exits:
 @pytest.mark.slow
 def test_an_environment_that_exits_fails_its_episodes(settings: Callable[..., Config]) -> None:
     config = settings(
-        "--environment.name", f"python:{__name__}:Exits", "--trainer.max_failed_groups", "2"
+        "--environment.name", f"python:{__name__}:Exits", "--limits.max_failed_groups", "2"
     )
     with pytest.raises(CollectFailed, match="SystemExit: no game"):
         train_in_process(config, quiet())

@@ -82,7 +82,7 @@ def test_trap_a_new_run_ignores_the_checkpoints_of_an_earlier_one(config: Config
     directory, policy = config.trainer.run_dir / "checkpoints", Policy(config, Ranks())
     for policy.step in (60, 80, 100):
         save(policy, directory)
-    config.trainer.resume = False
+    config.checkpoint.resume = False
     anew, state, saved = Policy.resume(config, Ranks(), config.trainer.run_dir)
     assert (anew.step, state, saved) == (0, None, None)
     anew.step = 20

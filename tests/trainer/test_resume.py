@@ -149,7 +149,7 @@ def test_settings_that_may_change_are_accepted(config: Config) -> None:
     """The learning rate, the KL coefficient, the algorithm: everything the state does not depend
     on."""
     saved(config, 3)
-    config.trainer.learning_rate, config.algorithm.kl_coef, config.algorithm.clip_low = (
+    config.optimizer.learning_rate, config.algorithm.kl_coef, config.algorithm.clip_low = (
         0.5,
         0.7,
         0.1,
@@ -253,7 +253,7 @@ def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
                 "--trainer.max_steps",
                 "2",
             ),
-            *("--trainer.eval_samples", "0", "--reward.workers", "1", "--sampling.group_size", "2"),
+            *("--evaluation.samples", "0", "--reward.workers", "1", "--sampling.group_size", "2"),
         ]
         return load([*words, *more], {})
 

@@ -177,8 +177,8 @@ class Callbacks(Listener):
                 run.total_steps * settings.batch_size / self._num_problems
             )
         state.logging_steps = 1
-        state.eval_steps = settings.eval_every
-        state.save_steps = settings.checkpoint_every
+        state.eval_steps = run.config.evaluation.every
+        state.save_steps = run.config.checkpoint.every
         if state.best_metric is None:
             self.remember_best()
 

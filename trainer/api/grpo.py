@@ -117,7 +117,7 @@ class GRPOConfig(TrainerConfig):
             else {}
         )
         near = {"algorithm.kl_estimator": "k2"} if self.kl_coef else {}
-        return super()._defaults() | {"trainer.adam_betas": self.betas} | compared | near
+        return super()._defaults() | {"optimizer.adam_betas": self.betas} | compared | near
 
     @classmethod
     def as_trl(cls, given: Mapping[str, Any], is_said: bool) -> Mapping[str, Any]:

@@ -156,7 +156,7 @@ def optimizer_settings(optimizers: Any) -> dict[str, Any]:
     return {
         "learning_rate": float(group["lr"]),
         "weight_decay": float(group["weight_decay"]),
-        "settings": {"trainer.adam_betas": tuple(group["betas"])},
+        "settings": {"optimizer.adam_betas": tuple(group["betas"])},
     }
 
 

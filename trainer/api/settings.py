@@ -43,19 +43,19 @@ _SETTINGS = {
     "algorithm.kl_coef": "kl_coef",
     "critic.learning_rate": "critic_learning_rate",
     "trainer.micro_batch_size": "per_device_train_batch_size",
-    "trainer.learning_rate": "learning_rate",
-    "trainer.lr_schedule": "lr_scheduler_type",
-    "trainer.weight_decay": "weight_decay",
-    "trainer.max_grad_norm": "max_grad_norm",
-    "trainer.keep_checkpoints": "save_total_limit",
+    "optimizer.learning_rate": "learning_rate",
+    "optimizer.lr_schedule": "lr_scheduler_type",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.max_grad_norm": "max_grad_norm",
+    "checkpoint.keep": "save_total_limit",
 }
 """Settings of the system, and the fields of `TrainerConfig` that determine them."""
 _DERIVED = {
-    "trainer.checkpoint_every": "save_steps",
-    "trainer.eval_every": "eval_steps",
+    "checkpoint.every": "save_steps",
+    "evaluation.every": "eval_steps",
     "trainer.num_epochs": "num_train_epochs",
     "trainer.max_steps": "max_steps",
-    "trainer.warmup_steps": "warmup_steps",
+    "optimizer.warmup_steps": "warmup_steps",
     "trainer.run_dir": "output_dir",
     "trackers.run_name": "run_name",
     "trackers.names": "report_to",
@@ -72,7 +72,7 @@ _RECIPES = {
 }
 """The same for fields that count only if they are set: otherwise the recipe or the system's default
 applies."""
-FIELDS = _SETTINGS | _RECIPES | _DERIVED | {"trainer.lr_schedule_args": "lr_scheduler_kwargs"}
+FIELDS = _SETTINGS | _RECIPES | _DERIVED | {"optimizer.lr_schedule_args": "lr_scheduler_kwargs"}
 _FURTHER = {
     "seed": "seed",
     "rollout.max_context_tokens": "max_prompt_length and max_new_tokens",
@@ -88,7 +88,7 @@ _ARGUMENTS = {
     "state_dir": "output_dir",
 }
 """The same for arguments of the trainer, and for what is in its directory."""
-_OF_THE_RUN = ("state_dir", "trainer.eval_samples", "trainer.resume")
+_OF_THE_RUN = ("state_dir", "evaluation.samples", "checkpoint.resume")
 OWN_SGLANG = (
     "engine_python",
     "engine_args",
@@ -100,7 +100,7 @@ OWN_SGLANG = (
 """Settings of `rollout` for an SGLang that the trainer starts."""
 OWN_NAMES = "own names"
 """The context of a validation in which no name is TRL's."""
-_DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
+_DEFAULTS: dict[str, Any] = {"evaluation.pass_samples": 0, "limits.max_failed_groups": 8}
 
 
 def own_names() -> dict[str, str]:
@@ -447,10 +447,11 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             "state_dir": output_dir / "state",
             "trainer.num_epochs": math.ceil(self.num_train_epochs) * rounds,
             "trainer.max_steps": None if counts_epochs else max(1, total_steps) * rounds,
-            "trainer.warmup_steps": self.warmup_steps or math.ceil(self.warmup_ratio * total_steps),
-            "trainer.checkpoint_every": self._every(self.save_steps, problems),
-            "trainer.eval_every": self._every(self.eval_steps, problems),
-            "trainer.eval_samples": held_out,
+            "optimizer.warmup_steps": self.warmup_steps
+            or math.ceil(self.warmup_ratio * total_steps),
+            "checkpoint.every": self._every(self.save_steps, problems),
+            "evaluation.every": self._every(self.eval_steps, problems),
+            "evaluation.samples": held_out,
         }
         if engine != "embedded":
             mapped["rollout.engine"] = "sglang"

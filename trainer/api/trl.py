@@ -225,7 +225,7 @@ ARGUMENTS: dict[str, Argument] = {
         _schedule,
     ),
     "warmup_steps": Argument("warmup_steps", "below 1 it is warmup_ratio", _warmup),
-    "lr_scheduler_kwargs": Argument("trainer.lr_schedule_args"),
+    "lr_scheduler_kwargs": Argument("optimizer.lr_schedule_args"),
     "max_grad_norm": Argument(
         "max_grad_norm",
         "0: gradients are not clipped",
@@ -268,8 +268,8 @@ ARGUMENTS: dict[str, Argument] = {
         sapo_temperature_neg="algorithm.sapo_tau_negative",
         sapo_temperature_pos="algorithm.sapo_tau_positive",
         off_policy_mask_threshold="algorithm.off_policy_delta",
-        adam_beta1="trainer.adam_betas",
-        adam_beta2="trainer.adam_betas",
+        adam_beta1="optimizer.adam_betas",
+        adam_beta2="optimizer.adam_betas",
         trust_remote_code="model.trust_remote_code",
         chat_template_kwargs="sampling.chat_template_kwargs",
         project="trackers.project",
@@ -652,7 +652,7 @@ def _of_several(
     if "adam_beta1" in given or "adam_beta2" in given:
         beta1 = given.pop("adam_beta1", betas[0])
         beta2 = given.pop("adam_beta2", betas[1])
-        made["trainer.adam_betas"] = (beta1, beta2)
+        made["optimizer.adam_betas"] = (beta1, beta2)
     if not given.get("report_to") or given["report_to"] == "none":
         given.pop("project", None)
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:

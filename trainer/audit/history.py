@@ -16,7 +16,17 @@ from trainer.policy.learn import learn
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 
-_SECTIONS = ("model", "lora", "algorithm", "critic", "sampling", "teacher", "trainer")
+_SECTIONS = (
+    "model",
+    "lora",
+    "algorithm",
+    "critic",
+    "sampling",
+    "teacher",
+    "trainer",
+    "optimizer",
+    "parallel",
+)
 """The sections whose settings an update reads."""
 UNREAD_OF_TRAINER = frozenset(
     {
@@ -26,21 +36,9 @@ UNREAD_OF_TRAINER = frozenset(
         "max_steps",
         "max_staleness",
         "when_stale",
-        "eval_every",
-        "eval_samples",
-        "eval_k",
-        "eval_pass_samples",
-        "checkpoint_every",
-        "keep_checkpoints",
         "keep_groups_mb",
-        "resume",
         "run_dir",
-        "stuck_after_s",
-        "fence_after_s",
         "weight_sync",
-        "service_timeout_s",
-        "lost_after_s",
-        "max_failed_groups",
     }
 )
 """Settings of `trainer` that an update does not read; the record has the total of steps."""
@@ -135,7 +133,7 @@ class WeightHistory:
                 raise ConfigError(
                     f"step {recorded.step} was made with {name} {then[name]}, the replayed step "
                     f"with {now.get(name)}, and there is no checkpoint between them",
-                    field="trainer.keep_checkpoints",
+                    field="checkpoint.keep",
                     value=self.origin,
                     remedy="restore the checkpoint that the later attempt began with",
                 )

@@ -51,8 +51,7 @@ class StepReplay:
         """Returns this rank among those of the replay, which are as many as the run had."""
         start = self.recorded.start
         device = "cpu" if start.setup.device == "cpu" else "auto"
-        settings = config_of(start, self.run_dir, device).trainer
-        return Ranks.from_env(_JOIN_S, settings)
+        return Ranks.from_env(_JOIN_S, config_of(start, self.run_dir, device))
 
     def run(self, ranks: Ranks) -> list[StageOutcome]:
         """Compares the stages and returns their outcomes in order; those of a rank above 0 are

@@ -61,7 +61,7 @@ class Problems:
 
     train: list[Prompt]
     held_out: list[Prompt]
-    """Empty when there is no evaluation (`trainer.eval_samples` 0)."""
+    """Empty when there is no evaluation (`evaluation.samples` 0)."""
 
 
 @dataclass
@@ -225,7 +225,7 @@ class InProcessBackend:
         data = create_data_app(config, problems.train, problems.held_out)
         reward = create_reward_app(config.reward, max_body_bytes, self.rewards)
         replay = create_replay_app(config.replay, config.state_dir, max_body_bytes)
-        limit_s = config.trainer.service_timeout_s
+        limit_s = config.limits.service_timeout_s
         services = Services(
             data=DataClient(
                 "data-server", _BASE, transport=httpx.ASGITransport(data), deadline_s=limit_s
@@ -258,7 +258,7 @@ class InProcessBackend:
                 "critic-server",
                 _BASE,
                 transport=httpx.ASGITransport(critic),
-                deadline_s=config.trainer.service_timeout_s,
+                deadline_s=config.limits.service_timeout_s,
             )
 
         for app in to_start:

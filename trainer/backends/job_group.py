@@ -136,7 +136,7 @@ class JobGroupBackend:
             self._board,
             context.static_files,
             context.run_id,
-            limit_s=config.trainer.fence_after_s,
+            limit_s=config.limits.fence_after_s,
             fence=fence,
             say=context.say,
             published=context.metrics.published,
@@ -158,7 +158,7 @@ class JobGroupBackend:
             self._board,
             context.static_files,
             context.run_id,
-            limit_s=config.trainer.fence_after_s,
+            limit_s=config.limits.fence_after_s,
             rendezvous=Rendezvous(
                 self._topology.host(names.TRAINER),
                 backend,
@@ -175,7 +175,7 @@ class JobGroupBackend:
 
 def _clients(config: Config, topology: Topology, context: BackendContext) -> Services:
     """Returns a client for each service of the job group, all closed with the run."""
-    patience = config.trainer.service_timeout_s
+    patience = config.limits.service_timeout_s
 
     def client(kind: type[_C], task: str, port: int, rank: int = 0, **options: Any) -> _C:
         service = f"{task}-{rank}" if rank else task

@@ -28,7 +28,7 @@ class Fault(str):
 FAULTS: list[Fault] = []
 _WAIT = (
     "nothing if its task is restarted (SkyPilot, jobgroup.local); else see the end of its log and "
-    "start it again: the trainer waits trainer.service_timeout_s"
+    "start it again: the trainer waits limits.service_timeout_s"
 )
 
 DATA_DIES = Fault("Data-server dies", _WAIT)
@@ -106,7 +106,7 @@ RANK_MEMORY = Fault(
     "A rank of the trainer is out of memory",
     (
         "lower trainer.micro_batch_tokens, switch on trainer.activation_checkpointing or "
-        "trainer.offload_optimizer, or shard over more ranks (trainer.shard_size)"
+        "parallel.offload_optimizer, or shard over more ranks (parallel.shard_size)"
     ),
     codes=("out_of_memory",),
     foreign=r"OutOfMemory|out of memory|Cannot allocate memory|bad_alloc|MemoryError",
@@ -213,7 +213,7 @@ EQUAL_REWARDS = Fault(
 )
 NOT_FINITE = Fault(
     "A number is not finite",
-    "lower trainer.learning_rate or trainer.max_grad_norm, or set model.dtype float32",
+    "lower optimizer.learning_rate or optimizer.max_grad_norm, or set model.dtype float32",
     codes=("not_finite",),
 )
 DRAWN_TWICE = Fault(

@@ -59,7 +59,7 @@ class Evaluator:
 
     def prepare(self) -> None:
         """Fetches the held-out problems."""
-        count = self._config.trainer.eval_samples
+        count = self._config.evaluation.samples
         if count:
             self._held_out = self._loop.call(self._services.data.eval_prompts(count))
         self.has_problems = bool(self._held_out)
@@ -104,7 +104,7 @@ async def evaluate(
     Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
     """
     own = config.evaluation
-    k = config.trainer.eval_k
+    k = config.evaluation.k
     graded = await _graded_problems(
         config, services, prompter, prompts=prompts, pass_samples=pass_samples
     )
@@ -166,7 +166,7 @@ async def _graded_problems(
     async def graded(index: int, prompt: Prompt) -> _Graded:
         samples = 0 if greedy else own.n
         if index < pass_samples:
-            samples += config.trainer.eval_k
+            samples += config.evaluation.k
         if services.environment is not None:
             return await _graded_episodes(
                 config, services, prompt, index=index, samples=samples, greedy=greedy

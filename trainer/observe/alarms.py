@@ -149,7 +149,7 @@ def _age(staleness: float, config: Config) -> str:
         settings.append(f"replay.max_reuse_staleness ({config.replay.max_reuse_staleness})")
     if config.trainer.max_staleness:
         settings.append(f"trainer.max_staleness ({config.trainer.max_staleness})")
-    settings.append("trainer.learning_rate")
+    settings.append("optimizer.learning_rate")
     text = (
         f"the experience is {staleness:.1f} weight versions old on average and the policy moved; "
         f"lower {' or '.join(settings)}"

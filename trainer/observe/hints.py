@@ -266,7 +266,7 @@ def _policy_breaks(steps: _Steps) -> _Measured:
     newest = steps.last[-int(row.also["steps in a row"]) :]
     first = steps.first[:1]
     improves = steps.mean("reward", newest) > steps.mean("reward", first)
-    if steps.config.trainer.learning_rate > HINTS["policy_breaks, rate"].limit and not improves:
+    if steps.config.optimizer.learning_rate > HINTS["policy_breaks, rate"].limit and not improves:
         return {"row": "policy_breaks, rate"}
     if first[0] in newest:
         return None
@@ -293,7 +293,7 @@ def _without_answer(row: Mapping[str, float]) -> float:
 
 
 def _policy_stands_still(steps: _Steps) -> _Measured:
-    is_small = steps.config.trainer.learning_rate < HINTS["policy_stands_still"].limit
+    is_small = steps.config.optimizer.learning_rate < HINTS["policy_stands_still"].limit
     return {} if is_small and not steps.rose("reward") else None
 
 

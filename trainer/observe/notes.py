@@ -54,7 +54,7 @@ MAX_DROPPED = 0.1
 """Share of the groups; `rlhf diagnose` has the same limit."""
 _OLD = "with older experience"
 _USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
-_RATE = "trainer.learning_rate ({config.trainer.learning_rate:g})"
+_RATE = "optimizer.learning_rate ({config.optimizer.learning_rate:g})"
 _UNREAD = (
     "a reward function does not read the answers as they are (to a data set with chats: lists of "
     "messages, not texts)"
@@ -121,7 +121,7 @@ HINTS = {
         "size: the policy moves too far and breaks",
         f"Lower it: {_USUAL_RATES}",
         1e-2,
-        "trainer.learning_rate",
+        "optimizer.learning_rate",
     ),
     "zero_variance_groups, zero": _equal(
         ": every answer got the reward 0, so either all answers are wrong (the prompts are too "
@@ -228,11 +228,12 @@ HINTS = {
         "about this much",
         f"Raise it: {_USUAL_RATES}",
         2e-8,
-        "trainer.learning_rate",
+        "optimizer.learning_rate",
     ),
     "not_finite": Notice(
         "{skipped} updates were skipped because their gradient was not finite",
-        "Lower trainer.learning_rate or trainer.max_grad_norm, or compute in float32 (model.dtype)",
+        "Lower optimizer.learning_rate or optimizer.max_grad_norm, or compute in float32 "
+        "(model.dtype)",
         2,
         "updates",
     ),

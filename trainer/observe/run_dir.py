@@ -147,7 +147,7 @@ class Recorder:
         self._tell_changes(before)
         for name, there in kept.items():
             self._tell_gap(name, [number for number in range(1, step + 1) if number not in there])
-        if step and config.trainer.eval_samples:
+        if step and config.evaluation.samples:
             self._tell_gap("evaluations.jsonl", [0] if 0 not in evaluated else [])
         self._trackers = Trackers(config, directory, step, say=self.say, counted=tracked)
 

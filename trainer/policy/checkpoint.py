@@ -353,7 +353,7 @@ def cannot_resume(error: Exception, path: Path) -> ConfigError:
         field="trainer.run_dir",
         value=str(path),
         remedy=f"restore it from a copy; or remove it to continue from {earlier}; "
-        "or set trainer.resume false",
+        "or set checkpoint.resume false",
     )
 
 

@@ -177,12 +177,12 @@ class RemoteCritic(ValueFunction):
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         """Tells the critic-server to save; returns a note that names the saved critic.
 
-        The server keeps one more than `trainer.keep_checkpoints`: the previous one counts until
+        The server keeps one more than `checkpoint.keep`: the previous one counts until
         this one is complete.
         """
         if not self._ranks.is_rank_zero:
             return {self._FOLDER: Snapshot()}
-        keep = self._config.trainer.keep_checkpoints + 1
+        keep = self._config.checkpoint.keep + 1
         status = self._call(self._server.save(self._run_id, self._step, keep))()
         text = json.dumps({"run_id": self._run_id, "step": status.step})
         return {self._FOLDER: Snapshot(texts={self._SAVED: text})}

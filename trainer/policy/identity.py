@@ -119,7 +119,7 @@ def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
     if was == is_now:
         message = f"the content of {name} ({was}) has changed since {checkpoint}"
         remedy = "restore it"
-    remedy += ", or start over: another run directory, or trainer.resume false"
+    remedy += ", or start over: another run directory, or checkpoint.resume false"
     return ConfigError(message, field=field, value=is_now, remedy=remedy)
 
 

@@ -3,10 +3,10 @@
 import torch
 from transformers import get_scheduler
 
-from common.settings.sections import TrainerSection
+from common.settings.sections import OptimizerSection
 
 
-def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
+def learning_rate(step: int, total_steps: int | None, settings: OptimizerSection) -> float:
     """Returns the learning rate after `step` steps, by the schedule of transformers.
 
     The first of W warm-up steps has 1/W of the rate; in transformers it has 0, which wastes its

@@ -91,14 +91,14 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     """
     if config.lora.rank == 0:
         scorer = load_scorer(
-            config.model, ranks, config.trainer, directory, max_tokens=config.rollout.context_bound
+            config.model, ranks, config, directory, max_tokens=config.rollout.context_bound
         )
         _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
         return scorer
     frozen = torch.bfloat16 if computes_in_bfloat16(config.model, ranks) else torch.float32
     added = NewAdapter(config, frozen)
     max_tokens = config.rollout.context_bound
-    scorer = load_scorer(config.model, ranks, config.trainer, added=added, max_tokens=max_tokens)
+    scorer = load_scorer(config.model, ranks, config, added=added, max_tokens=max_tokens)
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
     if directory is not None:

@@ -82,13 +82,12 @@ class Policy:
         )
         """Whether the ratio refers to the trainer's own log-probabilities, not the engine's."""
 
-        settings = config.trainer
-        if settings.offload_optimizer and not ranks.sharded:
+        if config.parallel.offload_optimizer and not ranks.sharded:
             raise ConfigError(
                 "only sharded models can be offloaded",
-                field="trainer.offload_optimizer",
+                field="parallel.offload_optimizer",
                 value=True,
-                remedy="leave trainer.shard_size unset, or set this to false: "
+                remedy="leave parallel.shard_size unset, or set this to false: "
                 "one process on a CPU has nothing to offload",
             )
 
@@ -98,9 +97,9 @@ class Policy:
         self.model.train()
         self.optimizer = Optimizer(
             self.model,
-            settings.adam_betas,
-            settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
+            config.optimizer.adam_betas,
+            config.optimizer.weight_decay,
+            max_grad_norm=config.optimizer.max_grad_norm,
         )
 
     @classmethod
@@ -110,14 +109,14 @@ class Policy:
         """Returns the policy of the newest checkpoint in `run_dir`, and that checkpoint's state and
         path; without a checkpoint a new policy, and None for both.
 
-        With `trainer.resume` false, checkpoints of an earlier run are set aside first. Only rank 0
-        needs to see the directory; what it reads is broadcast. Raises ConfigError when the
+        With `checkpoint.resume` false, checkpoints of an earlier run are set aside first. Only rank
+        0 needs to see the directory; what it reads is broadcast. Raises ConfigError when the
         checkpoint is damaged or belongs to another run. A collective.
 
         `learns_from` is a part of the run's identity.
         """
         checkpoints = run_dir / "checkpoints"
-        if ranks.is_rank_zero and not config.trainer.resume:
+        if ranks.is_rank_zero and not config.checkpoint.resume:
             checkpoint.set_aside(checkpoints)
         path = ranks.broadcast(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
         if path is None:
@@ -209,7 +208,7 @@ class Policy:
         algorithm = self.config.algorithm
         sums = Sums(self.ranks.device)
         loss_rows = np.array([i for i, row in enumerate(batch.rows) if row.in_loss], np.int64)
-        rate = learning_rate(self.step, self.total_steps, self.config.trainer)
+        rate = learning_rate(self.step, self.total_steps, self.config.optimizer)
         norms: list[float] = []
         gradients: list[str] = []
         digest_seconds = 0.0

@@ -31,7 +31,6 @@ class Reference:
 
     def _load(self, policy: Policy, directory: Path | None) -> Scorer:
         model = self._config.model
-        settings = self._config.trainer
         if self._config.lora.rank and not model.reference:
             return BaseScorer(policy.scorer)
 
@@ -40,12 +39,12 @@ class Reference:
         scorer: Scorer = load_scorer(
             model.model_copy(update={"name": model.reference or model.name}),
             self._ranks,
-            settings,
+            self._config,
             path=directory,
             trained=False,
             max_tokens=self._config.rollout.context_bound,
         ).eval()
-        return scorer.to("cpu") if settings.offload_reference else scorer
+        return scorer.to("cpu") if self._config.parallel.offload_reference else scorer
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
         """Returns log-probabilities [L] in nats for each row under the reference; None without
@@ -53,10 +52,10 @@ class Reference:
         """
         if self.scorer is None:
             return None
-        if self._config.trainer.offload_reference:
+        if self._config.parallel.offload_reference:
             self.scorer.to(self._ranks.device)
         logprobs = score_batch(self.scorer, batch, self._config, self._ranks)
-        if self._config.trainer.offload_reference:
+        if self._config.parallel.offload_reference:
             self.scorer.to("cpu")
         return logprobs
 

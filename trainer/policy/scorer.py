@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from common.errors import ConfigError
 from common.models.hub import check_causal, check_model, check_tokenizer, no_tokenizer
 from common.settings.chat_templates import OWN
+from common.settings.config import Config
 from common.settings.sections import ModelSection, TrainerSection
 from learning.batch_independence import check_batch_independence, fix_rotary_factors
 from learning.context import ContextGroup
@@ -62,7 +63,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     check_model(source)
     checkpoint.check_model(Path(source))
     whole = config.model_copy(update={"name": _base_of(source)})
-    model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
+    model = load_scorer(whole, Ranks(device_kind="cpu"), Config()).model
     if is_adapter(source):
         from peft import PeftModel  # slow to import
 
@@ -100,9 +101,9 @@ def computes_in_bfloat16(config: ModelSection, ranks: Ranks) -> bool:
 
 
 def load_scorer(
-    config: ModelSection,
+    model: ModelSection,
     ranks: Ranks,
-    settings: TrainerSection,
+    config: Config,
     path: str | Path | None = None,
     *,
     trained: bool = True,
@@ -120,9 +121,9 @@ def load_scorer(
     directory = ranks.broadcast(Path(path) if path else None)
     pretrained = Pretrained(
         AutoModelForCausalLM,
-        config.name,
+        model.name,
         directory,
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=model.trust_remote_code,
         configure=partial(fix_rotary_factors, max_tokens=max_tokens),
         added=added,
     )
@@ -134,21 +135,21 @@ def load_scorer(
             remedy="merge it first: rlhf export ADAPTER OUT",
         )
     if directory is None:
-        check_model(config.name)
-        check_causal(config.name)
-    in_bfloat16 = computes_in_bfloat16(config, ranks)
+        check_model(model.name)
+        check_causal(model.name)
+    in_bfloat16 = computes_in_bfloat16(model, ranks)
     try:
         scorer = load(
             pretrained,
             partial(
                 Scorer,
-                packing=settings.packing,
-                fp32_head=config.fp32_head,
+                packing=config.trainer.packing,
+                fp32_head=model.fp32_head,
                 context=ranks.context(),
-                routing_replay=settings.routing_replay and trained,
+                routing_replay=config.trainer.routing_replay and trained,
             ),
             ranks,
-            settings=settings,
+            config=config,
             low_precision=in_bfloat16,
             trained=trained,
         )
@@ -159,7 +160,7 @@ def load_scorer(
         rates = _checked(
             scorer,
             ranks,
-            settings,
+            config.trainer,
             low_precision=in_bfloat16,
             trained=trained,
             max_tokens=max_tokens,

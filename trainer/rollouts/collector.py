@@ -230,12 +230,12 @@ class Collector:
         facts = error.event()
         dropped = logs.event("group_dropped", prompt=group.prompt_id, **facts)
         log.warning("dropped the group of prompt %s: %s", group.prompt_id, error, extra=dropped)
-        if self.drops.in_a_row >= self._config.trainer.max_failed_groups:
+        if self.drops.in_a_row >= self._config.limits.max_failed_groups:
             raise CollectFailed(
                 f"{self.drops.in_a_row} groups in a row were dropped, the last one because of "
                 f"{error}",
-                field="trainer.max_failed_groups",
-                value=self._config.trainer.max_failed_groups,
+                field="limits.max_failed_groups",
+                value=self._config.limits.max_failed_groups,
                 remedy=_REMEDIES.get(error.reason, "look at the log above"),
                 code="groups_dropped",
                 about=facts,

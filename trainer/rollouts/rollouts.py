@@ -128,7 +128,7 @@ class Rollouts:
         (`replay.reuse_ratio`). A collective.
 
         Raises CollectFailed when collecting stopped or no group was graded for
-        `trainer.stuck_after_s`.
+        `limits.stuck_after_s`.
         """
         self._batches += 1
         settings = self._config.trainer
@@ -175,7 +175,8 @@ class Rollouts:
         """
         settings = self._config.trainer
         in_order = settings.max_staleness > 0 and settings.when_stale == "wait"
-        waits = Progress(f"a batch of {count} groups", settings.stuck_after_s)
+        limit_s = self._config.limits.stuck_after_s
+        waits = Progress(f"a batch of {count} groups", limit_s)
         first = self._collector.stored_groups
         told = time.monotonic()
         while not waits.is_stuck:
@@ -205,13 +206,13 @@ class Rollouts:
             if groups:
                 return sorted(groups, key=lambda group: group.position)
 
-        message = f"no progress for {settings.stuck_after_s:g} s of waiting for {waits}"
+        message = f"no progress for {limit_s:g} s of waiting for {waits}"
         watchdog.deadline_passed(message)
         raise CollectFailed(
             message,
             code="no_batch",
-            field="trainer.stuck_after_s",
-            value=settings.stuck_after_s,
+            field="limits.stuck_after_s",
+            value=limit_s,
             remedy="look at the logs of rollout-server and reward-server, or raise the limit",
         )
 

@@ -82,7 +82,7 @@ class Learner:
             entropy = (scores.entropy.detach() * weights).sum()
             sums += torch.stack([loss.detach(), entropy]).double()
         ranks.sum_gradients(policy.model)
-        rate = learning_rate(policy.step, policy.total_steps, settings)
+        rate = learning_rate(policy.step, policy.total_steps, policy.config.optimizer)
         norm = policy.optimizer.step(rate)
         policy.step += 1
         loss_sum, entropy_sum = ranks.sum_shares(sums).tolist()

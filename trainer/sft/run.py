@@ -104,7 +104,7 @@ class SftRun:
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints",
             ranks,
-            config.trainer.keep_checkpoints,
+            config.checkpoint.keep,
             lambda: tokenizer_files(run_dir / "model"),
         )
         self._loss: float | None = None
@@ -207,7 +207,8 @@ class SftRun:
     def train(self) -> Path:
         """Trains until the last step, evaluates and saves; returns the checkpoint."""
         policy = self._policy
-        settings = self._config.trainer
+        evaluates_every = self._config.evaluation.every
+        saves_every = self._config.checkpoint.every
         leader = self._leader
         if policy.step == 0:
             self._evaluate()
@@ -221,9 +222,9 @@ class SftRun:
                 self._step()
                 if policy.step == self._data.total_steps:
                     break
-                if settings.eval_every and policy.step % settings.eval_every == 0:
+                if evaluates_every and policy.step % evaluates_every == 0:
                     self._evaluate()
-                if settings.checkpoint_every and policy.step % settings.checkpoint_every == 0:
+                if saves_every and policy.step % saves_every == 0:
                     self._save()
             return self._finish()
 

@@ -2,10 +2,11 @@
 
 from common.settings.config import SettingsSubset, names
 
-_SECTIONS = ("model", "lora", "data", "trackers")
+_SECTIONS = ("model", "lora", "data", "optimizer", "parallel", "checkpoint", "trackers")
 _UNREAD = (
     "model.reference",
     "lora.publish",
+    "parallel.offload_reference",
     "data.port",
     "data.curriculum",
     "data.columns",
@@ -18,36 +19,21 @@ _READ = (
     "sampling.chat_template_kwargs",
     "sampling.prefill",
     "sampling.stop_token_ids",
+    "evaluation.every",
+    "evaluation.samples",
+    "limits.lost_after_s",
 )
 _TRAINER = (
     "device",
     "num_epochs",
     "batch_size",
     "max_steps",
-    "learning_rate",
-    "adam_betas",
-    "weight_decay",
-    "warmup_steps",
-    "lr_schedule",
-    "lr_schedule_args",
-    "max_grad_norm",
     "micro_batch_tokens",
     "micro_batch_size",
     "packing",
-    "shard_size",
-    "context_parallel_size",
-    "expert_parallel_size",
     "activation_checkpointing",
-    "reshard_after_forward",
     "compile",
-    "offload_optimizer",
-    "eval_every",
-    "eval_samples",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "resume",
     "run_dir",
-    "lost_after_s",
 )
 """Settings of `trainer` that it reads."""
 
@@ -67,8 +53,8 @@ SFT_SETTINGS = SettingsSubset(
     ],
     defaults={
         "trainer.run_dir": "runs/sft",
-        "trainer.learning_rate": 2e-5,
-        "trainer.lr_schedule": "cosine",
+        "optimizer.learning_rate": 2e-5,
+        "optimizer.lr_schedule": "cosine",
         "trainer.batch_size": 32,
     },
     meanings={
@@ -81,8 +67,8 @@ SFT_SETTINGS = SettingsSubset(
         "the tools.",
         "trainer.num_epochs": "Passes over the training examples; not read with `max_steps`.",
         "trainer.batch_size": "Examples per step.",
-        "trainer.eval_every": "Steps between evaluations on held-out examples. 0: only before and "
+        "evaluation.every": "Steps between evaluations on held-out examples. 0: only before and "
         "after training.",
-        "trainer.eval_samples": "Held-out examples per evaluation. 0: no evaluation.",
+        "evaluation.samples": "Held-out examples per evaluation. 0: no evaluation.",
     },
 )

@@ -72,7 +72,7 @@ def train_in_process(
         stack.enter_context(reproducible_numbers(config.reproducible))
         run = build_run(
             config,
-            Ranks.alone(config.trainer),
+            Ranks.alone(config),
             run_dir,
             lock=lock,
             backend=backend,

@@ -29,7 +29,7 @@ def run(config: Config, topology: Topology) -> None:
     assert run_dir is not None, "`load` sets it"
     with started(config, topology, names.TRAINER) as (ranks, lock), ExitStack() as stack:
         # Other ranks wait for rank 0 when they load the model.
-        is_new = not (config.trainer.resume and (run_dir / "checkpoints").is_dir())
+        is_new = not (config.checkpoint.resume and (run_dir / "checkpoints").is_dir())
         rewards_tried = lock is not None and is_new and _try_rewards(config, topology)
         training = build_run(
             config,

@@ -31,10 +31,11 @@ def started(
     """Joins the other ranks inside the block and watches them; yields the ranks and, on rank 0, the
     lock.
     """
-    settings = config.trainer
+    run_dir = config.trainer.run_dir
+    limits = config.limits
     torch.manual_seed(config.seed)
-    assert settings.run_dir is not None, "`load` sets it"
-    ranks = Ranks.from_env(settings.stuck_after_s, settings)
+    assert run_dir is not None, "`load` sets it"
+    ranks = Ranks.from_env(limits.stuck_after_s, config)
     setup_logging(
         f"{task}-rank{ranks.rank}", config.state_dir / "logs", service=task, rank=ranks.rank
     )
@@ -45,24 +46,22 @@ def started(
         VERSION,
         place,
         config.model.name,
-        settings.run_dir,
+        run_dir,
         extra=event("started"),
     )
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
-    liveness = Liveness(
-        ranks, topology, settings.lost_after_s, stuck_after_s=settings.stuck_after_s
-    )
+    liveness = Liveness(ranks, topology, limits.lost_after_s, stuck_after_s=limits.stuck_after_s)
     group = topology.group or "local"
     # Rank 0 takes the lock before the ranks meet.
-    own_lock = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()
+    own_lock = RunLock.of_new_run(run_dir, group) if ranks.is_rank_zero else nullcontext()
     with own_lock as lock, watchdog.stalls(), ExitStack() as stack:
         services = topology if task == TRAINER else None
-        liveness.before_end = partial(diagnose, settings.run_dir, config, services)
+        liveness.before_end = partial(diagnose, run_dir, config, services)
         if lock is not None:
-            write_topology(settings.run_dir, services, ranks.world_size)
-            stack.enter_context(diagnosed(settings.run_dir, config, services))
+            write_topology(run_dir, services, ranks.world_size)
+            stack.enter_context(diagnosed(run_dir, config, services))
         stack.enter_context(reproducible_numbers(config.reproducible))
         stack.enter_context(ranks)
         stack.enter_context(liveness)

@@ -58,7 +58,7 @@ class Trackers:
             return
         with storing("id", directory, "trainer.run_dir"):
             directory.mkdir(exist_ok=True)
-            run_id = _own_id(directory / "id", new=step == 0 and not config.trainer.resume)
+            run_id = _own_id(directory / "id", new=step == 0 and not config.checkpoint.resume)
         run = RunInfo(
             id=run_id,
             name=config.trackers.run_name or run_dir.absolute().name,

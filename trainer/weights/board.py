@@ -207,7 +207,7 @@ class WeightBoard:
                     raise PublishFailed(
                         f"after {waits.waited_s:.0f} s these engines have not released their "
                         f"memory for the update: {', '.join(states) or 'no report'}",
-                        field="trainer.fence_after_s",
+                        field="limits.fence_after_s",
                         value=limit_s,
                         remedy="look at the log of rollout-server",
                     )
@@ -425,12 +425,12 @@ class WeightBoard:
                     raise PublishFailed(
                         f"no progress for {limit_s:g} s: {waited}",
                         code=_BEHIND,
-                        field="trainer.fence_after_s",
+                        field="limits.fence_after_s",
                         value=limit_s,
                         remedy="look at the log of rollout-server",
                     )
                 log.error(
-                    "no progress for %g s (trainer.fence_after_s): %s; training continues without "
+                    "no progress for %g s (limits.fence_after_s): %s; training continues without "
                     "them until they catch up",
                     limit_s,
                     waited,

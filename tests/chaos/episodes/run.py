@@ -265,7 +265,7 @@ def settings(kind: str, folder: Path) -> Config:
         "sampling.group_size": GROUP_SIZE,
         "sampling.max_new_tokens": 256,
         "trainer.batch_size": SLOTS,
-        "trainer.max_failed_groups": 10_000,
+        "limits.max_failed_groups": 10_000,
     }
     return load([text for name, value in words.items() for text in (f"--{name}", str(value))], {})
 

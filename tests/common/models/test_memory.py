@@ -63,12 +63,12 @@ def test_a_trainer_of_7b_on_eight_gpus() -> None:
     [
         ([], 1, 16),
         ([], 4, 4),
-        (["--trainer.shard_size", "2"], 4, 8),
-        (["--trainer.shard_size", "1"], 4, 16),
-        (["--trainer.offload_optimizer", "true"], 4, 0),
+        (["--parallel.shard_size", "2"], 4, 8),
+        (["--parallel.shard_size", "1"], 4, 16),
+        (["--parallel.offload_optimizer", "true"], 4, 0),
         (["--algorithm.name", "ppo"], 4, 8),
         (["--algorithm.name", "ppo", "--critic.location", "server"], 4, 4),
-        (["--algorithm.kl_coef", "0.1", "--trainer.offload_reference", "true"], 4, 4),
+        (["--algorithm.kl_coef", "0.1", "--parallel.offload_reference", "true"], 4, 4),
     ],
 )
 def test_bytes_held_per_parameter(options: list[str], ranks: int, held: int) -> None:
@@ -105,7 +105,7 @@ def test_host_memory_of_a_trainer_node() -> None:
     assert trainer_host_bytes(QWEN_7B, load(settings, {}), 8, 8) == (
         12 + 2 + 2
     ) * 7_615_616_512 + 8 * (4 << 30)
-    offloaded = load(["--trainer.offload_optimizer", "true"], {})
+    offloaded = load(["--parallel.offload_optimizer", "true"], {})
     # Pinned blocks up to 16 MiB are powers of two: one eighth of q and o, of k and v, of the bias
     # of q and of a norm.
     layer = 2 * ((8 << 20) - 6_422_528) + 2 * ((1 << 20) - 917_504) + 3 * (2048 - 1792)
@@ -124,7 +124,7 @@ def test_an_offloaded_adapter_takes_the_frozen_model_with_it() -> None:
     words = ["--lora.rank", "16", "--rollout.engine", "embedded"]
     there, away = (
         trainer_host_bytes(QWEN_7B, load([*words, *more], {}), 1, 1)
-        for more in ([], ["--trainer.offload_optimizer", "true"])
+        for more in ([], ["--parallel.offload_optimizer", "true"])
     )
     assert 2 * 7_615_616_512 < away - there < 2.2 * 7_615_616_512
 
@@ -151,7 +151,7 @@ def test_memory_of_the_engine_cache() -> None:
 
 def test_impossible_values_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"8 ranks.*groups of 3.*shard_size"):
-        trainer_memory(QWEN_7B, load(["--trainer.shard_size", "3"], {}), 8)
+        trainer_memory(QWEN_7B, load(["--parallel.shard_size", "3"], {}), 8)
     with pytest.raises(ConfigError, match=r"28 attention heads.*8 GPUs.*tensor_parallel_size"):
         engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", "8"], {}), GPU)
     with pytest.raises(ConfigError, match=r"cannot be estimated.*mixtral"):
@@ -195,28 +195,34 @@ def test_ranks_that_share_out_experts_gather_fewer_and_hold_as_much() -> None:
 def test_auto_is_the_fastest_that_fits(
     room: float, checkpointing: bool | str, reshard: bool
 ) -> None:
-    settings = fastest_fit(QWEN_7B, load([], {}), 8, room).trainer
-    decided = (settings.activation_checkpointing, settings.reshard_after_forward)
+    settings = fastest_fit(QWEN_7B, load([], {}), 8, room)
+    decided = (
+        settings.trainer.activation_checkpointing,
+        settings.parallel.reshard_after_forward,
+    )
     assert decided == (checkpointing, reshard)
 
 
 def test_auto_leaves_alone_what_is_set() -> None:
     words = ["--trainer.activation_checkpointing", "selective"]
-    settings = fastest_fit(QWEN_7B, load(words, {}), 8, 1e9).trainer
-    assert (settings.activation_checkpointing, settings.reshard_after_forward) == (
+    settings = fastest_fit(QWEN_7B, load(words, {}), 8, 1e9)
+    assert (settings.trainer.activation_checkpointing, settings.parallel.reshard_after_forward) == (
         "selective",
         True,
     )
-    words = ["--trainer.reshard_after_forward", "false"]
-    settings = fastest_fit(QWEN_7B, load(words, {}), 8, 1e9).trainer
-    assert (settings.activation_checkpointing, settings.reshard_after_forward) == (True, False)
+    words = ["--parallel.reshard_after_forward", "false"]
+    settings = fastest_fit(QWEN_7B, load(words, {}), 8, 1e9)
+    assert (settings.trainer.activation_checkpointing, settings.parallel.reshard_after_forward) == (
+        True,
+        False,
+    )
 
 
 def test_weights_of_policy_and_critic_are_not_gathered_together() -> None:
     words = ["--algorithm.name", "ppo"]
-    assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).trainer.reshard_after_forward is True
+    assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).parallel.reshard_after_forward is True
     words += ["--critic.location", "server"]
-    assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).trainer.reshard_after_forward is False
+    assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).parallel.reshard_after_forward is False
 
 
 def test_ranks_that_compute_long_answers_together_need_the_memory_of_short_ones() -> None:
@@ -224,7 +230,7 @@ def test_ranks_that_compute_long_answers_together_need_the_memory_of_short_ones(
 
     def activations(answer: int, together: int) -> int:
         words = ["--sampling.max_new_tokens", str(answer)]
-        words += ["--trainer.context_parallel_size", str(together)]
+        words += ["--parallel.context_size", str(together)]
         return trainer_memory(QWEN_7B, load(words, {}), 8).activations
 
     assert activations(16_384, 1) == activations(100, 1) == activations(65_536, 4)

@@ -45,7 +45,7 @@ def test_later_places_win(tmp_path: Path) -> None:
         11,
         1,
     )
-    assert trainer.eval_samples == Config().trainer.eval_samples
+    assert config.evaluation.samples == Config().evaluation.samples
     assert load(["--seed=2", *file], {}).seed == 2
     assert load([], {"RUN_CONFIG": file[1]}).seed == 1
     assert load([f"--config={file[1]}"], {"RUN_CONFIG": "/absent"}).seed == 1
@@ -81,8 +81,8 @@ def test_lists_and_unset_values(tmp_path: Path) -> None:
         "b c",
     ]
     assert load(
-        in_file(tmp_path, "trainer: {adam_betas: [0.8, 0.9], max_steps: null}"), {}
-    ).trainer.adam_betas == (0.8, 0.9)
+        in_file(tmp_path, "{optimizer: {adam_betas: [0.8, 0.9]}, trainer: {max_steps: null}}"), {}
+    ).optimizer.adam_betas == (0.8, 0.9)
     assert load(in_file(tmp_path, ""), {}) == load([], {})
 
 
@@ -120,8 +120,8 @@ def test_a_typo_is_refused_wherever_it_stands(tmp_path: Path) -> None:
     [
         (["--trainer.batch_size", "0"], "trainer.batch_size"),
         (["--trainer.batch_size", "many"], "trainer.batch_size"),
-        (["--trainer.learning_rate", "nan"], "trainer.learning_rate"),
-        (["--trainer.learning_rate", "inf"], "trainer.learning_rate"),
+        (["--optimizer.learning_rate", "nan"], "optimizer.learning_rate"),
+        (["--optimizer.learning_rate", "inf"], "optimizer.learning_rate"),
         (["--data.port", "65536"], "data.port"),
         (["--sampling.group_size", "0"], "sampling.group_size"),
         (["--replay.reuse_ratio", "1"], "replay.reuse_ratio"),
@@ -139,10 +139,11 @@ def test_a_wrong_value_is_named(argv: list[str], field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["trainer: {learning_rate: .nan}", "trainer: {learning_rate: .inf}", "max_body_mb: [1]"]
+    "text",
+    ["optimizer: {learning_rate: .nan}", "optimizer: {learning_rate: .inf}", "max_body_mb: [1]"],
 )
 def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, text: str) -> None:
-    assert refused(in_file(tmp_path, text)).field in ("trainer.learning_rate", "max_body_mb")
+    assert refused(in_file(tmp_path, text)).field in ("optimizer.learning_rate", "max_body_mb")
 
 
 def test_conflicting_settings_are_refused() -> None:
@@ -282,13 +283,14 @@ def test_the_configuration_survives_the_round_trip_as_json() -> None:
 
 def test_an_option_keeps_the_rest_of_its_section_from_file_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_text("trainer: {learning_rate: 0.25, weight_decay: 0.5}\n")
+    path.write_text("optimizer: {learning_rate: 0.25, weight_decay: 0.5}\n")
     config = load(
-        ["--config", str(path), "--trainer.max_steps", "3"], {"RLHF_TRAINER__WEIGHT_DECAY": "0.75"}
+        ["--config", str(path), "--trainer.max_steps", "3"],
+        {"RLHF_OPTIMIZER__WEIGHT_DECAY": "0.75"},
     )
     assert (
-        config.trainer.learning_rate,
-        config.trainer.weight_decay,
+        config.optimizer.learning_rate,
+        config.optimizer.weight_decay,
         config.trainer.max_steps,
     ) == (0.25, 0.75, 3)
 

@@ -77,7 +77,7 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
             "evaluation.max_new_tokens",
             ("no room for a prompt",),
         ),
-        ({"evaluation.top_p": 0.9, "trainer.eval_samples": 0}, "evaluation.top_p", ("not read",)),
+        ({"evaluation.top_p": 0.9, "evaluation.samples": 0}, "evaluation.top_p", ("not read",)),
         (
             {"algorithm.dynamic_sampling_rounds": 5},
             "algorithm.dynamic_sampling_rounds",

@@ -145,9 +145,9 @@ def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int)
 @pytest.mark.parametrize(
     "cut",
     [
-        ["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"],
+        ["--algorithm.mini_batches", "9", "--parallel.shard_size", "1"],
         ["--algorithm.mini_batches", "1"],
-        ["--algorithm.mini_batches", "2", "--trainer.context_parallel_size", "2"],
+        ["--algorithm.mini_batches", "2", "--parallel.context_size", "2"],
     ],
 )
 def test_two_processes_give_the_update_of_one(
@@ -171,7 +171,7 @@ def test_two_processes_that_own_the_experts_together(
     model = write("Qwen3-MoE", tmp_path / "model", vocab_size=VOCABULARY, num_experts=4)
     config.critic.model = str(model)
     one = trained(config, batches=2)
-    divided = ["--critic.model", str(model), "--trainer.expert_parallel_size", "2"]
+    divided = ["--critic.model", str(model), "--parallel.expert_size", "2"]
     run_ranks(2, "critic_ranks", str(tmp_path), *settings, *divided)
     assert_same(load_file(tmp_path / "new.safetensors"), parameters(one), 2e-5)
 
@@ -347,7 +347,7 @@ def test_every_setting_changes_the_update(config: Config) -> None:
         "algorithm.update_epochs": 1,
         "algorithm.mini_batches": 1,
         "critic.value_clip": 1e-3,
-        "trainer.max_grad_norm": 1e-6,
+        "optimizer.max_grad_norm": 1e-6,
     }.items():
         changed = config.model_copy(deep=True)
         section, _, key = name.partition(".")

@@ -116,15 +116,12 @@ def test_a_tenth_of_a_file_is_held_out_and_a_seed_chooses_a_part(tmp_path: Path)
     source = written(
         tmp_path / "a.jsonl", [{"question": str(n), "answer": str(n)} for n in range(200)]
     )
-    config = from_mapping(
-        {"data.source": source, "data.num_samples": 20, "trainer.eval_samples": 5}
-    )
+    config = from_mapping({"data.source": source, "data.num_samples": 20, "evaluation.samples": 5})
     found = load_examples(config)
     assert (len(found.train), len(found.held_out)) == (20, 5)
     assert not {prompt.id for prompt in found.train} & {prompt.id for prompt in found.held_out}
     assert (
-        load_examples(from_mapping({"data.source": source, "trainer.eval_samples": 0})).held_out
-        == []
+        load_examples(from_mapping({"data.source": source, "evaluation.samples": 0})).held_out == []
     )
 
 

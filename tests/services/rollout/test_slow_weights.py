@@ -21,7 +21,7 @@ BYTES_PER_S = 40_000
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, 1, RLHF_TRAINER__FENCE_AFTER_S=str(LIMIT_S))
+    cluster = Cluster(tmp_path, 1, RLHF_LIMITS__FENCE_AFTER_S=str(LIMIT_S))
     yield cluster
     for node in cluster.nodes:
         node.end()
@@ -54,4 +54,4 @@ async def test_a_slow_pull_is_waited_for_and_a_stopped_one_is_named(cluster: Clu
             assert "no progress for 2 s: 0 of 1 rollout nodes serve weights 2" in text
             assert "rollout-server-0 (updating, weights 1)" in text
             assert f"of {size / 1e6:.1f} MB fetched" in text
-            assert "trainer.fence_after_s" in text
+            assert "limits.fence_after_s" in text

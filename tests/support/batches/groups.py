@@ -138,7 +138,7 @@ def learner_logprobs(model: Path, groups: Sequence[Group], temperature: float) -
     config = Config(algorithm=AlgorithmSection(rollout_correction="none"))
     config.model.name, config.sampling.temperature = str(model), temperature
     batch = batch_of(groups, config, max(group.weight_version for group in groups))
-    return score_batch(load_scorer(config.model, Ranks(), config.trainer), batch, config, Ranks())
+    return score_batch(load_scorer(config.model, Ranks(), config), batch, config, Ranks())
 
 
 def fill(batch: Batch, policy: Policy, reference: Reference) -> None:

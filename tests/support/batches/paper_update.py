@@ -379,7 +379,7 @@ def adamw(
 ) -> dict[str, Tensor]:
     """Returns the parameters after AdamW steps (arXiv:1711.05101) with gradients clipped by norm,
     in float64."""
-    settings, now = config.trainer, {name: tensor.double() for name, tensor in parameters.items()}
+    settings, now = config.optimizer, {name: tensor.double() for name, tensor in parameters.items()}
     (b1, b2), eps = settings.adam_betas, 1e-8
     mean, square = (
         {name: torch.zeros_like(tensor) for name, tensor in now.items()} for _ in range(2)

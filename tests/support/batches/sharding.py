@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.settings.config import from_mapping
+from common.settings.sections import ParallelSection
 from learning.ranks import Ranks
 from tests.support.batches.groups import save
 from tests.support.processes.ranks import run_ranks
@@ -19,10 +20,10 @@ _NEAR = 3e-5
 """A hundredth of a weight's change in three updates: AdamW divides a gradient near 0 by its own
 rounded size."""
 SETTINGS = {
-    "trainer.learning_rate": "1e-3",
-    "trainer.warmup_steps": "0",
-    "trainer.weight_decay": "0.1",
-    "trainer.max_grad_norm": "0.5",
+    "optimizer.learning_rate": "1e-3",
+    "optimizer.warmup_steps": "0",
+    "optimizer.weight_decay": "0.1",
+    "optimizer.max_grad_norm": "0.5",
     "trainer.micro_batch_size": "2",
     "algorithm.kl_coef": "0.1",
     "algorithm.reference_refresh": "2",
@@ -30,11 +31,10 @@ SETTINGS = {
 
 
 def arguments(policy_dir: Path, **more: Any) -> list[str]:
-    settings = (
-        SETTINGS
-        | {"model.name": str(policy_dir)}
-        | {f"trainer.{name}": str(value) for name, value in more.items()}
-    )
+    settings = SETTINGS | {"model.name": str(policy_dir)}
+    for name, value in more.items():
+        section = "parallel" if name in ParallelSection.model_fields else "trainer"
+        settings[f"{section}.{name}"] = str(value)
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
 

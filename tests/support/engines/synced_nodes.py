@@ -18,7 +18,7 @@ ADDRESS = names(2)[f"{TRAINER}-0.{GROUP}"].address
 PATIENCE_S = 120.0
 """How long publisher and nodes wait for each other; no test that publishes to healthy nodes waits
 it out."""
-_SETTINGS = {"RLHF_TRAINER__FENCE_AFTER_S": str(PATIENCE_S)}
+_SETTINGS = {"RLHF_LIMITS__FENCE_AFTER_S": str(PATIENCE_S)}
 
 
 class SyncedNodes(Cluster):

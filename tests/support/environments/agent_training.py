@@ -21,8 +21,8 @@ def train_on(
     config = small_run(base_model, directory)
     config.environment.name, config.environment.turns = environment, 6
     config.sampling.max_new_tokens, config.sampling.group_size = 64, 4
-    config.trainer.batch_size, config.trainer.max_steps, config.trainer.eval_samples = 1, 2, 0
-    config.trainer.eval_pass_samples, config.rollout.max_context_tokens = 0, 512
+    config.trainer.batch_size, config.trainer.max_steps, config.evaluation.samples = 1, 2, 0
+    config.evaluation.pass_samples, config.rollout.max_context_tokens = 0, 512
     prompts = [
         Prompt(
             id=str(i),

@@ -69,17 +69,17 @@ def _too_few_gpus(task: Placed, config: Config) -> Iterator[str]:
     if task.name == ROLLOUT and config.rollout.engine == "sglang":
         yield from _engines_fit(task, config)
     groups = {
-        "trainer.shard_size": config.trainer.shard_size or 1,
-        "trainer.context_parallel_size": config.trainer.context_parallel_size,
+        "parallel.shard_size": config.parallel.shard_size or 1,
+        "parallel.context_size": config.parallel.context_size,
     }
-    experts = config.trainer.expert_parallel_size
-    of_copy = config.trainer.shard_size
+    experts = config.parallel.expert_size
+    of_copy = config.parallel.shard_size
     if of_copy is None:
-        groups["trainer.expert_parallel_size"] = experts
+        groups["parallel.expert_size"] = experts
     elif task.name == TRAINER and of_copy % experts:
         yield (
-            f"the {of_copy} processes of a copy (trainer.shard_size) cannot be divided into groups "
-            f"of {experts} (trainer.expert_parallel_size)"
+            f"the {of_copy} processes of a copy (parallel.shard_size) cannot be divided into groups "
+            f"of {experts} (parallel.expert_size)"
         )
     for setting, size in groups.items():
         for gpus in task.gpus if task.name == TRAINER else ():

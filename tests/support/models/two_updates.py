@@ -43,8 +43,8 @@ async def two_updates(
     refuses the model.
     """
     training = {
-        "trainer.learning_rate": 1e-2,
-        "trainer.warmup_steps": 0,
+        "optimizer.learning_rate": 1e-2,
+        "optimizer.warmup_steps": 0,
         "sampling.temperature": 0.9,
     }
     shape = {"sampling.top_p": 0.95, "rollout.engine": "embedded", "rollout.device": "cpu"}

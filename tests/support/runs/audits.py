@@ -16,8 +16,8 @@ def audited(model: Path, run_dir: Path, *more: str) -> Config:
         *("--model.name", str(model)),
         *("--trainer.run_dir", str(run_dir), "--state_dir", str(run_dir / "state")),
         *("--trainer.batch_size", "4", "--sampling.group_size", "4"),
-        *("--trainer.max_steps", "4", "--trainer.checkpoint_every", "2"),
-        *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0"),
+        *("--trainer.max_steps", "4", "--checkpoint.every", "2"),
+        *("--evaluation.samples", "0", "--optimizer.warmup_steps", "0"),
         *("--reward.workers", "1", "--trainer.audit", "true"),
     ]
     return load([*words, *more], {})

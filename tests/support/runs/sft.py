@@ -21,7 +21,7 @@ def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
     ServiceError on failure."""
     assert config.trainer.run_dir is not None
     with RunLock.of_new_run(config.trainer.run_dir, TASK) as lock, ExitStack() as stack:
-        ranks = Ranks.alone(config.trainer)
+        ranks = Ranks.alone(config)
         run = SftRun(config, ranks, lock=lock, examples=examples, console=console, stack=stack)
         return run.train()
 

@@ -42,7 +42,7 @@ def tiny(model: Path, directory: Path, *more: str) -> Config:
         *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(model)),
         *("--trainer.run_dir", str(directory / "run"), "--state_dir", str(directory / "state")),
         *("--trainer.batch_size", "4", "--trainer.max_steps", "2", "--sampling.group_size", "4"),
-        *("--trainer.eval_samples", "0", "--reward.workers", "1"),
+        *("--evaluation.samples", "0", "--reward.workers", "1"),
     ]
     return load([*words, *more], {})
 

@@ -44,7 +44,7 @@ def main(run_dir: Path, model: Path, kill_at: int) -> None:
     with ExitStack() as stack:
         is_first = os.environ["RANK"] == "0"
         lock = stack.enter_context(RunLock.of_new_run(run_dir, "ranks")) if is_first else None
-        ranks = stack.enter_context(Ranks.from_env(120.0, config.trainer))
+        ranks = stack.enter_context(Ranks.from_env(120.0, config))
         run = build_run(
             config,
             ranks,

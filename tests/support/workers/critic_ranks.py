@@ -18,7 +18,7 @@ from tests.support.batches.critic import make_rows, make_sequences
 def main(directory: Path, settings: list[str]) -> None:
     torch.set_num_threads(1)
     config = load(settings, {})
-    with Ranks.from_env(400, config.trainer) as ranks:
+    with Ranks.from_env(400, config) as ranks:
         critic = Critic(config, ranks)
         critic.update(make_rows(9, seed=0), seed=0)
         saved = directory / "saved"

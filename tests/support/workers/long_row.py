@@ -1,7 +1,7 @@
 """Run by torchrun: scores one long row, and its gradient, on ranks that compute it together or own
 the experts together.
 
-`long_row.py DIRECTORY MODEL SETTINGS`, where SETTINGS is JSON of settings of the trainer. Rank 0
+`long_row.py DIRECTORY MODEL SETTINGS`, where SETTINGS is JSON of settings by name. Rank 0
 writes log-probabilities, entropies and the gradient summed over the ranks, and every rank how many
 tokens its layers read and how much it exchanged.
 """
@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.settings.sections import ModelSection, TrainerSection
+from common.settings.config import Config, from_mapping
+from common.settings.sections import ModelSection
 from learning.ranks import Ranks, end
 from learning.sharding import full
 from trainer.policy.scorer import Scorer, load_scorer
@@ -40,7 +41,7 @@ class Exchanged(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 
 
 def loaded(model: str, ranks: Ranks) -> Scorer:
-    return load_scorer(ModelSection(name=model), ranks, TrainerSection())
+    return load_scorer(ModelSection(name=model), ranks, Config())
 
 
 def scored(scorer: Scorer, ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -63,9 +64,9 @@ def scored(scorer: Scorer, ranks: Ranks) -> dict[str, torch.Tensor]:
     return found
 
 
-def main(directory: Path, model: str, settings: TrainerSection) -> None:
+def main(directory: Path, model: str, config: Config) -> None:
     torch.set_num_threads(1)
-    with Ranks.from_env(join_s=400, settings=settings) as ranks:
+    with Ranks.from_env(join_s=400, config=config) as ranks:
         scorer = loaded(model, ranks)
         widths: list[int] = []
         layer = scorer.model.get_decoder().layers[0]
@@ -82,5 +83,5 @@ def main(directory: Path, model: str, settings: TrainerSection) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], TrainerSection(**json.loads(sys.argv[3])))
+    main(Path(sys.argv[1]), sys.argv[2], from_mapping(json.loads(sys.argv[3])))
     end()

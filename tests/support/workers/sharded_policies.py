@@ -142,15 +142,15 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
                 base.local_rank,
                 150,
                 "auto",
-                config.trainer.shard_size,
-                context_size=config.trainer.context_parallel_size,
-                expert_size=config.trainer.expert_parallel_size,
+                config.parallel.shard_size,
+                context_size=config.parallel.context_size,
+                expert_size=config.parallel.expert_size,
             )
             if case.get("peak"):  # bytes that loading added to the process's peak
                 with patch.object(
                     scorer, "check_batch_independence", lambda *_, **__: set()
                 ):  # a pass, as the updates make
-                    kept = load_scorer(config.model, ranks, config.trainer)
+                    kept = load_scorer(config.model, ranks, config)
                 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 (directory / f"{name}-{ranks.rank}.txt").write_text(str((after - before) * 1024))
                 del kept

@@ -61,7 +61,7 @@ def test_every_recipe_gives_an_update_that_micro_batches_do_not_change(
 
 
 def test_recipes_differ_from_each_other(config: Config, groups: list[Group]) -> None:
-    config.trainer.max_grad_norm = 1e9
+    config.optimizer.max_grad_norm = 1e9
     losses = {}
     for recipe in RECIPES:
         changed = with_algorithm(config, name=recipe)
@@ -174,7 +174,7 @@ def test_explicit_settings_override_the_recipe() -> None:
             "5",
         ],
         ["--model.reference", "somewhere"],
-        ["--trainer.offload_reference", "true"],
+        ["--parallel.offload_reference", "true"],
         ["--critic.learning_rate", "1e-3"],
         ["--critic.location", "server"],
         ["--replay.priority", "reward"],
@@ -214,7 +214,7 @@ def test_every_setting_changes_the_gradient(
     settings: dict[str, Any], config: Config, groups: list[Group]
 ) -> None:
     def gradient(changed: Config) -> tuple[float, float]:
-        changed.trainer.max_grad_norm = 1e9
+        changed.optimizer.max_grad_norm = 1e9
         metrics = Policy(changed, Ranks()).update(whole(groups, changed)).metrics
         return metrics.loss, metrics.grad_norm
 

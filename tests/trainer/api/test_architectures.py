@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
-from common.settings.sections import ModelSection, TrainerSection
+from common.settings.config import Config
+from common.settings.sections import ModelSection
 from learning.attention import unpackable
 from learning.final_logits import final_logits
 from learning.layout import Packed
@@ -139,7 +140,7 @@ def line_of(kind: str, model: Any, directory: Path, outcome: str) -> str:
 def layout_of(model: Any, directory: Path) -> str:
     """Returns how the trainer lays out the rows of the model, and why not packed."""
     try:
-        layout = load_scorer(ModelSection(name=str(directory)), Ranks(), TrainerSection()).layout
+        layout = load_scorer(ModelSection(name=str(directory)), Ranks(), Config()).layout
     except ConfigError:
         return "–"
     return (

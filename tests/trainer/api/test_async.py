@@ -64,9 +64,9 @@ def settings(base_model: Path, tmp_path: Path) -> Settings:
                 "4",
             ),
             *(
-                "--trainer.eval_samples",
+                "--evaluation.samples",
                 "0",
-                "--trainer.warmup_steps",
+                "--optimizer.warmup_steps",
                 "0",
                 "--reward.workers",
                 "1",
@@ -137,7 +137,7 @@ def test_an_interrupted_run_trains_on_every_prompt_exactly_once(settings: Settin
         "--trainer.max_steps",
         "6",
     )
-    config = settings(*words, "--trainer.checkpoint_every", "1", "--trainer.max_failed_groups", "1")
+    config = settings(*words, "--checkpoint.every", "1", "--limits.max_failed_groups", "1")
     with pytest.raises(CollectFailed, match="interrupted"):
         run(config, Interrupted)
     assert config.trainer.run_dir is not None
@@ -234,11 +234,11 @@ def test_an_evaluation_has_the_weights_of_its_step(settings: Settings) -> None:
             return response
 
     words = (
-        "--trainer.eval_samples",
+        "--evaluation.samples",
         "3",
-        "--trainer.eval_every",
+        "--evaluation.every",
         "1",
-        "--trainer.eval_pass_samples",
+        "--evaluation.pass_samples",
         "0",
     )
     config = settings("--trainer.max_staleness", "2", *words)

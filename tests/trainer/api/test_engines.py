@@ -129,7 +129,7 @@ def test_a_quiet_run_warns_of_a_server_that_it_waits_for(
 ) -> None:
     monkeypatch.setattr("trainer.build.wait_healthy", partial(wait_healthy, every_s=0.1))
     url = f"http://127.0.0.1:{free_port()}"
-    settings = config(tmp_path, settings={"trainer.stuck_after_s": 1.0})
+    settings = config(tmp_path, settings={"limits.stuck_after_s": 1.0})
     with pytest.raises(Unreachable, match=f"not healthy after 1 s without progress: .* at {url}"):
         GRPOTrainer(str(base_model), length, settings, ROWS, engine=url).train()
     assert any(

@@ -207,7 +207,7 @@ def test_an_engine_that_computes_another_policy_raises_an_alarm(
 
 
 def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., Config]) -> None:
-    config = settings("--trainer.max_failed_groups", "5")
+    config = settings("--limits.max_failed_groups", "5")
 
     def response() -> httpx.Response:
         return httpx.Response(400, json={"error": {"message": "the engine is out of order"}})
@@ -232,7 +232,7 @@ def test_failures_between_successes_do_not_stop_the_run(settings: Callable[..., 
         "1",
         "--trainer.max_steps",
         "3",
-        "--trainer.max_failed_groups",
+        "--limits.max_failed_groups",
         "2",
     )
     config = settings(*words)

@@ -339,7 +339,7 @@ def test_verbose(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 def test_settings(run: Run) -> None:
     """Any other setting of the system takes effect, too."""
     result = run(
-        settings={"trainer.adam_betas": [0.8, 0.9], "algorithm.entropy_coef": 0.01}, max_steps=1
+        settings={"optimizer.adam_betas": [0.8, 0.9], "algorithm.entropy_coef": 0.01}, max_steps=1
     )
     config = json.loads((result.output_dir / "config.json").read_text())
     assert (config["trainer"]["adam_betas"], config["algorithm"]["entropy_coef"]) == (

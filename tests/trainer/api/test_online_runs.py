@@ -143,7 +143,7 @@ def test_a_run_without_a_step_is_no_run(base_model: Path, tmp_path: Path) -> Non
             raise ValueError("boom")
         return [1.0] * len(completions)
 
-    with pytest.raises(ServiceError, match=r'field: settings\["trainer.max_failed_groups"\]'):
+    with pytest.raises(ServiceError, match=r'field: settings\["limits.max_failed_groups"\]'):
         OnlineRLTrainer(fields(base_model, tmp_path), fails_after_the_trial, ROWS).train()
     fixed = OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).train()
     assert [line["step"] for line in fixed.history] == [1, 2]
@@ -393,7 +393,7 @@ def test_an_optimizer_keeps_its_betas_beside_settings(base_model: Path, tmp_path
     trainer = OnlineRLTrainer(config, Short(), ROWS, optimizers=(optimizer, None))
     assert trainer.config.settings == {
         "algorithm.entropy_coef": 0.1,
-        "trainer.adam_betas": (0.8, 0.9),
+        "optimizer.adam_betas": (0.8, 0.9),
     }
     assert trainer.config.learning_rate == 3e-4
 

@@ -90,7 +90,7 @@ def test_an_evaluation_samples_as_it_is_told(run: Callable[..., Run]) -> None:
         "evaluation__top_p": 0.9,
         "evaluation__max_new_tokens": 10,
     }
-    config, lines, groups = run(**own, trainer__eval_samples=6, trainer__eval_k=2)
+    config, lines, groups = run(**own, evaluation__samples=6, evaluation__k=2)
     assert config.trainer.run_dir is not None
     evaluations = read_lines(config.trainer.run_dir / "evaluations.jsonl")
     assert [line["n"] for line in evaluations] == [3, 3]

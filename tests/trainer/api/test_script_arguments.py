@@ -127,7 +127,7 @@ def test_a_config_can_be_replaced_and_listed_as_a_dataclass(
 def test_replaced_settings_are_all_settings() -> None:
     config = GRPOConfig(use_cpu=True, adam_beta1=0.8, settings={"trainer.audit": True})
     found: Any = replace(config, settings={"algorithm.entropy_coef": 0.1})  # type: ignore[type-var]
-    assert found.settings["trainer.adam_betas"] == (0.8, 0.999)
+    assert found.settings["optimizer.adam_betas"] == (0.8, 0.999)
     assert found.settings["algorithm.entropy_coef"] == 0.1
     assert "trainer.audit" not in found.settings
 

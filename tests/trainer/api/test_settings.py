@@ -72,8 +72,8 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
             r"derived from the other fields.*set max_prompt_length and max_new_tokens of Train",
         ),
         (
-            {"settings": {"trainer": {"max_grad_norm": 1}}},
-            r"trainer is a section.*write \{'trainer\.name': value\}",
+            {"settings": {"optimizer": {"max_grad_norm": 1}}},
+            r"optimizer is a section.*write \{'optimizer\.name': value\}",
         ),
         (
             {"settings": {"data.source": "tiny"}},
@@ -147,14 +147,14 @@ def test_steps_of_a_run(epochs: int, max_steps: int | None, steps: int) -> None:
 
 
 def test_the_warm_up_is_a_share_of_all_steps_rounded_up() -> None:
-    assert TrainerConfig(warmup_ratio=0.1).to_config(100, 0, OUT).trainer.warmup_steps == 2
+    assert TrainerConfig(warmup_ratio=0.1).to_config(100, 0, OUT).optimizer.warmup_steps == 2
     assert (
         TrainerConfig(warmup_ratio=0.1, max_steps=30, num_train_epochs=9)
         .to_config(100, 0, OUT)
-        .trainer.warmup_steps
+        .optimizer.warmup_steps
         == 3
     )
-    assert TrainerConfig().to_config(100, 0, OUT).trainer.warmup_steps == 0
+    assert TrainerConfig().to_config(100, 0, OUT).optimizer.warmup_steps == 0
 
 
 def test_bf16_is_the_precision_of_the_update_on_a_gpu() -> None:

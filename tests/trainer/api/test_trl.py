@@ -157,10 +157,10 @@ def test_a_constant_rate_has_no_warm_up_as_in_transformers(
 ) -> None:
     given = {"warmup_ratio": 0.5, "use_cpu": True}
     plain = GRPOConfig(**given, lr_scheduler_type="constant")
-    assert plain.to_config(100, 0, OUT).trainer.warmup_steps == 0
+    assert plain.to_config(100, 0, OUT).optimizer.warmup_steps == 0
     assert "constant has no warm-up in transformers either" in caplog.text
     rising = GRPOConfig(**given, **{"lr_scheduler_type": "constant_with_warmup"})
-    assert rising.to_config(100, 0, OUT).trainer.warmup_steps > 0
+    assert rising.to_config(100, 0, OUT).optimizer.warmup_steps > 0
 
 
 def test_a_script_may_add_arguments_in_a_dataclass_of_its_own() -> None:
@@ -265,18 +265,18 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
         ),
         ({"importance_sampling_level": "sequence"}, "algorithm.importance_level", "sequence"),
         ({"delta": 4.0}, "algorithm.dual_clip", 4.0),
-        ({"adam_beta2": 0.95}, "trainer.adam_betas", (0.9, 0.95)),
-        ({"warmup_steps": 7}, "trainer.warmup_steps", 7),
-        ({"warmup_steps": 0.5}, "trainer.warmup_steps", 6),
-        ({"warmup_steps": 0.5, "max_steps": 40}, "trainer.warmup_steps", 20),
-        ({"warmup_steps": 0, "warmup_ratio": 0.5}, "trainer.warmup_steps", 6),
+        ({"adam_beta2": 0.95}, "optimizer.adam_betas", (0.9, 0.95)),
+        ({"warmup_steps": 7}, "optimizer.warmup_steps", 7),
+        ({"warmup_steps": 0.5}, "optimizer.warmup_steps", 6),
+        ({"warmup_steps": 0.5, "max_steps": 40}, "optimizer.warmup_steps", 20),
+        ({"warmup_steps": 0, "warmup_ratio": 0.5}, "optimizer.warmup_steps", 6),
         ({"max_steps": 40, "num_train_epochs": 2}, "trainer.max_steps", 40),
         ({"max_steps": -1, "num_train_epochs": 2}, "trainer.max_steps", None),
-        ({"save_strategy": "no", "save_steps": 5}, "trainer.checkpoint_every", 0),
-        ({"save_strategy": "steps", "save_steps": 5}, "trainer.checkpoint_every", 5),
-        ({"eval_strategy": "no", "eval_steps": 5}, "trainer.eval_every", 0),
-        ({"eval_strategy": "steps", "eval_steps": 5}, "trainer.eval_every", 5),
-        ({"eval_strategy": "steps", "logging_steps": 7}, "trainer.eval_every", 7),
+        ({"save_strategy": "no", "save_steps": 5}, "checkpoint.every", 0),
+        ({"save_strategy": "steps", "save_steps": 5}, "checkpoint.every", 5),
+        ({"eval_strategy": "no", "eval_steps": 5}, "evaluation.every", 0),
+        ({"eval_strategy": "steps", "eval_steps": 5}, "evaluation.every", 5),
+        ({"eval_strategy": "steps", "logging_steps": 7}, "evaluation.every", 7),
         (
             {"gradient_checkpointing": True, "activation_checkpointing": None},
             "trainer.activation_checkpointing",
@@ -297,25 +297,25 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
             "algorithm.advantage",
             "reward_normalised",
         ),
-        ({"save_strategy": "no"}, "trainer.checkpoint_every", 0),
-        ({"eval_strategy": "steps"}, "trainer.eval_every", 10),
+        ({"save_strategy": "no"}, "checkpoint.every", 0),
+        ({"eval_strategy": "steps"}, "evaluation.every", 10),
         ({"report_to": ["tensorboard"]}, "trackers.names", ["tensorboard"]),
         ({"use_bias_correction_kl": True, "beta": 0.1}, "algorithm.kl_estimator", "k2"),
-        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "trainer.warmup_steps", 3),
-        ({"save_strategy": "epoch"}, "trainer.checkpoint_every", 12),
-        ({"eval_strategy": "epoch", "eval_steps": 3}, "trainer.eval_every", 12),
-        ({"eval_strategy": "steps", "eval_steps": 0.25}, "trainer.eval_every", 3),
-        ({"save_steps": 0.5, "max_steps": 7}, "trainer.checkpoint_every", 4),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "optimizer.warmup_steps", 3),
+        ({"save_strategy": "epoch"}, "checkpoint.every", 12),
+        ({"eval_strategy": "epoch", "eval_steps": 3}, "evaluation.every", 12),
+        ({"eval_strategy": "steps", "eval_steps": 0.25}, "evaluation.every", 3),
+        ({"save_steps": 0.5, "max_steps": 7}, "checkpoint.every", 4),
         ({"num_train_epochs": 0.5}, "trainer.max_steps", 6),
         ({"num_train_epochs": 2.0}, "trainer.num_epochs", 2),
-        ({"max_grad_norm": 0}, "trainer.max_grad_norm", 1e9),
-        ({"lr_scheduler_type": "constant_with_warmup"}, "trainer.lr_schedule", "constant"),
+        ({"max_grad_norm": 0}, "optimizer.max_grad_norm", 1e9),
+        ({"lr_scheduler_type": "constant_with_warmup"}, "optimizer.lr_schedule", "constant"),
         (
             {
                 "lr_scheduler_type": "cosine_with_min_lr",
                 "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
             },
-            "trainer.lr_schedule_args",
+            "optimizer.lr_schedule_args",
             {"min_lr_rate": 0.1},
         ),
         (
@@ -324,15 +324,15 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
                 "lr_scheduler_type": "cosine_with_min_lr",
                 "lr_scheduler_kwargs": {"min_lr": 2e-6},
             },
-            "trainer.lr_schedule_args",
+            "optimizer.lr_schedule_args",
             {"min_lr": 2e-6},
         ),
         ({"steps_per_generation": 8}, "algorithm.mini_batches", 2),
         ({"steps_per_generation": 8}, "trainer.batch_size", 16),
         ({"steps_per_generation": 2}, "algorithm.mini_batches", 1),
         ({"generation_batch_size": 64}, "algorithm.mini_batches", 2),
-        ({"evaluation_strategy": "steps", "eval_steps": 3}, "trainer.eval_every", 3),
-        ({"eval_strategy": False, "eval_steps": 3}, "trainer.eval_every", 0),
+        ({"evaluation_strategy": "steps", "eval_steps": 3}, "evaluation.every", 3),
+        ({"eval_strategy": False, "eval_steps": 3}, "evaluation.every", 0),
         ({"model_init_kwargs": {"revision": "main"}}, "model.trust_remote_code", False),
         ({"loss_type": "cispo", "epsilon": 0.2}, "algorithm.clip_high", 4.0),
         ({"model_init_kwargs": {"trust_remote_code": True}}, "model.trust_remote_code", True),
@@ -348,10 +348,10 @@ def test_an_argument_sets_what_it_says(given: dict[str, Any], setting: str, valu
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 def test_eval_steps_alone_evaluate_nothing_as_in_transformers(kind: type[GRPOConfig]) -> None:
     alone = kind(eval_steps=5, use_gpu=False)
-    assert alone.to_config(100, 8, OUT).trainer.eval_every == 0
+    assert alone.to_config(100, 8, OUT).evaluation.every == 0
     every = kind(**{"eval_strategy": "steps"}, eval_steps=5, use_gpu=False)
-    assert every.to_config(100, 8, OUT).trainer.eval_every == 5
-    assert every.changed(seed=1).to_config(100, 8, OUT).trainer.eval_every == 5
+    assert every.to_config(100, 8, OUT).evaluation.every == 5
+    assert every.changed(seed=1).to_config(100, 8, OUT).evaluation.every == 5
 
 
 PAIRS = [
@@ -393,12 +393,14 @@ def test_pairs_of_arguments_mean_what_they_mean_in_transformers(
 
     ours = GRPOConfig(**plain | given, num_generations=8)
     problems = 5 * answers // 8
-    settings = ours.to_config(problems, 8, OUT).trainer
+    settings = ours.to_config(problems, 8, OUT)
     assert ours.problems_per_step * 8 == answers
     assert ours.total_steps(problems) == steps
-    assert settings.warmup_steps == theirs.get_warmup_steps(steps)
-    assert settings.eval_every == (theirs.eval_steps if theirs.eval_strategy == "steps" else 0)
-    assert settings.checkpoint_every == (
+    assert settings.optimizer.warmup_steps == theirs.get_warmup_steps(steps)
+    assert settings.evaluation.every == (
+        theirs.eval_steps if theirs.eval_strategy == "steps" else 0
+    )
+    assert settings.checkpoint.every == (
         theirs.save_steps if theirs.save_strategy == "steps" else 0
     )
 
@@ -537,7 +539,7 @@ def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
     assert found == {
         "learning_rate": 3e-4,
         "weight_decay": 0.5,
-        "settings": {"trainer.adam_betas": (0.8, 0.9)},
+        "settings": {"optimizer.adam_betas": (0.8, 0.9)},
     }
     assert optimizer_settings((None, None)) == {}
     schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(weight), lambda step: 1.0)

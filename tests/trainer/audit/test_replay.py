@@ -322,7 +322,7 @@ def test_other_rounding_is_no_difference_on_another_machine(copy: Path) -> None:
         ("", "reproducible", True),
         ("environment", "turn_discount", 0.5),
         ("reward", "functions", [{"name": "math", "weight": 2.0}]),
-        ("trainer", "learning_rate", 0.5),
+        ("optimizer", "learning_rate", 0.5),
     ],
 )
 def test_an_update_with_other_settings_is_not_executed_with_these(
@@ -334,7 +334,7 @@ def test_an_update_with_other_settings_is_not_executed_with_these(
 
 
 def test_settings_that_change_no_update_may_differ(copy: Path) -> None:
-    add_attempt(copy, STEP - 1, "trainer", "eval_every", 7)
+    add_attempt(copy, STEP - 1, "evaluation", "every", 7)
     assert outcomes(copy, STEP, "weights")["weights"].state == "equal"
 
 

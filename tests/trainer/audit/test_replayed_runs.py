@@ -69,7 +69,7 @@ def test_a_run_of_episodes_and_a_tool_that_said_something_else(tmp_path: Path) -
         *("--model.name", str(tmp_path / "base"), "--data.source", str(tmp_path / "problems")),
         *("--trainer.run_dir", str(run_dir), "--state_dir", str(run_dir / "state")),
         *("--trainer.batch_size", "4", "--sampling.group_size", "4", "--trainer.max_steps", "2"),
-        *("--trainer.eval_samples", "4", "--trainer.audit", "true"),
+        *("--evaluation.samples", "4", "--trainer.audit", "true"),
     ]
     train_in_process(load(words, {}), quiet())
     printed = assert_equal(run_dir, 2)

@@ -385,7 +385,7 @@ def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(
 def test_settings_are_read_as_on_a_command_line() -> None:
     """The setting itself reads numbers."""
     assert setting("algorithm.entropy_coef=1e-3") == ("algorithm.entropy_coef", "1e-3")
-    assert setting("trainer.adam_betas=[0.8, 0.9]") == ("trainer.adam_betas", [0.8, 0.9])
+    assert setting("optimizer.adam_betas=[0.8, 0.9]") == ("optimizer.adam_betas", [0.8, 0.9])
     assert setting("data.levels=4, 5") == ("data.levels", ["4", "5"])
     assert setting("trainer.max_steps=null") == ("trainer.max_steps", None)
     with pytest.raises(argparse.ArgumentTypeError, match="write it as JSON"):

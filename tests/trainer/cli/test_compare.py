@@ -18,7 +18,7 @@ SECOND = [True] * 5 + [False] + [True] * 3 + [False]
 def write(directory: Path, evaluations: dict[int, list[bool | None]], rate: float) -> None:
     """Writes a run that was evaluated at these steps."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps({"trainer": {"learning_rate": rate}}))
+    (directory / "config.json").write_text(json.dumps({"optimizer": {"learning_rate": rate}}))
     metrics = {"step": 2, "total_steps": 2, "reward": 0.5, "seconds": {"update": 30.0}}
     (directory / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     with (directory / "evaluations.jsonl").open("w") as file:
@@ -60,7 +60,7 @@ def test_runs_are_compared_problem_by_problem(runs: list[Path]) -> None:
         "1",
     ]
     assert "60.0% (31.3% to 83.2%)" in text  # Wilson's interval of 6 of 10
-    assert "trainer.learning_rate" in text
+    assert "optimizer.learning_rate" in text
     assert "   2  second\n" in text
 
 

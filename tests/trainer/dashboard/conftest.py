@@ -29,17 +29,17 @@ def tiny_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
             more = (
                 "--trainer.max_steps",
                 "4",
-                "--trainer.eval_samples",
+                "--evaluation.samples",
                 "8",
-                "--trainer.eval_every",
+                "--evaluation.every",
                 "2",
             )
             ppo = (
-                "--trainer.eval_k",
+                "--evaluation.k",
                 "2",
                 "--algorithm.name",
                 "ppo",
-                "--trainer.warmup_steps",
+                "--optimizer.warmup_steps",
                 "0",
             )
             config = tiny(base_model, directory, *more, *ppo)

@@ -365,7 +365,7 @@ def test_runs_below_a_directory_are_listed_overlaid_and_noted(page: Page, tmp_pa
         config = {
             "model": {"name": hostile},
             "data": {"source": hostile},
-            "trainer": {"learning_rate": number / 100},
+            "optimizer": {"learning_rate": number / 100},
         }
         (run / "config.json").write_text(json.dumps(config))
     with BackgroundServer(create_dashboard_app(RunList([tmp_path])), "127.0.0.1", 0) as server:
@@ -378,7 +378,7 @@ def test_runs_below_a_directory_are_listed_overlaid_and_noted(page: Page, tmp_pa
             "21 of 60",
             "90.0 % ± 2.0",
             "0.100",
-            "trainer.learning_rate 0.01",
+            "optimizer.learning_rate 0.01",
             "84 s",
         ):
             assert said in row

@@ -29,7 +29,7 @@ def test_a_report_of_a_real_run_shows_what_the_page_does(
     page.until(lambda: "Reward" in page.charts(), "charts")
     assert {"A step", "Accuracy", "Value loss"} <= page.charts().keys()
     said = page.text("#summary")
-    for part in ("4 of 4, finished", "ppo", "tiny", "trainer.learning_rate 0.0005", "→"):
+    for part in ("4 of 4, finished", "ppo", "tiny", "optimizer.learning_rate 0.0005", "→"):
         assert part in said
     assert "Samples of step 4" in page.text("#tables")
     assert path.stat().st_size < 1_000_000
@@ -37,7 +37,7 @@ def test_a_report_of_a_real_run_shows_what_the_page_does(
     assert "4 steps" in page.text("header")
     assert "Evaluations" in page.text("#tables")
     assert "Answers before and after" in page.text("#tables")
-    assert "trainer.eval_k\t2" in page.text("#settings")
+    assert "evaluation.k\t2" in page.text("#settings")
     page.press("HOME")
     page.until(lambda: "Step 1" in page.text(".details h2"), "the first step")
     assert page.errors() == []

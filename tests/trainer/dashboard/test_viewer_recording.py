@@ -61,7 +61,7 @@ def test_a_run_records_what_it_trained_on(base_model: Path, tmp_path: Path) -> N
         tmp_path,
         "--reward.functions",
         '["math", "length"]',
-        "--trainer.learning_rate",
+        "--optimizer.learning_rate",
         "1e-3",
     )
     train(config)
@@ -115,7 +115,7 @@ def test_with_several_updates_of_a_batch_every_row_has_the_log_probabilities_bef
         "2",
         "--algorithm.rollout_correction",
         "truncate",
-        "--trainer.learning_rate",
+        "--optimizer.learning_rate",
         "1e-2",
     )
     config = tiny(base_model, tmp_path, *words)
@@ -128,7 +128,7 @@ def test_with_several_updates_of_a_batch_every_row_has_the_log_probabilities_bef
 
 
 def test_a_run_on_rows_of_the_caller_says_so(base_model: Path, tmp_path: Path) -> None:
-    config = tiny(base_model, tmp_path, "--trainer.max_steps", "1", "--trainer.eval_samples", "0")
+    config = tiny(base_model, tmp_path, "--trainer.max_steps", "1", "--evaluation.samples", "0")
     rows = [Prompt(id=str(i), prompt=f"{i} + 1?", ground_truth=str(i + 1)) for i in range(4)]
     train_in_process(config, Console(quiet=True), problems=Problems(rows, []))
     assert RunReader(run_dir(config)).summary().data == "rows of the caller"
@@ -187,7 +187,7 @@ def test_a_dropped_group_is_recorded_with_its_reason(base_model: Path, tmp_path:
 
 
 def test_a_run_ended_by_dropped_groups_records_them(base_model: Path, tmp_path: Path) -> None:
-    config = tiny(base_model, tmp_path, "--trainer.max_failed_groups", "3")
+    config = tiny(base_model, tmp_path, "--limits.max_failed_groups", "3")
     with pytest.raises(CollectFailed):
         train(config, Failing)
     (line,) = read_lines(run_dir(config) / LINES)

@@ -46,7 +46,7 @@ class OnlyGreedyIsRight(Faulty):
 
 def test_pass_at_k_leaves_out_the_greedy_answer(settings: Callable[..., Config]) -> None:
     config = settings(
-        "--trainer.max_steps", "1", "--trainer.eval_samples", "3", "--trainer.eval_k", "2"
+        "--trainer.max_steps", "1", "--evaluation.samples", "3", "--evaluation.k", "2"
     )
 
     def wrapped(app: FastAPI) -> OnlyGreedyIsRight:

@@ -64,11 +64,11 @@ def config(**settings: Any) -> Config:
 
 
 def test_a_learning_rate_that_changes_nothing_is_named() -> None:
-    text = only("policy_stands_still", history({}), trainer__learning_rate=5e-9)
-    assert "trainer.learning_rate (5e-09)" in text
-    assert not hints(history({}), config(trainer__learning_rate=1e-7))
+    text = only("policy_stands_still", history({}), optimizer__learning_rate=5e-9)
+    assert "optimizer.learning_rate (5e-09)" in text
+    assert not hints(history({}), config(optimizer__learning_rate=1e-7))
     learning = history(*[{"reward": 0.5 + step / 50} for step in range(WINDOW)])
-    assert not hints(learning, config(trainer__learning_rate=5e-9))
+    assert not hints(learning, config(optimizer__learning_rate=5e-9))
 
 
 def test_a_policy_that_breaks_in_one_update_is_named_at_once() -> None:
@@ -78,14 +78,14 @@ def test_a_policy_that_breaks_in_one_update_is_named_at_once() -> None:
     broken = whole | {"reward": 0.0, "accuracy": 0.0, "update": no_token}
     lines = [whole, *(broken | {"truncated": share} for share in (1.0, 0.91, 0.91))]
     text = "the answers fell apart: 0% were cut or without a final answer in the first step, 91%"
-    rate = {"trainer__learning_rate": 1e-3}
+    rate = {"optimizer__learning_rate": 1e-3}
     assert hints(lines[:2], config(**rate)) == {}, "one odd batch"
     assert text in only("policy_breaks", lines[:3], **rate)
-    assert "trainer.learning_rate (0.001" in only("policy_breaks", lines, **rate)
-    assert "(5) is so large" in only("policy_breaks", lines[:1], trainer__learning_rate=5.0)
+    assert "optimizer.learning_rate (0.001" in only("policy_breaks", lines, **rate)
+    assert "(5) is so large" in only("policy_breaks", lines[:1], optimizer__learning_rate=5.0)
 
     learns = [whole, whole | {"reward": 0.2}]
-    assert hints(learns, config(trainer__learning_rate=0.03)) == {}, "a tiny model"
+    assert hints(learns, config(optimizer__learning_rate=0.03)) == {}, "a tiny model"
 
     gone = broken | {"truncated": 0.1, "unparsable": 0.7}
     found = hints([*lines, *[gone] * WINDOW], config(**rate))
@@ -216,7 +216,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         {"algorithm__kl_coef": 0.01},
         (
             "rose from 0.00433 to 0.0767 nats",
-            "trainer.learning_rate (1e-06)",
+            "optimizer.learning_rate (1e-06)",
             "algorithm.kl_coef 0.01",
         ),
     ),
@@ -224,7 +224,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "policy_moves",
         [{"update": {"kl_reference": 0.8}}],
         {},
-        ("KL to the reference is 0.8 nats", "trainer.learning_rate"),
+        ("KL to the reference is 0.8 nats", "optimizer.learning_rate"),
     ),
     (
         "policy_moves",
@@ -241,7 +241,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "not_finite",
         [{"update": {"skipped": 1}}],
         {},
-        ("10 updates were skipped", "trainer.max_grad_norm"),
+        ("10 updates were skipped", "optimizer.max_grad_norm"),
     ),
     (
         "entropy",

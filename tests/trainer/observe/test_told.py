@@ -118,7 +118,7 @@ def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_pa
 
 def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
     first = {
-        "trainer.learning_rate": 5e-4,
+        "optimizer.learning_rate": 5e-4,
         "algorithm.kl_coef": 0.1,
         "reward.functions": [{"name": "math", "weight": -1.0}],
         "trainer.run_dir": tmp_path / "elsewhere",
@@ -129,7 +129,7 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
     Recorder(tmp_path, from_mapping(first | {"trainer.run_dir": tmp_path}), console, step=3)
     assert "changed" not in said.getvalue()
 
-    second = {"trainer.learning_rate": 1e-6, "algorithm.kl_coef": 0.0}
+    second = {"optimizer.learning_rate": 1e-6, "algorithm.kl_coef": 0.0}
     Recorder(tmp_path, from_mapping(second), console, step=3, words=in_own_words)
     line = next(line for line in said.getvalue().splitlines() if "changed" in line)
     assert "learning_rate 0.0005 → 1e-06" in line

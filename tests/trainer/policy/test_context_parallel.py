@@ -21,7 +21,7 @@ from trainer.policy.policy import Policy
 
 _NEAR = 1e-6
 _SETTINGS = {
-    "trainer.warmup_steps": "0",
+    "optimizer.warmup_steps": "0",
     "trainer.micro_batch_size": "3",
     "algorithm.kl_coef": "0.1",
 }
@@ -55,10 +55,10 @@ def check_cases(
 def test_two_ranks_with_half_of_every_row(policy_dir: Path, tmp_path: Path) -> None:
     """Three updates with a reference and weight decay, sharded and not."""
     one = One(policy_dir, tmp_path)
-    together = arguments(policy_dir, context_parallel_size=2)
+    together = arguments(policy_dir, context_size=2)
     cases: dict[str, dict[str, Any]] = {
         "sharded": {"settings": together},
-        "replicated": {"settings": [*together, "--trainer.shard_size", "1"]},
+        "replicated": {"settings": [*together, "--parallel.shard_size", "1"]},
         "recomputed": {"settings": [*together, "--trainer.activation_checkpointing", "true"]},
         "saves": {"settings": together, "save": "two", "updates": 2},
         "resumes_apart": {"settings": arguments(policy_dir), "resume": "two", "updates": 1},
@@ -81,9 +81,9 @@ def test_families_on_four_ranks(tmp_path: Path, kind: str) -> None:
         model,
         tmp_path,
         {
-            "four": {"trainer.context_parallel_size": 4},
-            "two_and_two": {"trainer.context_parallel_size": 2},
-            "two_copies": {"trainer.context_parallel_size": 2, "trainer.shard_size": 2},
+            "four": {"parallel.context_size": 4},
+            "two_and_two": {"parallel.context_size": 2},
+            "two_copies": {"parallel.context_size": 2, "parallel.shard_size": 2},
         },
     )
 
@@ -99,13 +99,13 @@ def test_ranks_replay_the_experts_of_their_part_of_a_row(tmp_path: Path) -> None
         model,
         tmp_path,
         {
-            "together": {"trainer.context_parallel_size": 2},
+            "together": {"parallel.context_size": 2},
             "recomputed": {
-                "trainer.context_parallel_size": 2,
+                "parallel.context_size": 2,
                 "trainer.activation_checkpointing": "true",
             },
             "apart": {},
-            "divided": {"trainer.expert_parallel_size": 2},
+            "divided": {"parallel.expert_size": 2},
         },
         **{"trainer.routing_replay": "true", "rollout.engine": "embedded"},
     )
@@ -123,7 +123,7 @@ def test_ranks_replay_the_experts_of_their_part_of_a_row(tmp_path: Path) -> None
 def test_a_row_of_4096_tokens_on_four_ranks(tmp_path: Path) -> None:
     """Each computes a quarter; what they exchange is q, k, v and the result, there and back."""
     model = write("Qwen3", tmp_path / "model", vocab_size=VOCABULARY, max_position_embeddings=8192)
-    settings = {"shard_size": 1, "context_parallel_size": 4}
+    settings = {"parallel.shard_size": 1, "parallel.context_size": 4}
     run_ranks(4, "long_row", str(tmp_path), str(model), json.dumps(settings))
     found = load_file(tmp_path / "scored.safetensors")
     expected = long_row.scored(long_row.loaded(str(model), Ranks()), Ranks())
@@ -146,19 +146,19 @@ def test_a_row_of_4096_tokens_on_four_ranks(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_heads_that_cannot_be_divided_are_refused(policy_dir: Path, tmp_path: Path) -> None:
     """The built-in model has two heads."""
-    settings = words(policy_dir, {"trainer.context_parallel_size": 4})
-    with pytest.raises(RuntimeError, match=r"2 attention heads.*trainer\.context_parallel_size"):
+    settings = words(policy_dir, {"parallel.context_size": 4})
+    with pytest.raises(RuntimeError, match=r"2 attention heads.*parallel\.context_size"):
         run_cases(4, tmp_path, {"refused": {"settings": settings}})
 
 
 @pytest.mark.integration
 def test_models_that_are_not_packed_are_refused(policy_dir: Path, tmp_path: Path) -> None:
-    padded = {"trainer.context_parallel_size": 2, "trainer.packing": "off"}
-    with pytest.raises(RuntimeError, match=r"it is off.*trainer\.context_parallel_size"):
+    padded = {"parallel.context_size": 2, "trainer.packing": "off"}
+    with pytest.raises(RuntimeError, match=r"it is off.*parallel\.context_size"):
         run_cases(2, tmp_path, {"refused": {"settings": words(policy_dir, padded)}})
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 2), (4, 3)])
 def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be divided.*trainer\.context_parallel_size"):
+    with pytest.raises(ConfigError, match=r"cannot be divided.*parallel\.context_size"):
         Ranks(world_size=ranks, context_size=size)

@@ -88,23 +88,23 @@ def check_cases(ranks: int, model: Path, directory: Path, cases: dict[str, dict[
 
 @pytest.mark.integration
 def test_two_ranks_with_half_of_the_experts(tmp_path: Path) -> None:
-    check_cases(2, written(tmp_path), tmp_path, {"two": {"expert_parallel_size": 2}})
+    check_cases(2, written(tmp_path), tmp_path, {"two": {"expert_size": 2}})
 
 
 @pytest.mark.integration
 @pytest.mark.slow
 def test_four_ranks_in_every_form(tmp_path: Path) -> None:
-    two = {"expert_parallel_size": 2}
+    two = {"expert_size": 2}
     check_cases(
         4,
         written(tmp_path),
         tmp_path,
         {
-            "four": {"expert_parallel_size": 4},
+            "four": {"expert_size": 4},
             "two_and_two": two,
             "copies": two | {"shard_size": 2},
-            "context": two | {"context_parallel_size": 2},
-            "larger_than_context": {"expert_parallel_size": 4, "context_parallel_size": 2},
+            "context": two | {"context_size": 2},
+            "larger_than_context": {"expert_size": 4, "context_size": 2},
             "recomputed": two | {"activation_checkpointing": True},
             "selective": two | {"activation_checkpointing": "selective"},
             "offloaded": two | {"offload_optimizer": True, "offload_reference": True},
@@ -115,7 +115,7 @@ def test_four_ranks_in_every_form(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.slow
 def test_compiled_layers(tmp_path: Path) -> None:
-    compiled = {"expert_parallel_size": 2, "compile": True}
+    compiled = {"expert_size": 2, "compile": True}
     selective = compiled | {"activation_checkpointing": "selective"}
     check_cases(2, written(tmp_path), tmp_path, {"compiled": compiled, "selective": selective})
 
@@ -124,7 +124,7 @@ def test_compiled_layers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_families(tmp_path: Path, kind: str) -> None:
-    two = {"expert_parallel_size": 2}
+    two = {"expert_size": 2}
     check_cases(
         4, written(tmp_path, kind), tmp_path, {"two": two, "copies": two | {"shard_size": 2}}
     )
@@ -136,7 +136,7 @@ def test_families(tmp_path: Path, kind: str) -> None:
 def test_experts_that_the_remaining_ranks_cannot_share_evenly(tmp_path: Path, experts: int) -> None:
     """Each of two ranks owns 2 and 1 experts, or 1 and none."""
     model = written(tmp_path, num_experts=experts)
-    check_cases(4, model, tmp_path, {"two": {"expert_parallel_size": 2}})
+    check_cases(4, model, tmp_path, {"two": {"expert_size": 2}})
 
 
 @pytest.mark.integration
@@ -159,8 +159,8 @@ def test_a_rank_whose_experts_nobody_needs(tmp_path: Path) -> None:
         tmp_path / "model",
         tmp_path,
         {
-            "two": {"expert_parallel_size": 2},
-            "four": {"expert_parallel_size": 4, "activation_checkpointing": True},
+            "two": {"expert_size": 2},
+            "four": {"expert_size": 4, "activation_checkpointing": True},
         },
     )
 
@@ -173,8 +173,8 @@ def test_checkpoints_change_their_form(tmp_path: Path) -> None:
     model = written(tmp_path)
     one = One(model, tmp_path)
     plain = arguments(model)
-    divided = arguments(model, expert_parallel_size=2)
-    copies = arguments(model, expert_parallel_size=2, shard_size=2)
+    divided = arguments(model, expert_size=2)
+    copies = arguments(model, expert_size=2, shard_size=2)
     third: dict[str, Any] = {"updates": 1}
     resumed: dict[int, dict[str, dict[str, Any]]] = {
         4: {
@@ -208,7 +208,7 @@ def test_published_weights_are_the_bytes_of_one_rank(tmp_path: Path) -> None:
     run_cases(
         4,
         tmp_path,
-        {"new": {"settings": arguments(model, expert_parallel_size=2), "updates": 0}},
+        {"new": {"settings": arguments(model, expert_size=2), "updates": 0}},
     )
     published = load_file(tmp_path / "new-0.safetensors")
     files = load_file(model / "model.safetensors")
@@ -223,7 +223,7 @@ def test_published_weights_are_the_bytes_of_one_rank(tmp_path: Path) -> None:
 def test_passes_in_bfloat16(tmp_path: Path) -> None:
     """Against FSDP2 alone: only sums over experts are rounded in another order."""
     model = written(tmp_path)
-    forms: dict[str, dict[str, Any]] = {"plain": {}, "divided": {"expert_parallel_size": 2}}
+    forms: dict[str, dict[str, Any]] = {"plain": {}, "divided": {"expert_size": 2}}
     made = {
         name: {"settings": arguments(model, **settings), "updates": 1, "low": True}
         for name, settings in forms.items()
@@ -239,7 +239,7 @@ def test_adapters_beside_divided_experts(tmp_path: Path) -> None:
     """The experts are frozen, the matrices of attention are trained."""
     model = written(tmp_path)
     run_cases(1, tmp_path, {"one": {"settings": [*arguments(model), *_LORA]}})
-    divided = arguments(model, expert_parallel_size=2)
+    divided = arguments(model, expert_size=2)
     run_cases(4, tmp_path, {"divided": {"settings": [*divided, *_LORA]}})
     one, found = (
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "divided")
@@ -262,7 +262,7 @@ def test_a_token_travels_once_to_every_rank_that_owns_one_of_its_experts(tmp_pat
         num_experts_per_tok=chosen,
         max_position_embeddings=8192,
     )
-    settings = json.dumps({"expert_parallel_size": ranks})
+    settings = json.dumps({"parallel.expert_size": ranks})
     run_ranks(ranks, "long_row", str(tmp_path), str(model), settings)
 
     scorer = long_row.loaded(str(model), Ranks())
@@ -292,16 +292,16 @@ def test_a_token_travels_once_to_every_rank_that_owns_one_of_its_experts(tmp_pat
 @pytest.mark.integration
 @pytest.mark.slow
 def test_models_without_divisible_experts_are_refused(policy_dir: Path, tmp_path: Path) -> None:
-    dense = {"refused": {"settings": arguments(policy_dir, expert_parallel_size=2)}}
-    with pytest.raises(RuntimeError, match=r"no layers whose experts.*expert_parallel_size"):
+    dense = {"refused": {"settings": arguments(policy_dir, expert_size=2)}}
+    with pytest.raises(RuntimeError, match=r"no layers whose experts.*expert_size"):
         run_cases(2, tmp_path, dense)
     three = written(tmp_path, num_experts=3)
-    odd = {"refused": {"settings": arguments(three, expert_parallel_size=2)}}
+    odd = {"refused": {"settings": arguments(three, expert_size=2)}}
     with pytest.raises(RuntimeError, match=r"3 experts cannot be divided among 2 ranks"):
         run_cases(2, tmp_path, odd)
 
 
 @pytest.mark.parametrize(("ranks", "shard", "size"), [(1, None, 2), (4, None, 3), (4, 2, 4)])
 def test_ranks_that_cannot_be_divided_are_refused(ranks: int, shard: int | None, size: int) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be divided.*trainer\.expert_parallel_size"):
+    with pytest.raises(ConfigError, match=r"cannot be divided.*parallel\.expert_size"):
         Ranks(world_size=ranks, shard_size=shard, expert_size=size)

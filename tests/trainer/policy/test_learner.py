@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from common.errors import ConfigError
 from common.settings.config import Config, from_mapping, load
-from common.settings.sections import TrainerSection
+from common.settings.sections import OptimizerSection
 from common.wire.codec import encode_groups
 from common.wire.schemas import Float32, Group, Int32
 from learning.batching import micro_batches
@@ -197,7 +197,7 @@ def test_momentum_and_decay_continue_on_a_batch_without_gradient(
     config: Config, groups: list[Group]
 ) -> None:
     """As on a rank beside others with rows: AdamW takes a step with a gradient of 0."""
-    config.trainer.weight_decay = 0.1
+    config.optimizer.weight_decay = 0.1
     policy, zeros = Policy(config, Ranks()), Policy(config, Ranks())
     for each in (policy, zeros):
         each.update(whole(groups, config))
@@ -205,7 +205,7 @@ def test_momentum_and_decay_continue_on_a_batch_without_gradient(
     assert policy.update(whole([groups[2]], config)).metrics.grad_norm == 0
     for parameter in zeros.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    zeros.optimizer.step(config.trainer.learning_rate)
+    zeros.optimizer.step(config.optimizer.learning_rate)
     for name, value in parameters(zeros).items():
         assert torch.equal(parameters(policy)[name], value)
         assert not torch.equal(before[name], value)
@@ -229,7 +229,7 @@ IN_REWARD = [
 ]
 
 
-TOGETHER = ["--trainer.context_parallel_size", "2"]
+TOGETHER = ["--parallel.context_size", "2"]
 OVER_ROWS = ["--algorithm.name", "gspo", "--algorithm.entropy_coef", "0.01"]
 """The ratio of a token is its row's, and entropies have a gradient."""
 
@@ -249,9 +249,9 @@ def test_two_trainer_processes_give_the_update_of_one(
     words = (
         "--model.name",
         config.model.name,
-        "--trainer.learning_rate",
+        "--optimizer.learning_rate",
         "1e-3",
-        "--trainer.warmup_steps",
+        "--optimizer.warmup_steps",
         "0",
         *settings,
     )
@@ -280,10 +280,10 @@ def test_trap_settings_change_the_update(config: Config, groups: list[Group]) ->
 
     assert differs("algorithm", "clip_high", 50.0)
     assert differs("algorithm", "clip_low", 0.99)
-    assert differs("trainer", "learning_rate", 2e-3)
-    assert differs("trainer", "max_grad_norm", 1e-6)
-    assert differs("trainer", "weight_decay", 0.5)
-    assert differs("trainer", "warmup_steps", 10)
+    assert differs("optimizer", "learning_rate", 2e-3)
+    assert differs("optimizer", "max_grad_norm", 1e-6)
+    assert differs("optimizer", "weight_decay", 0.5)
+    assert differs("optimizer", "warmup_steps", 10)
     assert differs("sampling", "temperature", 0.5)
     assert differs("algorithm", "advantage_eps", 1.0)
 
@@ -306,7 +306,7 @@ def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]
 
 
 def test_importance_weights_scale_the_gradient(config: Config, groups: list[Group]) -> None:
-    config.trainer.max_grad_norm = 1e9
+    config.optimizer.max_grad_norm = 1e9
     policies = [Policy(config, Ranks()), Policy(config, Ranks())]
     pairs = zip(policies, (1.0, 0.5), strict=True)
     full, half = (
@@ -330,7 +330,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
     assert policy.update(good).metrics.skipped == 0  # restarts the count
     policy.update(bad)
     with pytest.raises(
-        NonFiniteGradients, match=r"2 gradients in a row.*field: trainer\.learning_rate"
+        NonFiniteGradients, match=r"2 gradients in a row.*field: optimizer\.learning_rate"
     ):
         policy.update(bad)
 
@@ -368,7 +368,7 @@ def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]
     ],
 )
 def test_learning_rate_hand_computed(schedule: str, step: int, expected: float) -> None:
-    settings = TrainerSection.model_validate(
+    settings = OptimizerSection.model_validate(
         {"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule}
     )
     assert learning_rate(step, 110, settings) == pytest.approx(expected, abs=1e-6)
@@ -403,10 +403,10 @@ def test_every_rate_is_that_of_the_scheduler_of_transformers(
     steps = 40
     config = from_mapping(
         {
-            "trainer.learning_rate": 1e-5,
-            "trainer.warmup_steps": warmup,
-            "trainer.lr_schedule": schedule,
-            "trainer.lr_schedule_args": arguments,
+            "optimizer.learning_rate": 1e-5,
+            "optimizer.warmup_steps": warmup,
+            "optimizer.lr_schedule": schedule,
+            "optimizer.lr_schedule_args": arguments,
         }
     )
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1e-5)
@@ -418,7 +418,7 @@ def test_every_rate_is_that_of_the_scheduler_of_transformers(
         optimizer.step()
         scheduler.step()
 
-    ours = [learning_rate(step, steps, config.trainer) for step in range(steps)]
+    ours = [learning_rate(step, steps, config.optimizer) for step in range(steps)]
     assert ours == pytest.approx([*theirs[1 : warmup + 1], *theirs[warmup:steps]], rel=1e-12)
 
 
@@ -428,7 +428,7 @@ def test_every_rate_is_that_of_the_scheduler_of_transformers(
         ("linear", {"num_cycles": 2}, "num_cycles, which linear does not read.*leave it out"),
         ("cosine", {"num_cycle": 2}, "num_cycle, which cosine.*did you mean num_cycles"),
         ("polynomial", {"power": "two"}, "the power two.*a number"),
-        ("polynomial", {"lr_end": 1.0}, "lr_end 1, which is not below trainer.learning_rate"),
+        ("polynomial", {"lr_end": 1.0}, "lr_end 1, which is not below optimizer.learning_rate"),
         ("cosine_with_min_lr", {}, "needs one lowest rate.*min_lr or min_lr_rate"),
         ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0}, "needs one lowest rate"),
         ("warmup_stable_decay", {}, "give num_decay_steps"),
@@ -439,7 +439,7 @@ def test_arguments_that_a_schedule_does_not_have_are_refused(
     schedule: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_mapping({"trainer.lr_schedule": schedule, "trainer.lr_schedule_args": arguments})
+        from_mapping({"optimizer.lr_schedule": schedule, "optimizer.lr_schedule_args": arguments})
 
 
 def test_engine_and_trainer_are_compared_on_a_batch_without_a_gradient(

@@ -234,7 +234,7 @@ def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None
                 "4",
                 "--algorithm.kl_coef",
                 "0.1",
-                "--trainer.offload_reference",
+                "--parallel.offload_reference",
                 "true",
             ],
             r"offload_reference is set",
@@ -297,7 +297,7 @@ def test_peft_is_imported_only_for_an_adapter() -> None:
 @pytest.fixture
 def settings(settings: Callable[..., Config]) -> Callable[..., Config]:
     """Makes the settings of a run of a few small steps with an adapter."""
-    return partial(settings, "--lora.rank", "4", "--trainer.learning_rate", "5e-3")
+    return partial(settings, "--lora.rank", "4", "--optimizer.learning_rate", "5e-3")
 
 
 def run(config: Config) -> tuple[Path, list[dict[str, Any]]]:
@@ -312,7 +312,7 @@ def run(config: Config) -> tuple[Path, list[dict[str, Any]]]:
 def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
     settings: Callable[..., Config], base_model: Path, words: tuple[str, ...]
 ) -> None:
-    config = settings(*words, "--trainer.eval_samples", "8", "--trainer.eval_pass_samples", "2")
+    config = settings(*words, "--evaluation.samples", "8", "--evaluation.pass_samples", "2")
     saved, lines = run(config)
     assert [line["staleness"] for line in lines] == [0, 0, 0]
     assert max(line["update"]["delta_logprob_current"] for line in lines) < 1e-5
@@ -351,7 +351,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(
         ("--lora.target_modules", "q_proj"),
         ("--lora.rank", "0"),
     ):
-        with pytest.raises(ConfigError, match=r"the checkpoint.*trainer\.resume false"):
+        with pytest.raises(ConfigError, match=r"the checkpoint.*checkpoint\.resume false"):
             run(settings(*words, directory=tmp_path / "broken"))
 
 

@@ -24,10 +24,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 SETTINGS = {
-    "trainer.learning_rate": "1e-2",
-    "trainer.warmup_steps": "0",
-    "trainer.weight_decay": "0.1",
-    "trainer.max_grad_norm": "0.5",
+    "optimizer.learning_rate": "1e-2",
+    "optimizer.warmup_steps": "0",
+    "optimizer.weight_decay": "0.1",
+    "optimizer.max_grad_norm": "0.5",
     "trainer.micro_batch_size": "2",
     "algorithm.kl_coef": "0.1",
     "lora.rank": "4",
@@ -63,9 +63,9 @@ def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(
     third update."""
     one = OneAdapter(load(words(policy_dir), {}), tmp_path)
     assert one.metrics[-1][2] > 0, "the policy is no longer the reference"
-    sharded, replicated = words(policy_dir), words(policy_dir, trainer__shard_size=1)
+    sharded, replicated = words(policy_dir), words(policy_dir, parallel__shard_size=1)
     offload = words(
-        policy_dir, trainer__offload_optimizer=True, trainer__activation_checkpointing=True
+        policy_dir, parallel__offload_optimizer=True, trainer__activation_checkpointing=True
     )
     cases: dict[str, dict[str, Any]] = {
         "sharded": {"settings": sharded},

@@ -78,7 +78,7 @@ def test_a_real_update_allocates_what_is_estimated(
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(tmp_path)
     options = {
         "model.name": tmp_path,
-        "trainer.warmup_steps": 0,
+        "optimizer.warmup_steps": 0,
         "trainer.micro_batch_tokens": _TOKENS,
         "trainer.activation_checkpointing": checkpointing,
     }

@@ -124,14 +124,16 @@ def random_config(rng: np.random.Generator, case: int, models: tuple[Path, Path]
         else TEACHER,
         algorithm=AlgorithmSection.model_validate(words),
         trainer={
-            "learning_rate": 10 ** rng.uniform(-4, -2),
-            "warmup_steps": 0,
-            "weight_decay": one_of(0.0, 0.1),
-            "max_grad_norm": one_of(0.05, 1.0),
             "packing": one_of("on", "off"),
             "micro_batch_tokens": int(rng.integers(8, 120)),
             "micro_batch_size": one_of(None, 1, 2, 5),
             "keep_groups_mb": one_of(0, 10),
+        },
+        optimizer={
+            "learning_rate": 10 ** rng.uniform(-4, -2),
+            "warmup_steps": 0,
+            "weight_decay": one_of(0.0, 0.1),
+            "max_grad_norm": one_of(0.05, 1.0),
         },
     )
     assert config.algorithm.rollout_correction == words["rollout_correction"]
@@ -261,7 +263,7 @@ def check(case: int, models: tuple[Path, Path]) -> None:
     counting = [i for i, row in enumerate(paper.rows) if row.counts]
     check_mini_batches([indices for indices, _ in policy.minis], counting, config)
     check_early_stop(minis, algorithm, len(policy.gradients), bool(metrics.stopped_early))
-    after = adamw(before, policy.gradients, config.trainer.learning_rate, config)
+    after = adamw(before, policy.gradients, config.optimizer.learning_rate, config)
     for name, tensor in policy.parameters().items():
         torch.testing.assert_close(tensor.double(), after[name], atol=5e-6, rtol=1e-4)
     norms = [

@@ -34,11 +34,11 @@ _QWEN = {
 """The published shapes of Qwen2.5."""
 _CHECKPOINTING = ["--trainer.activation_checkpointing", "true"]
 _SELECTIVE = ["--trainer.activation_checkpointing", "selective"]
-_GATHERED_ONCE = ["--trainer.reshard_after_forward", "false"]
+_GATHERED_ONCE = ["--parallel.reshard_after_forward", "false"]
 _LONG = [
     "--trainer.micro_batch_tokens",
     "8192",
-    "--trainer.context_parallel_size",
+    "--parallel.context_size",
     "8",
     "--sampling.max_new_tokens",
     "65536",
@@ -52,7 +52,7 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
     """Writes the configuration of the model; returns that of the run."""
     shape = dict(zip(_NAMES, sizes, strict=True)) | {"model_type": "qwen2"} | more
     (directory / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 32_768}))
-    return load(["--model.name", str(directory), "--trainer.warmup_steps", "0", *words], {})
+    return load(["--model.name", str(directory), "--optimizer.warmup_steps", "0", *words], {})
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
         pytest.param("7B", 8, ["--lora.rank", "16"], marks=pytest.mark.slow),
         pytest.param("32B", 16, _CHECKPOINTING, marks=pytest.mark.slow),
         pytest.param(
-            "7B", 16, [*_CHECKPOINTING, "--trainer.shard_size", "8"], marks=pytest.mark.slow
+            "7B", 16, [*_CHECKPOINTING, "--parallel.shard_size", "8"], marks=pytest.mark.slow
         ),
         pytest.param("32B", 16, [*_CHECKPOINTING, *_LONG], marks=pytest.mark.slow),
         pytest.param("7B", 8, [*_CHECKPOINTING, *_GATHERED_ONCE], marks=pytest.mark.slow),
         pytest.param("1.5B", 8, [*_SELECTIVE, *_GATHERED_ONCE], marks=pytest.mark.slow),
         pytest.param("0.5B", 4, [], marks=pytest.mark.slow),
-        pytest.param("1.5B", 8, ["--trainer.shard_size", "1"], marks=pytest.mark.slow),
+        pytest.param("1.5B", 8, ["--parallel.shard_size", "1"], marks=pytest.mark.slow),
     ],
     ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else str(value),
 )
@@ -105,7 +105,7 @@ def test_an_update_uses_the_estimated_memory(
                 "qwen2",
                 (896, 4864, 4, 14, 2, 151_936),
                 2,
-                ["--trainer.micro_batch_tokens", "512", "--trainer.shard_size", "1"],
+                ["--trainer.micro_batch_tokens", "512", "--parallel.shard_size", "1"],
             ),
             marks=pytest.mark.slow,
         ),
@@ -113,7 +113,7 @@ def test_an_update_uses_the_estimated_memory(
             "llama",
             (4096, 14_336, 3, 32, 8, 128_256),
             4,
-            ["--trainer.shard_size", "2"],
+            ["--parallel.shard_size", "2"],
             marks=pytest.mark.slow,
         ),
         pytest.param("mistral", (4096, 14_336, 3, 32, 8, 32_768), 8, [], marks=pytest.mark.slow),
@@ -155,7 +155,7 @@ def test_updates_of_other_models_use_the_estimated_memory(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [[], _CHECKPOINTING, [*_CHECKPOINTING, "--trainer.expert_parallel_size", "8"]],
+    [[], _CHECKPOINTING, [*_CHECKPOINTING, "--parallel.expert_size", "8"]],
     ids=["kept", "recomputed", "shared_out"],
 )
 def test_an_update_of_experts_uses_the_estimated_memory(tmp_path: Path, words: list[str]) -> None:
@@ -234,8 +234,8 @@ def test_parameters_are_counted_as_transformers_makes_them(kind: str) -> None:
 
 
 def test_offloading_cannot_be_rehearsed_and_saves_what_is_held(tmp_path: Path) -> None:
-    offload = written(tmp_path, _SMALL, "--trainer.offload_optimizer", "true")
-    with pytest.raises(ConfigError, match=r"trainer\.offload_optimizer.*subtract what is held"):
+    offload = written(tmp_path, _SMALL, "--parallel.offload_optimizer", "true")
+    with pytest.raises(ConfigError, match=r"parallel\.offload_optimizer.*subtract what is held"):
         rehearse(offload, 2)
     shape = ModelShape.of(json.loads((tmp_path / "config.json").read_text()))
     kept, here = (

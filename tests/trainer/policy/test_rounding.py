@@ -123,7 +123,7 @@ def test_with_several_updates_the_first_ratio_is_still_one(
     words = (
         "--algorithm.update_epochs",
         "2",
-        "--trainer.learning_rate",
+        "--optimizer.learning_rate",
         "1e-12",
         "--trainer.micro_batch_tokens",
         "300",

@@ -113,7 +113,7 @@ def test_weights_that_are_gathered_once_are_those_of_the_last_update(
     groups = [(0, 3), (2,), (0, 3), (3, 0)]
     no_reference = ["--algorithm.kl_coef", "0", "--algorithm.reference_refresh", "0"]
     plain = [*arguments(policy_dir), *no_reference]
-    once = [*plain, "--trainer.reshard_after_forward", "false"]
+    once = [*plain, "--parallel.reshard_after_forward", "false"]
     recomputed = [*once, "--trainer.activation_checkpointing", "selective"]
     policy = Policy(load(plain, {}), Ranks())
     expected = torch.tensor(learned(policy, 0, groups=groups))
@@ -164,14 +164,14 @@ def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, on
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 2), (4, 3), (2, 4)])
 def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be divided.*trainer\.shard_size"):
+    with pytest.raises(ConfigError, match=r"cannot be divided.*parallel\.shard_size"):
         Ranks(world_size=ranks, shard_size=size)
 
 
 def test_an_unsharded_model_is_not_offloaded(config: Config) -> None:
-    config.trainer.offload_optimizer = True
+    config.parallel.offload_optimizer = True
     with pytest.raises(
-        ConfigError, match=r"only sharded models can be offloaded.*trainer\.offload_optimizer"
+        ConfigError, match=r"only sharded models can be offloaded.*parallel\.offload_optimizer"
     ):
         Policy(config, Ranks())
 

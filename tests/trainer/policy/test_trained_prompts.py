@@ -100,7 +100,7 @@ def test_an_evaluation_says_what_was_trained_on(
     """A merged adapter keeps what it was trained on, and what its base was trained on."""
     words = f"--model.name {base_model} --trainer.run_dir {tmp_path / 'sft'} --data.source tiny"
     few = "--data.num_samples 12 --trainer.batch_size 4 --trainer.max_steps 1"
-    off = "--trainer.eval_samples 0"
+    off = "--evaluation.samples 0"
     answers = load(f"{words} {few} {off}".split(), {}, subset=SFT_SETTINGS)
     examples = load_examples(answers)
     learned = examples.train

@@ -224,7 +224,7 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
     changed.model.reference = str(tmp_path / "other")
     far = Policy(changed, Ranks()).update(whole(groups, changed)).metrics
     assert far.kl_reference > 1e-3
-    changed.trainer.offload_reference = True
+    changed.parallel.offload_reference = True
     assert Policy(changed, Ranks()).update(whole(groups, changed)).metrics == far
     changed = with_algorithm(changed, kl_coef=0.1, reference_refresh=2)
     policy = Policy(changed, Ranks())

@@ -40,7 +40,7 @@ def config(base_model: Path, tmp_path: Path) -> Config:
             "--sampling.group_size",
             str(SIZE),
         ),
-        *("--trainer.eval_samples", "0", "--trainer.max_failed_groups", "1"),
+        *("--evaluation.samples", "0", "--limits.max_failed_groups", "1"),
         *("--reward.function_timeout_s", "60"),
     ]
     return load(words, {})

@@ -113,7 +113,7 @@ def test_episodes_with_the_calculator_train_on_the_tokens_that_were_sampled(
         "sampling.group_size": 4,
         "trainer.batch_size": 4,
         "trainer.max_steps": 2,
-        "trainer.eval_samples": 8,
+        "evaluation.samples": 8,
     }
     change["environment.name"] = f"python:{RewardsAtRandom.__module__}:{RewardsAtRandom.__name__}"
     config = settings(made, tmp_path / "run", **change)

@@ -39,8 +39,8 @@ def episodes_of(config: Config, environment: type) -> Config:
     config = config.model_copy(deep=True)
     config.environment.name = f"python:{environment.__module__}:{environment.__name__}"
     config.environment.turns, config.sampling.max_new_tokens, config.sampling.group_size = 4, 60, 4
-    config.trainer.batch_size, config.trainer.max_steps, config.trainer.eval_samples = 2, 2, 2
-    config.trainer.eval_pass_samples, config.rollout.max_context_tokens = 0, 512
+    config.trainer.batch_size, config.trainer.max_steps, config.evaluation.samples = 2, 2, 2
+    config.evaluation.pass_samples, config.rollout.max_context_tokens = 0, 512
     return config
 
 
@@ -176,7 +176,7 @@ def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
 
 def test_an_environment_that_fails_drops_its_group_with_the_reason(small: Config) -> None:
     config = episodes_of(small, Moody)
-    config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
+    config.evaluation.samples, config.trainer.num_epochs = 0, 1
     records = train(config)
     assert set(records[-1]["dropped"]) == {"episode"}
     assert [record["update"]["trained_tokens"] > 0 for record in records] == [True, True]
@@ -188,7 +188,7 @@ def test_a_lost_episode_costs_one_episode_not_its_group(
 ) -> None:
     """Another one is played in its place, or the group is trained without it."""
     config = episodes_of(small, Unlucky)
-    config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
+    config.evaluation.samples, config.trainer.num_epochs = 0, 1
     config.environment.min_episodes, config.data.curriculum = min_episodes, "difficulty"
     config.replay.reuse_ratio = 0.5
     config.trainer.max_staleness = 0
@@ -220,7 +220,7 @@ def test_a_lost_episode_costs_one_episode_not_its_group(
 def test_too_few_whole_episodes_are_no_group(small: Config) -> None:
     """Two of four are lost, and so are those that are played in their place."""
     config = episodes_of(small, TwiceUnlucky)
-    config.trainer.eval_samples, config.trainer.num_epochs = 0, 1
+    config.evaluation.samples, config.trainer.num_epochs = 0, 1
     config.environment.min_episodes = 3
     config.trainer.max_steps = 1
     TwiceUnlucky.begun.clear()
@@ -256,7 +256,7 @@ def test_refused_calls_are_told_within_the_first_step(
     program.write_text(ASKS_FOR_TWO)
     config = episodes_of(small, Insists)
     config.environment.name = f"agent:{sys.executable} {program}"
-    config.trainer.eval_samples, config.trainer.max_steps, config.trainer.batch_size = 0, 1, 1
+    config.evaluation.samples, config.trainer.max_steps, config.trainer.batch_size = 0, 1, 1
     caplog.set_level("INFO", "run")
     (record,) = train(config)
     assert (record["refused_calls"], record["reward"]) == (4, 0.0)

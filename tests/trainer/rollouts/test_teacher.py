@@ -257,9 +257,9 @@ def run(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
                 "4",
             ),
             *(
-                "--trainer.eval_samples",
+                "--evaluation.samples",
                 "0",
-                "--trainer.warmup_steps",
+                "--optimizer.warmup_steps",
                 "0",
                 "--reward.workers",
                 "1",
@@ -325,7 +325,7 @@ def test_a_student_that_is_its_own_teacher_learns_nothing_and_another_teacher_is
         "12",
         "--trainer.batch_size",
         "8",
-        "--trainer.learning_rate",
+        "--optimizer.learning_rate",
         "1e-3",
     )
     other = run("other", *opd, serve(base_model)[1], "--model.name", str(damaged), *words)
@@ -373,7 +373,7 @@ def test_a_group_that_the_teacher_does_not_score_is_dropped_counted_and_tried_ag
             "opd",
             "--teacher.url",
             url,
-            "--trainer.max_failed_groups",
+            "--limits.max_failed_groups",
             "3",
         )
 

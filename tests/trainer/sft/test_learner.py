@@ -39,20 +39,18 @@ def reference_loss(model: Any, rows: list[TrainingSequence]) -> Tensor:
     "cut", [{}, {"packing": "off"}, {"micro_batch_size": 1}, {"micro_batch_tokens": 40}]
 )
 def test_three_updates_match_transformers_and_torch(config: Config, cut: dict[str, Any]) -> None:
-    for name, value in {
-        "weight_decay": 0.1,
-        "max_grad_norm": 0.3,
-        "lr_schedule": "linear",
-        "warmup_steps": 1,
-        **cut,
-    }.items():
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.max_grad_norm = 0.3
+    config.optimizer.lr_schedule = "linear"
+    config.optimizer.warmup_steps = 1
+    for name, value in cut.items():
         setattr(config.trainer, name, value)
     policy = Policy(config, Ranks())
     policy.total_steps = 3
     model = copy.deepcopy(policy.model)
     model.set_attn_implementation("eager")
     adam = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=config.trainer.adam_betas, weight_decay=0.1
+        model.parameters(), lr=1.0, betas=config.optimizer.adam_betas, weight_decay=0.1
     )
     learner = Learner(policy)
     for step, rate in enumerate((1e-3, 1e-3, 5e-4)):

@@ -40,15 +40,15 @@ def settings(policy_dir: Path, directory: Path, *more: str) -> Config:
         "4",
     ]
     words += [
-        "--trainer.learning_rate",
+        "--optimizer.learning_rate",
         "1e-3",
-        "--trainer.eval_samples",
+        "--evaluation.samples",
         "3",
         "--trainer.num_epochs",
         "2",
     ]
     return load(
-        [*words, "--trainer.run_dir", str(directory), "--trainer.checkpoint_every", "2", *more],
+        [*words, "--trainer.run_dir", str(directory), "--checkpoint.every", "2", *more],
         {},
         subset=SFT_SETTINGS,
     )
@@ -68,7 +68,7 @@ def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(
         tmp_path / "run",
         "--trackers.names",
         "tests.support.runs.fake_trackers:Keeps",
-        "--trainer.eval_every",
+        "--evaluation.every",
         "3",
     )
     saved = fine_tune(config, load_examples(config), QUIET)
@@ -155,7 +155,7 @@ def test_an_interrupted_run_goes_on_to_the_very_same_weights(
 def test_two_ranks_match_one_and_resume_its_checkpoint(policy_dir: Path, tmp_path: Path) -> None:
     """The model is sharded, a rank without a row takes part, and only rank 0 has the data."""
     constant = (
-        "--trainer.lr_schedule",
+        "--optimizer.lr_schedule",
         "constant",
         "--trainer.micro_batch_size",
         "1",
@@ -177,9 +177,9 @@ def test_two_ranks_match_one_and_resume_its_checkpoint(policy_dir: Path, tmp_pat
         "2",
     ]
     words += [
-        "--trainer.learning_rate",
+        "--optimizer.learning_rate",
         "1e-3",
-        "--trainer.eval_samples",
+        "--evaluation.samples",
         "3",
         "--trainer.run_dir",
         str(tmp_path / "two"),
@@ -243,16 +243,16 @@ def test_settings_of_training_from_rewards_are_refused(words: list[str], name: s
 
 
 def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
-    assert load([], {}, subset=SFT_SETTINGS).trainer.learning_rate == 2e-5
+    assert load([], {}, subset=SFT_SETTINGS).optimizer.learning_rate == 2e-5
     assert load([], {"BATCH_SIZE": "7"}, subset=SFT_SETTINGS).trainer.batch_size == 7
-    (tmp_path / "own.yaml").write_text("trainer: {learning_rate: 3.0e-5}")
+    (tmp_path / "own.yaml").write_text("optimizer: {learning_rate: 3.0e-5}")
     assert (
         load(
             ["--config", str(tmp_path / "own.yaml")], {}, subset=SFT_SETTINGS
-        ).trainer.learning_rate
+        ).optimizer.learning_rate
         == 3e-5
     )
-    assert load([], {}).trainer.learning_rate == 1e-6
+    assert load([], {}).optimizer.learning_rate == 1e-6
 
 
 def test_the_help_lists_the_settings_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +260,7 @@ def test_the_help_lists_the_settings_that_are_read(capsys: pytest.CaptureFixture
         load(["--help-all"], {}, prog="rlhf sft", subset=SFT_SETTINGS)
     assert SFT_SETTINGS.meanings.keys() <= set(SFT_SETTINGS.reads)
     shown = capsys.readouterr().out
-    assert "--trainer.learning_rate" in shown
+    assert "--optimizer.learning_rate" in shown
     assert "2e-05" in shown
     assert not {"--algorithm.name", "--sampling.group_size", "--rollout.engine"} & {*shown.split()}
 

@@ -55,7 +55,7 @@ def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: 
         base_model,
         tmp_path,
         "Keeps",
-        more=("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "0"),
+        more=("--evaluation.samples", "4", "--evaluation.pass_samples", "0"),
     )
     train_in_process(config, Console(quiet=True))
     assert config.trainer.run_dir is not None
@@ -107,7 +107,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(
         base_model,
         tmp_path,
         "Keeps",
-        more=("--trainer.resume", "false", "--trainer.max_steps", "1"),
+        more=("--checkpoint.resume", "false", "--trainer.max_steps", "1"),
     )
     train_in_process(anew, Console(quiet=True))
     starts = [content for call, content in kept(first) if call == "start"]

@@ -211,7 +211,7 @@ class Exiting(EngineGroup):
 
 
 def test_a_transfer_whose_thread_ends_is_a_failed_transfer() -> None:
-    """The publisher would take it for sent, and wait until `trainer.fence_after_s` for engines
+    """The publisher would take it for sent, and wait until `limits.fence_after_s` for engines
     to confirm it."""
     worker = WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
     group = Exiting([worker], Rendezvous("127.0.0.1"), 5.0)
@@ -226,7 +226,7 @@ def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No node could fetch the version or report, and the publisher would wait for
-    `trainer.fence_after_s`."""
+    `limits.fence_after_s`."""
     board = WeightBoard(tmp_path / "weights")
     app = create_trainer_app(board, Metrics("trainer"))
 

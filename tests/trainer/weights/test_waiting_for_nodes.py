@@ -113,7 +113,7 @@ def test_without_any_node_that_serves_the_error_says_how_far_each_is(nodes: Node
         PublishFailed,
         match=r"no progress for 0.8 s: 0 of 2 rollout nodes serve weights 3; missing: "
         r"rollout-server-0 \(updating, weights 2\) 1.2 of 3.4 MB fetched, .*"
-        r"trainer.fence_after_s · value: 0.8",
+        r"limits.fence_after_s · value: 0.8",
     ):
         waiting(nodes).result(60)
 
