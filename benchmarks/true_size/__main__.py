@@ -94,12 +94,12 @@ def settings(case: Case, options: Any, directory: Path) -> dict[str, Any]:
             "max_steps": options.steps,
             "num_epochs": 1000,
             "max_staleness": case.max_staleness,
-            "checkpoint_every": 0,
-            "eval_samples": 0,
             "packing": "on",
-            "shard_size": 1,
             "routing_replay": case.top_k > 0,
         },
+        "checkpoint": {"every": 0},
+        "evaluation": {"samples": 0},
+        "parallel": {"shard_size": 1},
     }
     if case.turns:
         found["environment"] = {"turns": case.turns, "deadline_s": 3600.0}
