@@ -158,8 +158,7 @@ def _sglang_command(config: Config, options: dict[str, object], seed: int) -> li
         flags.append("--trust-remote-code")
     if config.reproducible:
         flags.append(_DETERMINISTIC)
-    if config.trainer.routing_replay:
-        flags += _routing_options(rollout)
+    flags += _expert_options(config)
     flags += _lora_options(config)
     flags += rollout.engine_args
 
@@ -280,14 +279,17 @@ def _sglang_bound(model_path: str) -> tuple[int, str] | None:
     return min(bounds, default=None)
 
 
-def _routing_options(rollout: RolloutSection) -> list[str]:
-    """Returns the SGLang options that record the experts of every token."""
-    record = "--enable-return-routed-experts"
+def _expert_options(config: Config) -> list[str]:
+    """Returns the SGLang options for the experts of a mixture; other models ignore them."""
+    rollout = config.rollout
+    options = ["--enable-return-routed-experts"] if config.trainer.routing_replay else []
+    # Other kernels, which SGLang may prefer, choose the experts themselves and record nothing, or
+    # rearrange them in memory, so that the checksums of a broadcast are not those that were sent.
+    needs_plain = config.trainer.routing_replay or config.trainer.weight_sync == "distributed"
     named = any(word.startswith(_MOE_BACKEND) for word in rollout.engine_args)
-    if named or rollout.device == "cpu":
-        return [record]
-    # Other kernels, which SGLang may prefer, choose the experts themselves and record nothing.
-    return [record, _MOE_BACKEND, "triton"]
+    if needs_plain and not named and rollout.device != "cpu":
+        options += [_MOE_BACKEND, "triton"]
+    return options
 
 
 def _lora_options(config: Config) -> list[str]:
