@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.wire.schemas import Int32, UInt8
 from learning.sharding import layers
 
@@ -32,6 +32,12 @@ Experts = NDArray[np.int16]
 _FIELD = "trainer.routing_replay"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROUTERS = ("gate", "router")
+
+
+class RoutesNotRecorded(ServiceError):
+    """The experts in a row are not those that an engine computed it with."""
+
+    code = "routes_not_recorded"
 
 
 class RoutedRow(NamedTuple):
@@ -72,13 +78,14 @@ class Routers:
         may be computed again."""
         self._recorded: list[Tensor | None] | None = None
 
-        found = 0
+        self._routed: list[int] = []
+        """Numbers of the layers with experts."""
         for index, layer in enumerate(layers(model)):
             router = _router(layer)
             if router is not None:
                 router.forward = torch.compiler.disable(partial(self._route, index, router.forward))
-                found += 1
-        if not (found and self.experts and self.top_k):
+                self._routed.append(index)
+        if not (self._routed and self.experts and self.top_k):
             raise _refused(config, "it has no layer with experts and a router beside them")
         self._config = config
 
@@ -113,7 +120,29 @@ class Routers:
                 value=True,
                 remedy="empty the replay-buffer with POST /clear if it has groups of another model",
             )
+        self._check_distinct(numbers.reshape(tokens, self.layers, self.top_k)[:, self._routed])
         return numbers.reshape(tokens, self.width)
+
+    def _check_distinct(self, experts: Experts) -> None:
+        """Raises RoutesNotRecorded for experts [tokens, layers, top_k] of which a token has one
+        twice: no router chose them.
+
+        An engine whose kernels bypass the record leaves zeros, so the first two are enough for
+        every token; to compare all pairs of the first token costs nothing.
+        """
+        if self.top_k == 1 or len(experts) == 0:
+            return
+        repeats = bool((experts[:, :, 0] == experts[:, :, 1]).any())
+        first = np.sort(experts[0], axis=-1)
+        if repeats or bool((first[:, 1:] == first[:, :-1]).any()):
+            raise RoutesNotRecorded(
+                "an engine returned the same expert twice for a token: it did not record which "
+                "experts computed it",
+                field=_FIELD,
+                value=True,
+                remedy="rollout.engine_args --moe-runner-backend triton, whose experts SGLang "
+                "records, or leave it out",
+            )
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -63,7 +63,11 @@ def _segments(setting: Setting, shared: bool) -> tuple[Segments, list[tuple[slic
     """Returns segments, each with its positions in the row and the positions of its keys."""
     rng = np.random.default_rng(0)
     most = 60 if setting.small else 700
-    starts, sizes, prefix_starts, prefixes, places = [], [], [], [], []
+    starts = []
+    sizes = []
+    prefix_starts = []
+    prefixes = []
+    places = []
     position = 0
     for _ in range(3):
         prompt_start = position

@@ -280,6 +280,15 @@ def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
             value=found,
             remedy=OTHER_ENGINE,
         ) from None
+    # Kernels that choose experts themselves bypass what SGLang records, and leave its zeros.
+    if numbers.max() == 0:
+        raise GenerationFailed(
+            "the engine did not record the experts: it answers 0 for every token and layer",
+            field="routed_experts",
+            value=0,
+            remedy="rollout.engine_args --moe-runner-backend triton, whose experts are recorded, "
+            "or leave trainer.routing_replay out",
+        )
     return numbers.astype("<u2").view(np.uint8)
 
 

@@ -43,6 +43,10 @@ _SINGLE = (
     "trainer.routing_replay",
 )
 """Settings that need single completions where they are set."""
+_UNRECORDED = re.compile(
+    r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
+)
+"""SGLang arguments for kernels that choose the experts themselves (of 0.5.21)."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
 """SGLang arguments that spread an engine over nodes."""
 _NOT_WITH_BROADCASTS = {
@@ -322,6 +326,13 @@ def _sampling(config: Settings) -> Iterator[str]:
             "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
             "{rollout.router} removes that field from requests: leave rollout.router or "
             "trainer.routing_replay out"
+        )
+    unrecorded = _UNRECORDED.search(" ".join(config.rollout.engine_args))
+    if replays and unrecorded:
+        yield (
+            "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
+            f"its kernels {unrecorded[1]} do not record them: leave --moe-runner-backend out of "
+            "{rollout.engine_args}, or name triton"
         )
 
 

@@ -49,6 +49,7 @@ _CPU_OPTIONS = {
     "skip-server-warmup": True,
     "sleep-on-idle": True,  # otherwise the idle scheduler keeps a core busy
     "enable-fp32-lm-head": False,  # everything is float32
+    "moe-runner-backend": None,
 }
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
@@ -137,6 +138,10 @@ def _sglang_options(config: Config, model_path: str) -> dict[str, object]:
         "trust-remote-code": config.model.trust_remote_code,
         "enable-return-routed-experts": config.trainer.routing_replay,
     }
+    # Other kernels, which SGLang may prefer, choose the experts themselves and record nothing, or
+    # rearrange them in memory, so that the checksums of a broadcast are not those that were sent.
+    if config.trainer.routing_replay or config.trainer.weight_sync == "distributed":
+        options["moe-runner-backend"] = "triton"
     if rollout.device == "cpu":
         options |= _CPU_OPTIONS
         options["max-total-tokens"] = rollout.max_running_requests * rollout.max_context_tokens

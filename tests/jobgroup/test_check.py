@@ -429,7 +429,7 @@ def test_a_variant_differs_from_the_main_job_group_only_in_size(path: Path) -> N
         assert {key: value for key, value in task.items() if key not in free} == {
             key: value for key, value in other.items() if key not in free
         }
-        own = {"use_spot", "accelerators", "cpus", "memory", "job_recovery"}
+        own = {"use_spot", "accelerators", "cpus", "memory", "job_recovery", "image_id"}
         assert {key: value for key, value in task["resources"].items() if key not in own} == {
             key: value for key, value in other["resources"].items() if key not in own
         }

@@ -19,6 +19,7 @@ from services.reward.functions import LengthPenaltyFunction, RewardModelFunction
 from services.rollout.engine_client import engine_command, engine_env
 from trainer import ModelEvaluator, TrainerConfig
 from trainer import __main__ as program
+from trainer.start.program import run_rank
 from trainer.start import job_group
 
 GIVEN = [
@@ -223,7 +224,7 @@ def test_a_trainer_with_gpus_that_it_cannot_use_ends_with_the_status_of_a_wrong_
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(SystemExit) as end:
-        program.main()
+        run_rank(program.main)
     assert end.value.code == WRONG_SETTING
     reason = capsys.readouterr().err.rstrip().splitlines()[-1]
     assert reason.startswith("error: torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 4: ")

@@ -263,7 +263,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             scoring.score(logits, chunk, statistics[:, chunk], slope)
             del logits  # before the next chunk's are computed
 
-        logprobs, entropies, _ = (row.clone() for row in statistics)
+        logprobs, entropies, _ = statistics.clone()
         ctx.scoring = scoring
         ctx.chunk_size = size if kept is None else max(1, len(hidden))
         ctx.save_for_backward(hidden, weight, bias, kept, statistics)

@@ -54,6 +54,14 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
             ("sglang-router removes", "leave rollout.router or"),
         ),
         (
+            {
+                "trainer.routing_replay": True,
+                "rollout.engine_args": ["--moe-runner-backend", "triton_kernel"],
+            },
+            "trainer.routing_replay",
+            ("triton_kernel do not record", "or name triton"),
+        ),
+        (
             {"trainer.routing_replay": True, "reproducible": True, **EMBEDDED},
             "trainer.routing_replay",
             ("a model without experts", "leave one of the two out"),

@@ -485,7 +485,7 @@ WRONG = {
     f"python:{__name__}:Close": "a tool named close",
     f"python:{__name__}:TurnRewards": "a tool named get_turn_rewards",
     "gym:CartPole": "there is no environment",
-    "python:tests.support.environments.environments:Nothing": "the module has no such name",
+    "python:tests.support.environments.environments:Nothing": "has no attribute 'Nothing'",
     "python:no_such_package:Class": "cannot be imported",
     f"python:{__name__}:NoReset": "is not a class of environments",
     f"python:{__name__}:Undescribed": "the tool act",

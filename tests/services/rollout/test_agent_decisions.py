@@ -231,6 +231,8 @@ def test_sglang_records_experts_only_for_routing_replay(replays: bool, tmp_path:
     config = Config(rollout=rollout, trainer=TrainerSection(routing_replay=replays))
     command = engine_command(config, Topology(), "m", "default")
     assert ("--enable-return-routed-experts" in command) is replays
+    # Kernels that choose the experts themselves leave no record of them.
+    assert (pairs(command).get("--moe-runner-backend") == "triton") is replays
 
 
 def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def test_a_setting_that_nothing_reads_is_refused(settings: dict[str, Any], field
         Config.model_validate({"algorithm": settings})
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - {"gdpo"}))  # which refuses a KL in the reward
+@pytest.mark.parametrize(
+    "recipe", sorted(RECIPES.keys() - {"gdpo"})
+)  # which refuses a KL in the reward
 def test_the_kl_estimator_has_the_gradient_of_a_divergence_where_it_is_used(recipe: str) -> None:
     """The default passes too; test_kl_gradient.py shows what each estimator measures."""
 
