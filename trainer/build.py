@@ -5,6 +5,7 @@ steps and publish the first weights, in this order. What rank 0 does alone is be
 """
 
 import logging
+import math
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import value_function
 from trainer.policy.identity import identity
+from trainer.policy.learning_rate import learning_rate
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
@@ -77,7 +79,7 @@ def build_run(
     leader: _Leader | None = None
     if ranks.is_rank_zero:
         assert lock is not None, "rank 0 holds the lock"
-        leader = _Leader(config, run_dir, lock, backend, stack)
+        leader = _Leader(config, run_dir, lock, backend=backend, stack=stack)
 
     watchdog.at("loading the model")
     policy, state, saved = Policy.resume(config, ranks, run_dir)
@@ -135,6 +137,27 @@ def build_run(
         run.audit.begin(policy, engine, backend.given if leader else ())
     run.publish_first()
     return run
+
+
+def _other_rate(policy: Policy, run_dir: Path) -> str:
+    """Returns what has changed if the learning rate of the last step before a resume is not that of
+    the present schedule; empty otherwise.
+    """
+    settings = policy.config.optimizer
+    lines = read_lines(run_dir / "metrics.jsonl") if policy.step else []
+    last = next((line for line in lines if line["step"] == policy.step), None)
+    if last is None:
+        return ""
+    was = last["update"]["learning_rate"]
+    if math.isclose(was, learning_rate(policy.step - 1, policy.total_steps, settings)):
+        return ""
+    rate = learning_rate(policy.step, policy.total_steps, settings)
+    return (
+        f"step {policy.step} had the learning rate {was:.3g}, and step {policy.step + 1} has "
+        f"{rate:.3g}: the schedule has changed since, and is now {settings.lr_schedule} over "
+        f"{policy.total_steps} steps (optimizer.learning_rate {settings.learning_rate:.3g}, "
+        f"optimizer.warmup_steps {settings.warmup_steps})"
+    )
 
 
 class _Leader:
@@ -244,6 +267,9 @@ class _Leader:
                 f"{steps} steps: the learning rate stays below optimizer.learning_rate, and little "
                 "is learned"
             )
+        jump = _other_rate(policy, self.run_dir)
+        if jump:
+            self.warn(jump)
         trained = TrainedPrompts.of(saved or config.model.name)
         trained.style = style_of(self.prompter.style)
 

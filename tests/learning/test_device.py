@@ -19,8 +19,8 @@ from services.reward.functions import LengthPenaltyFunction, RewardModelFunction
 from services.rollout.engine_client import engine_command, engine_env
 from trainer import ModelEvaluator, TrainerConfig
 from trainer import __main__ as program
-from trainer.start.program import run_rank
 from trainer.start import job_group
+from trainer.start.program import run_rank
 
 GIVEN = [
     ({"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, "SKYPILOT_NUM_GPUS_PER_NODE is 8"),

@@ -295,9 +295,10 @@ def test_a_run_that_is_refused_leaves_every_file_as_it_was(
 
 
 @pytest.mark.integration
-def test_a_removed_replay_store_ends_no_run_and_foreign_tokens_are_named(
+def test_a_removed_replay_store_and_foreign_tokens_are_named(
     settings: Callable[..., Config],
     tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train_in_process(settings(), Console(quiet=True))
@@ -318,6 +319,10 @@ def test_a_removed_replay_store_ends_no_run_and_foreign_tokens_are_named(
         match=r"not in the model's vocabulary of \d+.*token_ids.*99999",
     ):
         train_in_process(settings("--trainer.max_steps", "3"), Console(quiet=True))
+    assert (
+        "the replay-buffer has stored 0 groups since it was made, and this run trained on 4"
+        in caplog.text
+    )
 
 
 def groups(run_dir: Path) -> list[dict[str, Any]]:

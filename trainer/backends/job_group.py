@@ -40,15 +40,17 @@ class JobGroupBackend(Backend):
     _config: Config
     _board: WeightBoard
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, rewards_tried: bool) -> None:
         self.console = console()
         self._topology = topology
+        self._rewards_tried = rewards_tried
 
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
         config = context.config
         topology = self._topology
         services = _clients(config, topology, context)
+        services.rewards_tried = self._rewards_tried
         board = WeightBoard(context.run_dir / "weights")
         self._config = config
         self._board = board

@@ -263,7 +263,8 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             scoring.score(logits, chunk, statistics[:, chunk], slope)
             del logits  # before the next chunk's are computed
 
-        logprobs, entropies, _ = statistics.clone()
+        logprobs = statistics[0].clone()
+        entropies = statistics[1].clone()
         ctx.scoring = scoring
         ctx.chunk_size = size if kept is None else max(1, len(hidden))
         ctx.save_for_backward(hidden, weight, bias, kept, statistics)

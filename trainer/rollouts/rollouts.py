@@ -92,7 +92,8 @@ class Rollouts:
         context = self._context
         self._total_steps = self._loop.call(total_steps(context, self._fresh_per_step))
         position = self._cursor.progress.position
-        self._loop.call(set_back(context, step, position, known=known))
+        trained = step * self._fresh_per_step
+        self._loop.call(set_back(context, step, position, known=known, trained=trained))
         return self._total_steps
 
     def wait_until_idle(self) -> None:

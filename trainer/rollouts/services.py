@@ -31,7 +31,7 @@ class Services:
     environment: EnvironmentClient | None = None
     """None when the run has no environment: each problem gets single completions."""
     rewards_tried: bool = False
-    """Whether the caller of the Python API tried its reward functions already."""
+    """Whether the reward functions were tried before the model was loaded."""
     environment_gives_verdicts: bool = False
     """Whether the rewards of the environment say which episodes were right."""
     teacher: Teacher | None = None

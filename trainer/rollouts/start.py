@@ -29,7 +29,9 @@ async def total_steps(context: RolloutContext, fresh_per_step: int) -> int:
     return steps
 
 
-async def set_back(context: RolloutContext, step: int, position: int, *, known: bool) -> None:
+async def set_back(
+    context: RolloutContext, step: int, position: int, *, known: bool, trained: int
+) -> None:
     """Sets the services to the position after `step` steps.
 
     Args:
@@ -37,6 +39,7 @@ async def set_back(context: RolloutContext, step: int, position: int, *, known: 
         step: the policy's step.
         position: the position in the prompt stream.
         known: whether the experience in the replay buffer belongs to this run.
+        trained: fresh groups that this run has trained on.
 
     Raises ConfigError when another run's experience would be reused, or a reward function fails.
     """
@@ -44,6 +47,15 @@ async def set_back(context: RolloutContext, step: int, position: int, *, known: 
     services = context.services
     reuses = config.replay.reuse_ratio > 0
     stats = await services.replay.stats()
+    if stats["added"] < trained:
+        log.warning(
+            "warning: the replay-buffer has stored %d groups since it was made, and this run "
+            "trained on %d: %s was removed or replaced; training continues%s",
+            stats["added"],
+            trained,
+            config.state_dir / "replay",
+            ", and reuse starts with an empty buffer" if reuses else "",
+        )
     if reuses and stats["groups"] and not known:
         raise ConfigError(
             f"the replay-buffer holds {stats['groups']} groups of another run, which this run "

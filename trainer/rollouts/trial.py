@@ -1,5 +1,5 @@
-"""A trial of the reward functions before a run begins: a function that always fails is named at
-once, and not when the first groups are dropped.
+"""A trial of the reward functions before the model of a run is loaded: a function that always fails
+is named within seconds, and not once the first groups are generated.
 """
 
 import asyncio

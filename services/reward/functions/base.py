@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, InvalidInput, shorten
+from common.process import daemon_threads
 from common.wire.schemas import RewardStatus
 
 _MAX_REASON_CHARS = 500
 _MAX_FRAMES = 8
-_HERE = Path(__file__).resolve().parents[1]
+_OURS = (
+    Path(__file__).resolve().parents[1],
+    Path(daemon_threads.__file__).resolve().parent,
+)
+"""Folders with the frames between a reward function of a user and its caller."""
 _LARGEST = 3e38  # of a float32, in which the trainer computes
 # `{"role": …, "content": …}`
 Message = dict[str, str]
@@ -176,7 +181,11 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, WrongScores):
         return error.message
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(_HERE)]
+    users = [
+        frame
+        for frame in frames
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _OURS)
+    ]
     where = "".join(traceback.format_list((users or frames)[-_MAX_FRAMES:]))
     return f"{type(error).__name__}: {shorten(str(error), _MAX_REASON_CHARS)}\n{where}".rstrip()
 

@@ -155,6 +155,34 @@ def test_a_run_without_a_step_is_no_run(base_model: Path, tmp_path: Path) -> Non
         OnlineRLTrainer(other, Short(), ROWS).train()
 
 
+LONGER = {"max_steps": 6, "lr_scheduler_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (LONGER, "step 2 had the learning rate 5e-05, and step 3 has 6.67e-05"),
+        (LONGER | {"lr_scheduler_type": "constant"}, "step 3 has 0.0001"),
+        (LONGER | {"max_steps": 2}, ""),
+    ],
+)
+def test_a_resume_says_that_the_learning_rate_jumps(
+    base_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    told: str,
+) -> None:
+    rate = {"learning_rate": 1e-4}
+    before = fields(base_model, tmp_path, **LONGER | {"max_steps": 2} | rate)
+    OnlineRLTrainer(before, Short(), ROWS).train()
+    assert "had the learning rate" not in caplog.text
+    after = fields(base_model, tmp_path, **changes | rate)
+    OnlineRLTrainer(after, Short(), ROWS).train(resume_from_checkpoint=True)
+    assert told in caplog.text
+    assert ("had the learning rate" in caplog.text) == bool(told)
+
+
 def test_an_output_directory_with_a_run_is_not_reused_silently(
     base_model: Path, tmp_path: Path
 ) -> None:
