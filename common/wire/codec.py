@@ -89,8 +89,8 @@ def decode_groups(body: bytes) -> list[Group]:
     return decode(body, Groups).groups
 
 
-def plain(value: msgspec.Struct) -> dict[str, Any]:
-    """Converts a struct to mappings, lists and numbers, for JSON."""
+def plain(value: msgspec.Struct | dict[str, Any]) -> dict[str, Any]:
+    """Converts a struct, or its fields, to mappings, lists and numbers, for JSON."""
     found: dict[str, Any] = msgspec.to_builtins(
         value, builtin_types=(bytes,), enc_hook=lambda array: array.tolist()
     )

@@ -25,15 +25,11 @@ from msgspec.structs import asdict
 from common.errors import ConfigError, ServiceError
 from common.wire import codec
 from common.wire.schemas import Completion, Float32, Group
-from trainer.observe.run_dir import append_line, damaged, storing_run
+from trainer.observe.run_dir import DETAILS, append_line, damaged, storing_run, without
 
 log = logging.getLogger(__name__)
 DIRECTORY = "groups"
 LINES = "groups.jsonl"
-_DETAILS = frozenset(
-    {"kept_tokens", "kept_counts", "routed_experts", "barred", "prompt_routed_experts"}
-)
-"""Sampling details of a group and its completions: large, and only of use to an audit."""
 _INTEGERS = frozenset({"token_ids", "mask", "prompt_ids", "prompt_token_ids"})
 """The arrays that hold integers; the others hold float32."""
 _ENDINGS = {"stop": "", "length": "truncated", "abort": "aborted"}
@@ -365,13 +361,13 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
 
 
 def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
-    left_out = frozenset[str]() if whole else _DETAILS
+    left_out = frozenset[str]() if whole else DETAILS
     completions = []
     for index, completion in enumerate(item.group.completions):
         logprobs = item.logprobs[index] if item.logprobs else None
         advantages = completion.spread(item.advantages[index]) if item.advantages else None
         completions.append(
-            _without(left_out, asdict(completion))
+            without(left_out, asdict(completion))
             | {
                 "text": _valid(completion.text),
                 "reward": _reward(completion),
@@ -380,17 +376,13 @@ def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
             }
         )
     of_group = {name: getattr(item, name) for name in ("reused", "weight", "reason", "detail")}
-    content = _without(left_out, asdict(item.group))
+    content = without(left_out, asdict(item.group))
     return {**content, **of_group, "completions": completions}
-
-
-def _without(names: frozenset[str], content: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in content.items() if name not in names}
 
 
 def _with_lists(content: dict[str, Any]) -> dict[str, Any]:
     """Returns a document without sampling details; its arrays, which are bytes, become lists."""
-    shown = _without(_DETAILS, content)
+    shown = without(DETAILS, content)
     for name, value in shown.items():
         if isinstance(value, bytes):
             kind = "<i4" if name in _INTEGERS else "<f4"

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
+from msgspec.structs import asdict
 from prometheus_client import Counter
 from rich.console import Console
 from rich.progress import (
@@ -47,6 +48,11 @@ _SHOWN_PROBLEMS = 3
 ATTEMPTS = "attempts.jsonl"
 _OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
 """Settings that each run has its own value of, and that do not affect training."""
+DETAILS = frozenset(
+    {"kept_tokens", "kept_counts", "routed_experts", "barred", "prompt_routed_experts"}
+)
+"""Sampling details of a group and its completions: large, and only of use to an audit. The experts
+of a group of 16 answers of 8,192 tokens are 50 million numbers."""
 STEP_FILES = ("metrics", "groups", "samples")
 """The files with a line for each step of every run."""
 _AGAIN_AFTER = 20
@@ -161,7 +167,9 @@ class Recorder:
         """Adds the hints to the record of a step, then writes and prints it; `group` is a sample of
         its groups.
         """
-        append_line(self.directory / "samples.jsonl", {"step": record["step"], **plain(group)})
+        completions = [without(DETAILS, asdict(each)) for each in group.completions]
+        sample = {**without(DETAILS, asdict(group)), "completions": completions}
+        append_line(self.directory / "samples.jsonl", {"step": record["step"], **plain(sample)})
         remember(self._history, record)
         found = {"alarm": record["alarms"], "hint": hints(self._history, self._config)}
         for kind, texts in found.items():
@@ -316,6 +324,11 @@ def no_step(directories: str) -> ConfigError:
         value=directories,
         remedy="wait for the first step; `rlhf diagnose RUN_DIR` says why there is none",
     )
+
+
+def without(names: frozenset[str], content: dict[str, Any]) -> dict[str, Any]:
+    """Returns `content` without some of its fields."""
+    return {name: value for name, value in content.items() if name not in names}
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from common.settings.config import Config, from_mapping
 from tests.support.batches.groups import make_group
 from trainer.api.callbacks import Callbacks
 from trainer.api.settings import TrainerConfig
-from trainer.observe.run_dir import Recorder, read_lines, step_line, tell
+from trainer.observe.run_dir import DETAILS, Recorder, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
@@ -113,6 +113,17 @@ def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_pa
     )  # it has read the earlier steps
     resumed.step(STEP | {"step": 31, "truncated": 0.5, "accuracy": 0.2}, GROUP)
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
+
+
+def test_a_sample_has_no_details_of_its_sampling(tmp_path: Path) -> None:
+    """The experts of a mixture are hundreds of numbers for every token."""
+    group = make_group(np.random.default_rng(0), [1.0, 0.0])
+    for completion in group.completions:
+        completion.routed_experts = np.ones(400, np.uint8)
+    Recorder(tmp_path, Config(), Console(file=io.StringIO())).step(STEP | {"step": 1}, group)
+    (line,) = read_lines(tmp_path / "samples.jsonl")
+    assert line["completions"][0]["token_ids"] == group.completions[0].token_ids.tolist()
+    assert not DETAILS & (line.keys() | line["completions"][0].keys())
 
 
 def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
