@@ -41,7 +41,7 @@ def train(run: Run) -> None:
                 finish_acknowledging = rollouts.start_acknowledging(batch)
                 weights = run.weights.gather(policy)
 
-            # Waits for the engines only with max_staleness 0; otherwise `served` is still open.
+            # Waits for the engines only with max_staleness 0; otherwise `served` ends later.
             served = run.weights.publish(weights, policy.step)
             finish_acknowledging()
             run.evaluate()  # on idle engines with max_staleness 0: no slot is free yet

@@ -199,7 +199,7 @@ class RewardSection(Section):
         return next((entry for entry in self.functions if isinstance(entry, kind)), None)
 
     @model_validator(mode="after")
-    def _are_different(self) -> "RewardSection":
+    def _names_differ(self) -> "RewardSection":
         names = [entry.name for entry in self.functions]
         for name in names:
             if names.count(name) > 1:
@@ -654,9 +654,8 @@ class LimitsSection(Section):
     """Seconds without progress after which the run ends and says what stands still: another task
     that is not healthy yet, a batch (its graded groups), or all ranks."""
     service_timeout_s: PositiveFloat = 600.0
-    """Seconds for one call to a service, retries included. The time begins anew whenever more of
-    a large body was received or sent. Should exceed the time in which the service's pod
-    restarts."""
+    """Seconds for one call to a service, retries included. The time begins anew whenever more of a
+    large body was received or sent. Should exceed the time in which the service's pod restarts."""
     fence_after_s: PositiveFloat = 900.0
     """Seconds without progress (bytes fetched, an engine that loads) after which a rollout node
     that does not serve the newest weights is fenced from traffic. Should exceed
@@ -699,9 +698,9 @@ class EnvironmentSection(Section):
     """How the rewards of an OpenEnv server's steps make the episode's reward: `sum` for increments,
     `last` for a score so far, `max` for the best attempt."""
     min_episodes: int | None = Field(None, ge=2)
-    """Fewest whole episodes with which a group is trained on. A group with fewer plays new
-    episodes in place of the lost ones, once, and is dropped if there are still too few. Unset: all
-    of `sampling.group_size`."""
+    """Fewest whole episodes with which a group is trained on. A group with fewer plays new episodes
+    in place of the lost ones, once, and is dropped if there are still too few. Unset: all of
+    `sampling.group_size`."""
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the

@@ -57,8 +57,8 @@ class Row:
     setting: str
     """The setting of the system that it determines."""
     when: Literal["always", "given", "computed"] = "always"
-    """When the field determines the setting. `given`: only if the user set it; otherwise the
-    recipe or the system's default applies. `computed`: together with other fields and the data
+    """When the field determines the setting. `given`: only if the user set it; otherwise the recipe
+    or the system's default applies. `computed`: together with other fields and the data
     (`to_config`)."""
     trl: str = ""
     """TRL's name, if it has another."""
@@ -331,6 +331,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     @property
     def problems_per_step(self) -> int:
+        """Problems whose answers make a step."""
         return (
             self.per_device_train_batch_size
             * self.gradient_accumulation_steps
@@ -487,12 +488,12 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     @field_validator("max_steps", mode="before")
     @classmethod
-    def _all_steps(cls, value: Any) -> Any:
+    def _unset_if_minus_one(cls, value: Any) -> Any:
         return None if value == -1 else value
 
     @field_validator("save_steps", "eval_steps")
     @classmethod
-    def _interval(cls, value: float | str) -> float | str:
+    def _checked_interval(cls, value: float | str) -> float | str:
         if isinstance(value, float) and (value < 0 or (value > 1 and not value.is_integer())):
             raise ValueError("give a whole number of steps, or a share of all steps below 1")
         return value

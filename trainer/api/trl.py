@@ -49,8 +49,8 @@ class Argument:
     remark: str = ""
     """What differs, why it has no effect, or why it is refused."""
     convert: Callable[[Any], Values | None] | Mapping[Any, Values] | None = None
-    """Returns the fields and settings for a value, or has them for each possible value; None for
-    a value without effect, which is warned about. Raises `Unsupported`."""
+    """Returns the fields and settings for a value, or has them for each possible value; None for a
+    value without effect, which is warned about. Raises `Unsupported`."""
     accepted: tuple[Any, ...] = ()
     """Values that ask for what is done here anyway, besides None, False, 0 and empty ones."""
     effect: Effect = Effect.USED
@@ -103,6 +103,7 @@ def _report(value: Any) -> Values:
 def _optimizer(value: Any) -> Values | None:
     if "adamw" not in value:
         raise Unsupported("the optimiser is AdamW")
+    # torch's AdamW takes the place of other variants, with a warning.
     return {} if value in ("adamw_torch", "adamw_torch_fused") else None
 
 
@@ -722,7 +723,8 @@ def with_present_names(arguments: Mapping[str, Any]) -> Values:
     given: Values = {}
     for name, value in arguments.items():
         name = RENAMED.get(name, name)
-        is_no = name in ("eval_strategy", "save_strategy") and value is False  # as YAML reads it
+        # YAML reads `no` as False.
+        is_no = name in ("eval_strategy", "save_strategy") and value is False
         given[name] = "no" if is_no else value
     return given
 
@@ -776,8 +778,8 @@ def _converted(
     refusals: Refusals,
     warned: Collection[str] = (),
 ) -> dict[tuple[str, str], Any]:
-    """Returns the value of each field and setting by (argument, name of the field or setting).
-    For refused arguments, `refusals` gets an error.
+    """Returns the value of each field and setting by (argument, name of the field or setting). For
+    refused arguments, `refusals` gets an error.
     """
     found: dict[tuple[str, str], Any] = {}
     without_effect: dict[str, str] = {}
@@ -846,9 +848,9 @@ def _combined(given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float
         given.pop("project", None)
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
         given.pop("use_bias_correction_kl", None)
-    for what in ("eval", "save"):
-        if given.get(f"{what}_strategy") in ("no", "epoch"):
-            given.pop(f"{what}_steps", None)
+    for kind in ("eval", "save"):
+        if given.get(f"{kind}_strategy") in ("no", "epoch"):
+            given.pop(f"{kind}_steps", None)
     # transformers evaluates as often as it logs, unless told otherwise.
     if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
         given["eval_steps"] = given.get("logging_steps", 10)

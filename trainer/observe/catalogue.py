@@ -318,6 +318,7 @@ class Notice:
         return f"{main} {self.unit}{''.join(further)}"
 
 
+# Names of further limits: when an earlier policy sampled, and with trainer.max_staleness.
 _OLD = "with older experience"
 _STALE = "with staleness"
 _OF_TIME = "of the time"

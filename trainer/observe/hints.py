@@ -373,3 +373,4 @@ _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "rollout_idle": _rollout_idle,
     "lost_episodes": _lost_episodes,
 }
+"""The function that measures each hint; `_share_of_row` measures the others."""

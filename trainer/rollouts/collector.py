@@ -18,7 +18,7 @@ of its prompt until the engines serve the weights that it trained:
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
 failures in a row stop the run.
 
-For example, three groups in two slots (max_staleness 0, two groups per step); the answers to
+For example, three groups in two slots (max_staleness 0, two groups per step), where the answers to
 prompt 1 fail once:
 
 | what happens | group 0 | group 1 | group 2 | free slots |
@@ -104,8 +104,8 @@ class UntakenGroup:
 class Collector:
     """Owns the groups of a run, from the draw of a prompt to the acknowledgement of its group.
 
-    All methods run in the event loop of the clients. `Rollouts` uses it so, here with two
-    groups in each of three steps:
+    All methods run in the event loop of the clients. `Rollouts` uses it so, here with two groups in
+    each of three steps:
 
         collecting = create_task(collector.run(groups=6, slots=2))   # in the background
         groups = await collector.take(TakeRequest(count=2, …))       # [g0, g1]; 4 to draw, 0 slots
@@ -226,7 +226,7 @@ class Collector:
                 self._changed.set()
 
     async def _store(self, groups: list[Group]) -> list[None]:
-        """Stores groups; returns the result of each, as `RequestBatcher` needs it."""
+        """Stores groups; returns one None for each, as `RequestBatcher` expects."""
         await self._services.replay.add(groups)
         return [None] * len(groups)
 
@@ -317,8 +317,8 @@ class Collector:
         """Takes groups from the replay buffer for the trainer; returns none if there are too few.
 
         Groups that the buffer evicted as too old are dropped, and others are collected in their
-        slots. Raises CollectFailed when a group comes a second time, was not stored by this
-        run, or is too old.
+        slots. Raises CollectFailed when a group comes a second time, was not stored by this run, or
+        is too old.
         """
         taken = await self._services.replay.take(request)
         # The buffer hands each group out once; these checks notice a store that was set back.
