@@ -200,7 +200,7 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
                     raise ClientGone("the client closed the connection")
                 answer.call.was_taken = connection.deliver().taken
         except BaseException:
-            answer.call.lose()
+            answer.call.mark_unanswered()
             raise
         return response
 

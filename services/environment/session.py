@@ -23,8 +23,8 @@ from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 
 MAX_CHARS_PER_TOKEN = 64
-"""New messages with more characters than this per token of the context cannot fit and are not
-tokenised."""
+"""Most characters of a token. New messages with more characters than this for each token of the
+context are refused without being tokenised: they cannot fit."""
 
 
 class SessionClosed(ServiceError):
@@ -84,7 +84,7 @@ class CallRecord:
 
     name: str
     task: "asyncio.Task[CallAnswer] | None" = None
-    """Samples the answer; None before that, and after a failure, since the call may be repeated."""
+    """Samples the answer. None before it starts, and after it failed: the call may be repeated."""
     clients: int = 0
     """How many clients wait for the answer."""
     is_answered: bool = True
@@ -95,20 +95,22 @@ class CallRecord:
     """Tells whether the client has read an answer that was sent; None when none is on its way."""
 
     def lacks_answer(self) -> bool:
-        """Returns whether no client has got the answer that the engines were asked for."""
+        """Returns whether no client has got the answer that the engines were asked for; first asks
+        about one that was sent (`was_taken`).
+        """
         taken = self.was_taken() if self.was_taken is not None else None
         # None: the client may still be reading, and counts as one that gets the answer.
         if taken is not None:
             self.was_taken = None
         if taken is False:
-            self.lose()
+            self.mark_unanswered()
         return not self.is_answered
 
     def is_open(self) -> bool:
         """Returns whether it is being sampled, or its client may lack the answer."""
         return self.lacks_answer() or (self.task is not None and not self.task.done())
 
-    def lose(self) -> None:
+    def mark_unanswered(self) -> None:
         """Records that no client has the answer: it is being sampled, or the client left."""
         self.is_answered = False
         self.error = None
@@ -222,7 +224,7 @@ class Session:
         """
         self._check(messages)
         self.asked_at = time.time()
-        call = self._call(key, is_retry)
+        call = self._find_or_add_call(key, is_retry)
         if call.task is None:
             call.task = asyncio.create_task(self._answer(messages, tools, call, options=options))
             call.task.add_done_callback(call.forget_failed)
@@ -291,7 +293,7 @@ class Session:
         return sequences
 
     def _check(self, messages: Sequence[Message]) -> None:
-        """Raises SessionClosed after the end, InvalidInput for messages that ask for nothing."""
+        """Raises SessionClosed after the end, InvalidInput when the last message is an answer."""
         if self.closed:
             raise session_closed(self.id)
         if messages[-1].role == "assistant":
@@ -302,8 +304,8 @@ class Session:
                 remedy="end with a message of the user or of a tool",
             )
 
-    def _call(self, key: str, is_retry: bool | None) -> CallRecord:
-        """Returns the earlier call that is sent again, or a new one."""
+    def _find_or_add_call(self, key: str, is_retry: bool | None) -> CallRecord:
+        """Returns the record of the earlier call that is sent again, or a new one."""
         calls = self._calls.setdefault(key, [])
         open_calls = [call for call in calls if call.is_open()]
         # A client that does not say is taken to repeat a call whose answer it may lack.
@@ -339,11 +341,11 @@ class Session:
             self.stop_reason = error.limit
             raise
 
-        # Calls may run at once: what this one may use is taken before it is sampled.
+        # Calls may run at once: each reserves its turn and its tokens before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
-        call.lose()
-        # Each call has its own seed: its siblings have others, a repeated run has the same.
+        call.mark_unanswered()
+        # Siblings have different names, so different seeds; a repeated run has the same seeds.
         named = f"{self._seed} {call.name}".encode()
         seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest())
         seed &= 0x7FFFFFFF  # not negative as an int32

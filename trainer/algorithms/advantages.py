@@ -192,7 +192,7 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 """The advantages that need only the rewards and lengths of a group, by their names in
 `algorithm.advantage`, which may also be an import path."""
-OF_MORE = ("gae", "reward_normalised")
+NEED_MORE_THAN_REWARDS = ("gae", "reward_normalised")
 """The advantages that also need a critic's values, or the scores of each reward function."""
 WHITENED = ("gae", "batch_normalised")
 """The advantages that are then whitened over the tokens of the batch: PPO, and REINFORCE++ with a
@@ -200,14 +200,16 @@ group baseline (Hu et al. 2025, arXiv:2501.03262), as in the public implementati
 
 
 def named_advantage(settings: AlgorithmSection) -> Advantage:
-    """Returns the advantage of the settings, none of `OF_MORE`. Raises ConfigError when it cannot
-    be imported; the returned function does when an imported one does not return [G, n].
+    """Returns the advantage of the settings, none of `NEED_MORE_THAN_REWARDS`.
+
+    Raises ConfigError when it cannot be imported; the returned function does when an imported one
+    does not return [G, n].
     """
     estimate = named_or_imported(settings.advantage, ADVANTAGES, _SETTING)
 
     def checked(rewards: Tensor, lengths: Tensor, settings: AlgorithmSection) -> Tensor:
         advantages = estimate(rewards, lengths, settings)
-        # Another shape may broadcast, and would train on something else without a word.
+        # Advantages of another shape may broadcast to wrong ones, and nothing would fail.
         if advantages.shape != rewards.shape:
             raise ConfigError(
                 f"these advantages have the shape {tuple(advantages.shape)} for rewards of the "

@@ -32,13 +32,14 @@ from common.process.imports import named_or_imported
 from common.settings.algorithm import AlgorithmSection
 
 _SETTING = "algorithm.policy_loss"
+"""The setting that errors name."""
 
 _MAX_LOG_RATIO = 20.0
 """Log ratios of tokens are clamped to ±20 before exp, as in the public implementations, to prevent
 overflow. Beyond a bound the gradient is 0."""
 _MAX_ROW_LOG_RATIO = 10.0
-"""For the mean over a row, as in verl; there is no lower bound, since exp of a very negative mean
-is 0."""
+"""Upper bound of the mean log ratio of a row, as in verl. There is no lower bound: exp of a very
+negative mean is 0."""
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
@@ -97,9 +98,9 @@ def policy_loss(settings: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
     number for each token.
     """
     by_row = settings.importance_level == "sequence"
-    ratio = row_ratio(tokens) if by_row else probability_ratio(tokens)
+    ratio = row_ratio(tokens) if by_row else ratio_of(tokens.logprobs, tokens.old_logprobs)
     result = named_loss(settings)(ratio, tokens, settings)
-    # Another shape may broadcast, and would train on something else without a word.
+    # A loss of another shape may broadcast to a wrong loss, and nothing would fail.
     if result.loss.shape != ratio.shape:
         raise ConfigError(
             f"this loss has the shape {tuple(result.loss.shape)} for {len(ratio)} tokens",
@@ -108,11 +109,6 @@ def policy_loss(settings: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
             remedy="return one number for each token",
         )
     return result
-
-
-def probability_ratio(tokens: TokenTerms) -> Tensor:
-    """Returns [C] ρ_t = π(t) / π_old(t), with a gradient."""
-    return ratio_of(tokens.logprobs, tokens.old_logprobs)
 
 
 def ratio_of(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
@@ -138,16 +134,16 @@ def clipped_surrogate(ratio: Tensor, tokens: TokenTerms, settings: AlgorithmSect
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
     loss_t = −min(ρ_t · A_t, clip(ρ_t, 1 − clip_low, 1 + clip_high) · A_t). Separate bounds are
-    DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` c the loss of a
-    token with A_t < 0 is at most −c · A_t (Ye et al. 2019, arXiv:1912.09729).
+    DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` c the loss of a token
+    with A_t < 0 is at most −c · A_t (Ye et al. 2019, arXiv:1912.09729).
 
     For example, with bounds of 0.2:
 
-    | A | ρ | −ρ·A | −clip(ρ)·A | loss | |
+    | A | ρ | −ρ·A | −clip(ρ)·A | loss | effect |
     |---|---|---|---|---|---|
-    | 1 | 1.5 | −1.5 | −1.2 | −1.2 | likely enough: no gradient |
-    | −1 | 1.5 | 1.5 | 1.2 | 1.5 | bad and still likely: the full gradient |
-    | −1 | 0.5 | 0.5 | 0.8 | 0.8 | unlikely enough: no gradient |
+    | 1 | 1.5 | −1.5 | −1.2 | −1.2 | it became likely enough: no gradient |
+    | −1 | 1.5 | 1.5 | 1.2 | 1.5 | it became likelier, and is bad: the full gradient |
+    | −1 | 0.5 | 0.5 | 0.8 | 0.8 | it became unlikely enough: no gradient |
     """
     advantages = tokens.advantages
     unclipped_loss = -advantages * ratio
@@ -264,17 +260,18 @@ def geometric_mask(tokens: TokenTerms, settings: AlgorithmSection) -> Tensor:
     [0.999, 1.001]. The product over a row would reject long ones whatever their tokens are.
     """
     mean = tokens.mean_of_row((tokens.old_logprobs - tokens.rollout_logprobs).detach())
-    low = settings.geometric_low or 0.0
-    high = settings.geometric_high or math.inf
+    low = settings.geometric_low
+    high = settings.geometric_high
     lowest = math.log(low) if low else -math.inf
-    return ((mean >= lowest) & (mean <= math.log(high))).float()
+    highest = math.log(high) if high else math.inf
+    return ((mean >= lowest) & (mean <= highest)).float()
 
 
 def off_policy_mask(tokens: TokenTerms, delta: float) -> Tensor:
     """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 
     Returns [C] M_t = 0 if A_t < 0 and 1/L · Σ_t log(μ(t) / π(t)) > delta, over the L tokens of the
-    row, and 1 otherwise: a bad row from which the policy has moved away teaches nothing more.
+    row, and 1 otherwise: the policy learns nothing more from a bad row that it has moved away from.
     `delta` is in nats per token.
     """
     mean = tokens.mean_of_row((tokens.rollout_logprobs - tokens.logprobs).detach())

@@ -115,9 +115,9 @@ class GRPOConfig(TrainerConfig):
         return super()._defaults() | {"optimizer.adam_betas": self.betas} | compared | near
 
     @classmethod
-    def as_trl(cls, given: Mapping[str, Any], is_said: bool) -> Mapping[str, Any]:
+    def as_trl(cls, given: Mapping[str, Any], was_warned: bool) -> Mapping[str, Any]:
         """Chooses device, precision and warm-up as TRL does."""
-        say = _log.debug if is_said else _log.warning
+        say = _log.debug if was_warned else _log.warning
         chosen = dict(given)
         # TRL takes a GPU where there is one; `TrainerConfig` only where it is told to.
         if not {"use_gpu", "use_cpu"} & chosen.keys():

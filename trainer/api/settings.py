@@ -33,7 +33,8 @@ from common.settings.lr_schedules import LrSchedule
 from trainer.api.refusals import Refusals
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
-_OF_THE_RUN = ("state_dir", "evaluation.samples", "checkpoint.resume")
+_SET_BY_TRAINER = ("state_dir", "evaluation.samples", "checkpoint.resume")
+"""Settings that the trainer decides for every run."""
 OWN_SGLANG = (
     "engine_python",
     "engine_args",
@@ -46,17 +47,19 @@ OWN_SGLANG = (
 OWN_NAMES = "own names"
 """The context of a validation in which no name is TRL's."""
 _DEFAULTS: dict[str, Any] = {"evaluation.pass_samples": 0, "limits.max_failed_groups": 8}
+"""Defaults that differ from the system's."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a field of `TrainerConfig` is elsewhere."""
+    """What a field of `TrainerConfig` is called in the system's settings and in TRL."""
 
     setting: str
     """The setting of the system that it determines."""
     when: Literal["always", "given", "computed"] = "always"
-    """`given`: only if it is set, otherwise the recipe or the system's default applies. `computed`:
-    from other fields and the data too (`to_config`)."""
+    """When the field determines the setting. `given`: only if the user set it; otherwise the recipe
+    or the system's default applies. `computed`: together with other fields and the data
+    (`to_config`)."""
     trl: str = ""
     """TRL's name, if it has another."""
 
@@ -81,7 +84,7 @@ class GivenSettings(dict[str, Any]):
 
 
 class ArgumentsOfOneProcess:
-    """What scripts ask transformers' TrainingArguments about their process, besides arguments."""
+    """What scripts read from transformers' TrainingArguments about their process."""
 
     use_gpu: bool
     world_size = 1
@@ -102,7 +105,7 @@ class ArgumentsOfOneProcess:
 
     @property
     def distributed_state(self) -> Any:
-        """One process."""
+        """What scripts read as accelerate's PartialState."""
         return one_process(self.device)
 
     def get_process_log_level(self) -> int:
@@ -111,7 +114,7 @@ class ArgumentsOfOneProcess:
 
     @contextmanager
     def main_process_first(self, **_: Any) -> Iterator[None]:
-        """Waits for nobody."""
+        """Waits for no other process: there is none."""
         yield
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +134,7 @@ class ArgumentsOfOneProcess:
 
 
 def one_process(device: str) -> Any:
-    """Returns what a script asks accelerate's Accelerator or PartialState."""
+    """Returns a stand-in for accelerate's Accelerator and PartialState in a run of one process."""
     return SimpleNamespace(
         is_main_process=True,
         is_local_main_process=True,
@@ -160,9 +163,9 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     betas: ClassVar[tuple[float, float]] = (0.9, 0.98)
     """AdamW's betas, unless set otherwise."""
     assumed: ClassVar[dict[str, Any]] = {}
-    """TRL's arguments that are not fields, with their defaults."""
+    """TRL's arguments that count as given with these values when the user leaves them out."""
     has_trl_names: ClassVar[bool] = False
-    """Whether a user who has given neither name of a field knows TRL's."""
+    """Whether errors call a field by TRL's name when the user gave neither of its names."""
     script_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that a script's own subclass adds; the trainer does not read them."""
 
@@ -279,8 +282,11 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """The arguments by the names that they were given with."""
 
     @classmethod
-    def as_trl(cls, given: Mapping[str, Any], is_said: bool) -> Mapping[str, Any]:
-        """Returns the arguments, as given; `is_said`: nothing is said about them again."""
+    def as_trl(cls, given: Mapping[str, Any], was_warned: bool) -> Mapping[str, Any]:
+        """Returns the arguments with what TRL chooses for those that are not given: here nothing.
+
+        `was_warned` says that an earlier call warned about them.
+        """
         return given
 
     def changed(self, **changes: Any) -> Self:
@@ -311,8 +317,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field or one of TRL's arguments. Raises ConfigError as the constructor does."""
         if name in ARGUMENTS and name not in type(self).model_fields:
-            said = self._given.keys() - {name}
-            made = type(self).model_validate(self._given | {name: value}, context=said)
+            warned = self._given.keys() - {name}
+            made = type(self).model_validate(self._given | {name: value}, context=warned)
             self.__dict__.update(made.__dict__)
             self.model_fields_set.update(made.model_fields_set)
             self._given = made._given
@@ -325,6 +331,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     @property
     def problems_per_step(self) -> int:
+        """Problems whose answers make a step."""
         return (
             self.per_device_train_batch_size
             * self.gradient_accumulation_steps
@@ -350,7 +357,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             )
 
     def names(self, arguments: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        """Returns the names by which the user of these settings knows settings and fields."""
+        """Returns the user's names of settings and of fields (`_names`)."""
         return self._names(self._given, arguments)
 
     @classmethod
@@ -376,8 +383,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         settings = {setting: named.get(field, field) for setting, field in FIELDS.items()}
         return named | settings
 
-    def _every(self, interval: float | str, problems: int) -> int:
-        """Returns a number of steps for `save_steps` or `eval_steps`."""
+    def _steps_of(self, interval: float | str, problems: int) -> int:
+        """Returns the number of steps of an interval: `save_steps` or `eval_steps`."""
         if interval == "epoch":
             return max(1, problems // self.problems_per_step)
         share = float(interval)
@@ -416,8 +423,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             "trainer.max_steps": None if counts_epochs else max(1, total_steps) * rounds,
             "optimizer.warmup_steps": self.warmup_steps
             or math.ceil(self.warmup_ratio * total_steps),
-            "checkpoint.every": self._every(self.save_steps, problems),
-            "evaluation.every": self._every(self.eval_steps, problems),
+            "checkpoint.every": self._steps_of(self.save_steps, problems),
+            "evaluation.every": self._steps_of(self.eval_steps, problems),
             "evaluation.samples": held_out,
         }
         if engine != "embedded":
@@ -425,7 +432,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         if engine == "sglang":
             mapped["rollout.colocate"] = self.use_gpu
         elif engine != "embedded":
-            mapped["rollout.device"] = "auto"  # that of a server is not known
+            mapped["rollout.device"] = "auto"  # a server has its own, which is not known here
         try:
             return from_mapping(mapped | self.settings)
         except ConfigError as error:
@@ -448,8 +455,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 mapped[row.setting] = value
             elif row.when == "given" and field in self.model_fields_set:
                 given[row.setting] = value
-        # Later ones win: the fields, the loss, and fields that the recipe decides unless they are
-        # set.
+        # The recipe gives defaults. The loss wins over fields that always count, and fields that
+        # count only when given win over the loss.
         for name, value in self._loss().items():
             mapped[f"algorithm.{name}"] = value
         # One `clip_range` is both bounds, as in PPO.
@@ -481,12 +488,12 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     @field_validator("max_steps", mode="before")
     @classmethod
-    def _all_steps(cls, value: Any) -> Any:
+    def _unset_if_minus_one(cls, value: Any) -> Any:
         return None if value == -1 else value
 
     @field_validator("save_steps", "eval_steps")
     @classmethod
-    def _interval(cls, value: float | str) -> float | str:
+    def _checked_interval(cls, value: float | str) -> float | str:
         if isinstance(value, float) and (value < 0 or (value > 1 and not value.is_integer())):
             raise ValueError("give a whole number of steps, or a share of all steps below 1")
         return value
@@ -512,16 +519,16 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             own = {name: given[name] for name in given if name in cls.script_fields}
             others = {name: given[name] for name in given if name not in cls.script_fields}
             data = own | translated(
-                cls.as_trl(others, is_said=bool(info.context)),
+                cls.as_trl(others, was_warned=bool(info.context)),
                 cls.model_fields,
                 cls.betas,
                 refusals=refusals,
-                said=info.context or (),
+                warned=info.context or (),
             )
         try:
             config = handler(data)
         except ValidationError as error:
-            # With what TRL's arguments did wrong already: everything is told at once.
+            # Together with what is wrong with TRL's arguments: one error tells everything.
             for problem in error.errors():
                 refusals.add(_named(problem, cls.__name__))
             refusals.raise_all(cls._names(given))
@@ -552,7 +559,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Yields field, message and remedy for every contradiction between fields."""
-        kind = self.trainer_type
+        recipe = self.trainer_type
         answers = self.per_device_train_batch_size * self.gradient_accumulation_steps
         if answers % self.num_generations:
             message = (
@@ -560,12 +567,14 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 f"a step are not a multiple of num_generations = {self.num_generations}"
             )
             yield "per_device_train_batch_size", message, "change one of these three"
-        if kind != "ppo" and self.critic_learning_rate is not None:
+        if recipe != "ppo" and self.critic_learning_rate is not None:
             remedy = "leave it out, or use trainer_type='ppo'"
-            yield "critic_learning_rate", f"{kind} has no critic", remedy
-        is_other_recipe = self.loss_type not in (None, kind, *LOSSES)
-        if is_other_recipe and "advantage" in RECIPES[self.loss_type or kind]:
-            message = f"this is a way to compute advantages, and trainer_type is {kind}"
+            yield "critic_learning_rate", f"{recipe} has no critic", remedy
+        is_other_recipe = self.loss_type not in (None, recipe, *LOSSES)
+        if is_other_recipe and "advantage" in RECIPES[self.loss_type or recipe]:
+            message = (
+                f"{self.loss_type} is a way to compute advantages, and trainer_type is {recipe}"
+            )
             yield "loss_type", message, "set trainer_type to this value, and leave loss_type out"
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
             message = (
@@ -577,7 +586,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 "loss_type='dapo'"
             )
             yield "loss_type", message, remedy
-        level = RECIPES[kind].get("importance_level")
+        level = RECIPES[recipe].get("importance_level")
         if self.loss_type == "luspo" and "sequence" not in (
             level,
             self.settings.get("algorithm.importance_level"),
@@ -591,7 +600,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     def _wrong_settings(self) -> Iterator[ConfigError]:
         """Yields an error for every item of `settings` that cannot be set there."""
         derived = [row.setting for row in ROWS.values() if row.when != "given"]
-        fixed = {*derived, *self._mapped(), *_OF_THE_RUN}
+        fixed = {*derived, *self._mapped(), *_SET_BY_TRAINER}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
             if isinstance(value, Mapping) and "." not in name:
@@ -615,8 +624,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             yield ConfigError(message, field=f'settings["{name}"]', value=value, remedy=remedy)
 
     def _check_settings(self) -> None:
-        # `Config` checks the rest now, not when training starts. The trainer may provide the
-        # environment later.
+        # `Config` checks the rest now, not when training starts. Settings of an environment need a
+        # name, which the trainer may provide later: `python` stands for it here.
         checked = self
         uses_environment = any(name.startswith("environment.") for name in self.settings)
         if uses_environment and not self.settings.get("environment.name"):
@@ -643,8 +652,8 @@ FIELDS: dict[str, str] = {row.setting: field for field, row in ROWS.items()} | {
 
 
 def _decided_elsewhere(name: str) -> bool:
-    """Returns whether the caller's data, reward function or the single process replace a
-    setting.
+    """Returns whether a setting does not apply: the caller's data or reward function, or the single
+    process, decide it.
     """
     section, _, rest = name.partition(".")
     return rest == "port" or {
@@ -656,7 +665,7 @@ def _decided_elsewhere(name: str) -> bool:
 
 
 def _named(problem: Mapping[str, Any], config: str) -> ConfigError:
-    """Returns a problem that pydantic found as an error about a field of the class `config`."""
+    """Returns an error for a problem that pydantic found with a field of the class `config`."""
     name = str(problem["loc"][0]) if problem["loc"] else config
     if problem["type"] == "extra_forbidden":
         fields = list(TrainerConfig.model_fields)

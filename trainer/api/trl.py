@@ -1,5 +1,5 @@
-"""TRL's arguments: the field or setting that each is here, or that it has no effect, or why it is
-refused (docs/how-to/from-trl.md).
+"""What this trainer does with each of TRL's arguments: it sets a field or a setting, has no effect,
+or is refused (docs/how-to/from-trl.md).
 """
 
 import logging
@@ -24,7 +24,7 @@ LOSSES: dict[str, Values] = {
     "dr_grpo": {"aggregation": "constant"},
     "luspo": {"aggregation": "sequence_mean_token_sum"},
 }
-"""Settings of TRL's losses, which are only a part of the recipe of that name."""
+"""Settings of TRL's losses. A recipe of the same name has more settings than its loss."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,23 +33,24 @@ class Effect(Enum):
 
     USED = "used"
     NONE = "no effect"
-    """It asks for what is done anyway, so nothing is said."""
+    """It asks for what is done anyway, so there is no warning."""
     WARNED = "no effect, said"
-    """The user is told."""
+    """A warning tells the user."""
     REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What one of TRL's arguments is here."""
+    """What this trainer does with one of TRL's arguments."""
 
     ours: str = ""
-    """Field of TrainerConfig, or setting `section.name`, if it has an effect."""
+    """The field of TrainerConfig, or the setting `section.name`, that it sets; empty without
+    effect."""
     remark: str = ""
     """What differs, why it has no effect, or why it is refused."""
     convert: Callable[[Any], Values | None] | Mapping[Any, Values] | None = None
-    """Fields and settings for a value, or for each possible value; None for one without effect of
-    which the user is told. Raises `Unsupported`."""
+    """Returns the fields and settings for a value, or has them for each possible value; None for a
+    value without effect, which is warned about. Raises `Unsupported`."""
     accepted: tuple[Any, ...] = ()
     """Values that ask for what is done here anyway, besides None, False, 0 and empty ones."""
     effect: Effect = Effect.USED
@@ -60,12 +61,12 @@ class Unsupported(ValueError):
 
 
 def _fields(names: Sequence[str]) -> dict[str, Argument]:
-    """Returns arguments that are fields of the same name."""
+    """Returns arguments that set the field of the same name."""
     return {name: Argument(name) for name in names}
 
 
 def _settings(**names: str) -> dict[str, Argument]:
-    """Returns arguments that are settings of the system under another name."""
+    """Returns arguments that set a setting of the system, each by its name."""
     return {name: Argument(setting) for name, setting in names.items()}
 
 
@@ -77,7 +78,7 @@ def _silent(remark: str, names: Sequence[str]) -> dict[str, Argument]:
 def _warned(
     remark: str, names: Sequence[str], accepted: tuple[Any, ...] = ()
 ) -> dict[str, Argument]:
-    """Returns arguments without effect, of which a user is told."""
+    """Returns arguments without effect, each with a warning unless its value is in `accepted`."""
     return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.WARNED))
 
 
@@ -102,6 +103,7 @@ def _report(value: Any) -> Values:
 def _optimizer(value: Any) -> Values | None:
     if "adamw" not in value:
         raise Unsupported("the optimiser is AdamW")
+    # torch's AdamW takes the place of other variants, with a warning.
     return {} if value in ("adamw_torch", "adamw_torch_fused") else None
 
 
@@ -111,8 +113,8 @@ def _schedule(value: Any) -> Values:
     return {"lr_scheduler_type": value.removesuffix("_with_warmup")}
 
 
-def _no_multiple(value: Any) -> Values:
-    """Refuses a `generation_batch_size` that `_combined` has not taken."""
+def _refuse_generation_batch_size(value: Any) -> Values:
+    """Raises Unsupported: `_combined` has already removed the values that are possible."""
     raise Unsupported(
         "give a multiple of per_device_train_batch_size, and not beside steps_per_generation"
     )
@@ -169,12 +171,12 @@ _PLAIN_SAMPLING: Values = {
     "length_penalty": 1.0,
     "use_cache": True,
 }
-"""Other entries, with the value that matches the behaviour here."""
+"""Further entries of `generation_kwargs`, each with the only value that is accepted: it asks for
+what the engines do anyway."""
 _SAMPLING = "the engines sample from the model's own distribution, without penalties"
-
-
-_OF_TOKENIZER = ("pad_token_id", "bos_token_id")
-"""Entries that follow from the tokenizer: answers are neither padded nor begun anew."""
+_TOKENIZER_ENTRIES = ("pad_token_id", "bos_token_id")
+"""Entries of `generation_kwargs` that nothing reads: answers are not padded, and the prompt has the
+tokens that begin it."""
 
 
 def _top_k(value: Any) -> Any:
@@ -185,18 +187,19 @@ def _generation(value: Any) -> Values:
     """Returns the fields and settings for `generation_kwargs`, and the field of that name."""
     found: Values = {"generation_kwargs": dict(value)}
     refused = []
-    for name, setting in found["generation_kwargs"].items():
-        if name in _GENERATION and setting is not None:
-            several = [setting]
-            if isinstance(setting, list | tuple):
-                several = list(setting)
+    for name, entry in found["generation_kwargs"].items():
+        if name in _GENERATION and entry is not None:
+            several = [entry]
+            if isinstance(entry, list | tuple):
+                several = list(entry)
             ours = _GENERATION[name]
+            # Several entries set the same stops.
             if ours.startswith("sampling.stop"):
                 found[ours] = [*found.get(ours, []), *several]
             else:
-                found[ours] = _top_k(setting) if name == "top_k" else setting
-        elif name not in _OF_TOKENIZER and setting not in (None, _PLAIN_SAMPLING.get(name)):
-            refused.append(f"{name}={shorten(setting)}")
+                found[ours] = _top_k(entry) if name == "top_k" else entry
+        elif name not in _TOKENIZER_ENTRIES and entry not in (None, _PLAIN_SAMPLING.get(name)):
+            refused.append(f"{name}={shorten(entry)}")
     if refused:
         known = ", ".join(sorted(_GENERATION))
         raise Unsupported(f"{_SAMPLING}: there is no {', '.join(refused)}, but {known}")
@@ -319,7 +322,7 @@ ARGUMENTS: dict[str, Argument] = {
     "generation_batch_size": Argument(
         "algorithm.mini_batches",
         "per_device_train_batch_size times steps_per_generation",
-        _no_multiple,
+        _refuse_generation_batch_size,
     ),
     "max_tool_calling_iterations": Argument(
         "environment.turns",
@@ -682,17 +685,15 @@ RENAMED = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "wandb_log_unique_prompts": "log_unique_prompts",
 }
-"""TRL's arguments by their names in earlier versions."""
-_OTHERS = {
+"""TRL's present name of each argument that earlier versions called otherwise."""
+_OTHER_NAMES = {
     "cliprange": "clip_range",
     "init_kl_coef": "kl_coef",
     "model_name": "model_name_or_path",
     "rloo_k": "num_generations",
     "num_epochs": "num_train_epochs",
 }
-"""Argument names of earlier versions and other libraries."""
-
-
+"""The field of TrainerConfig for names of earlier versions of TRL and of other libraries."""
 READ_AS: Values = {
     "adam_epsilon": 1e-8,
     "dataloader_num_workers": 0,
@@ -708,21 +709,22 @@ READ_AS: Values = {
     "save_strategy": "steps",
     "scale_rewards": "group",
 }
-"""What a script reads from a config for arguments that are not given and no fields. None for the
-others, where TRL has None, False or 0 mostly."""
+"""What a script reads from a config for arguments that were not given and are no fields. It reads
+None for all others, for which TRL mostly has None, False or 0."""
 
 
 def check_trainer(given: Values, refusals: Refusals) -> None:
-    """Adds the arguments of a trainer that are refused to `refusals`."""
+    """Adds an error to `refusals` for each argument of a trainer that is refused."""
     _converted(given, TRAINER, refusals)
 
 
 def with_present_names(arguments: Mapping[str, Any]) -> Values:
-    """Returns arguments with TRL's present names for those that had others."""
+    """Returns arguments by TRL's present names."""
     given: Values = {}
     for name, value in arguments.items():
         name = RENAMED.get(name, name)
-        is_no = name in ("eval_strategy", "save_strategy") and value is False  # as YAML reads it
+        # YAML reads `no` as False.
+        is_no = name in ("eval_strategy", "save_strategy") and value is False
         given[name] = "no" if is_no else value
     return given
 
@@ -733,13 +735,13 @@ def translated(
     betas: tuple[float, float],
     *,
     refusals: Refusals,
-    said: Collection[str] = (),
+    warned: Collection[str] = (),
 ) -> Values:
-    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Adds those
-    that are refused to `refusals`, and says once which have no effect.
+    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Adds an error
+    to `refusals` for each that is refused, and logs one warning with those that have no effect.
 
     Unknown arguments stay as they are. If only one of AdamW's betas is given, `betas` provides the
-    other. `said` are the arguments about which nothing is said again.
+    other. The warning leaves out the arguments in `warned`, of which an earlier one told.
     """
     given: Values = {}
     for name, value in arguments.items():
@@ -747,8 +749,8 @@ def translated(
             given[name] = value.value if isinstance(value, Enum) else value
     made = _combined(given, fields, betas)
 
-    for (name, key), setting in _converted(given, ARGUMENTS, refusals, said).items():
-        conflicts = key != name and key in given and given[key] != setting
+    for (name, key), value in _converted(given, ARGUMENTS, refusals, warned).items():
+        conflicts = key != name and key in given and given[key] != value
         if conflicts and name != "generation_kwargs":
             error = ConfigError(
                 f"{key} has another value",
@@ -757,7 +759,7 @@ def translated(
                 remedy=f"leave one of them out: {name} sets {key}",
             )
             refusals.add(error)
-        made[key] = setting
+        made[key] = value
 
     settings = {key: made.pop(key) for key in list(made) if "." in key}
     own = made.get("settings") or {}
@@ -774,15 +776,15 @@ def _converted(
     given: Values,
     table: Mapping[str, Argument],
     refusals: Refusals,
-    said: Collection[str] = (),
+    warned: Collection[str] = (),
 ) -> dict[tuple[str, str], Any]:
-    """Returns the value of each field and setting by (argument, name of the field or setting).
-    Refused arguments go to `refusals` instead.
+    """Returns the value of each field and setting by (argument, name of the field or setting). For
+    refused arguments, `refusals` gets an error.
     """
     found: dict[tuple[str, str], Any] = {}
     without_effect: dict[str, str] = {}
     for name, value in given.items():
-        argument = table.get(name) or Argument(_OTHERS.get(name, name))
+        argument = table.get(name) or Argument(_OTHER_NAMES.get(name, name))
         reason = ""
         # The value may have any type: whatever a conversion raises, the user made a mistake.
         try:
@@ -800,8 +802,8 @@ def _converted(
             )
             refusals.add(error)
         elif made is not None:
-            found |= {(name, key): setting for key, setting in made.items()}
-        elif name not in said:
+            found |= {(name, key): converted for key, converted in made.items()}
+        elif name not in warned:
             without_effect[name] = argument.remark
 
     if without_effect:
@@ -811,8 +813,8 @@ def _converted(
 
 
 def _converted_value(argument: Argument, value: Any) -> Values | None:
-    """Returns the fields and settings for a value; None for one without effect of which the user
-    is told. Raises Unsupported.
+    """Returns the fields and settings for a value; None for one without effect, which is warned
+    about. Raises Unsupported.
     """
     if isinstance(argument.convert, Mapping):  # a choice, each with its settings
         if value not in argument.convert:
@@ -846,9 +848,9 @@ def _combined(given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float
         given.pop("project", None)
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
         given.pop("use_bias_correction_kl", None)
-    for what in ("eval", "save"):
-        if given.get(f"{what}_strategy") in ("no", "epoch"):
-            given.pop(f"{what}_steps", None)
+    for kind in ("eval", "save"):
+        if given.get(f"{kind}_strategy") in ("no", "epoch"):
+            given.pop(f"{kind}_steps", None)
     # transformers evaluates as often as it logs, unless told otherwise.
     if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
         given["eval_steps"] = given.get("logging_steps", 10)
@@ -872,7 +874,8 @@ def _combined(given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float
         if generated > passes:
             given["gradient_accumulation_steps"] = generated
             made["algorithm.mini_batches"] = generated // passes
-        # With fewer passes, the same weights generate the batch of an update in several parts.
+        # Otherwise TRL generates an update's answers in several parts, all with the same weights:
+        # here in one.
 
     # CISPO in TRL has only an upper bound.
     if given.get("loss_type") == "cispo":

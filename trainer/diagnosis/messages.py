@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from trainer.diagnosis.facts import Facts, Finding, Level, LogLine, finding
 from trainer.diagnosis.processes import stalled_for
 from trainer.observe import catalogue
-from trainer.observe.catalogue import Fault, of_service
+from trainer.observe.catalogue import Fault, fault_of_service
 
 _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_dir\b")
 """The field of an error that is about a setting."""
@@ -56,7 +56,9 @@ def fault_of(line: LogLine) -> Fault:
         found = fault_of(line.model_copy(update={"code": cause, "fields": fields}))
         if found != catalogue.ENDED:
             return found
-    known = _of_place(line) or catalogue.BY_CODE.get(line.code) or catalogue.foreign(line.text)
+    known = (
+        _of_place(line) or catalogue.BY_CODE.get(line.code) or catalogue.fault_in_text(line.text)
+    )
     reason = fields.get("reason", "")  # why groups were dropped
     if known is None and reason:
         return catalogue.NOT_GRADED if reason == "reward" else catalogue.NOT_GENERATED
@@ -69,14 +71,14 @@ def _of_place(line: LogLine) -> Fault | None:
     fields = line.fields
     full = (
         "disk_full" in (code, fields.get("problem"))
-        or catalogue.foreign(line.text) == catalogue.DISK_OF_RUN
+        or catalogue.fault_in_text(line.text) == catalogue.DISK_OF_RUN
     )
     if code in catalogue.OLD_WEIGHTS.codes and full:
         return catalogue.DISK_OF_NODE
     if "service" in fields and code in _PROBLEMS:
-        return of_service(fields["service"], _PROBLEMS[code] or fields.get("problem", ""))
+        return fault_of_service(fields["service"], _PROBLEMS[code] or fields.get("problem", ""))
     if code == "disk_full" and fields.get("field") == "state_dir":
-        return of_service(line.source, code)
+        return fault_of_service(line.source, code)
     return None
 
 

@@ -12,7 +12,7 @@ from trainer.diagnosis.facts import (
 )
 from trainer.diagnosis.health import ROUTER
 from trainer.observe import catalogue
-from trainer.observe.catalogue import Fault, foreign, of_service
+from trainer.observe.catalogue import Fault, fault_in_text, fault_of_service
 from trainer.timing import WAITS_FOR_BATCH
 
 _SHORTEST_STALL_S = 15.0
@@ -76,9 +76,9 @@ def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
     problem = service.problem
     said = f"{who}: {service.text}"
     if service.of_engine:
-        return of_service("engine", problem), f"that of {said}"
-    if foreign(service.text) == catalogue.DISK_OF_RUN:
-        return of_service(who, "disk_full"), said
+        return fault_of_service("engine", problem), f"that of {said}"
+    if fault_in_text(service.text) == catalogue.DISK_OF_RUN:
+        return fault_of_service(who, "disk_full"), said
     if service.reported == "stale":
         return catalogue.OLD_WEIGHTS, said
     if service.reported in ("failed", "starting"):
@@ -89,7 +89,7 @@ def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
         return catalogue.ENGINE_DIES, f"the router {service.text}"
     if problem in ("not_ready", "error"):
         return catalogue.SERVICE_HANGS, f"{who} is not ready: {service.text}"
-    return of_service(who, problem), said
+    return fault_of_service(who, problem), said
 
 
 def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:

@@ -24,21 +24,23 @@ class Fault(str):
 
     remedy: str
     codes: tuple[str, ...]
-    foreign: str
-    """A regular expression for what torch, SQLite, Python or the kernel write about it."""
+    foreign_text: str
+    """A regular expression for what torch, SQLite, Python or the kernel write about it; empty for
+    none."""
 
     def __new__(
-        cls, heading: str, remedy: str, *, codes: tuple[str, ...] = (), foreign: str = ""
+        cls, heading: str, remedy: str, *, codes: tuple[str, ...] = (), foreign_text: str = ""
     ) -> Self:
         fault = super().__new__(cls, heading)
         fault.remedy = remedy
         fault.codes = codes
-        fault.foreign = foreign
+        fault.foreign_text = foreign_text
         FAULTS.append(fault)
         return fault
 
 
 FAULTS: list[Fault] = []
+"""Every `Fault` that is created below, in this order."""
 _WAIT = (
     "nothing if its task is restarted (SkyPilot, jobgroup.local); else see the end of its log and "
     "start it again: the trainer waits limits.service_timeout_s"
@@ -114,7 +116,7 @@ RANK_MEMORY = Fault(
     "lower trainer.micro_batch_tokens, switch on trainer.activation_checkpointing or "
     "parallel.offload_optimizer, or shard over more ranks (parallel.shard_size)",
     codes=("out_of_memory",),
-    foreign=r"OutOfMemory|out of memory|Cannot allocate memory|bad_alloc|MemoryError",
+    foreign_text=r"OutOfMemory|out of memory|Cannot allocate memory|bad_alloc|MemoryError",
 )
 KILLED = Fault(
     "The trainer was killed",
@@ -159,7 +161,7 @@ DISK_OF_RUN = Fault(
     "A full disk: the trainer's run directory",
     "free space there and start again: the run goes on from its newest checkpoint",
     codes=("disk_full",),
-    foreign=r"No space left|Disk quota exceeded|File too large",
+    foreign_text=r"No space left|Disk quota exceeded|File too large",
 )
 SECOND_RUN = Fault(
     "A second run is started in the `RUN_DIR` of a running one",
@@ -175,7 +177,7 @@ SQLITE_DAMAGED = Fault(
     "An SQLite file or its log is damaged, cut or removed",
     "restore the file that the reason names from a copy, or move it away",
     codes=("damaged",),
-    foreign=r"disk image is malformed|file is not a database|btreeInitPage",
+    foreign_text=r"disk image is malformed|file is not a database|btreeInitPage",
 )
 NOT_GRADED = Fault(
     "Answers cannot be graded",
@@ -215,6 +217,7 @@ DRAWN_TWICE = Fault(
 VERSIONS_DIFFER = Fault("Versions differ", "install the same version in every task")
 
 BY_CODE = {code: fault for fault in FAULTS for code in fault.codes}
+# By task or node.
 _DIES = {
     "data-server": DATA_DIES,
     "reward-server": REWARD_DIES,
@@ -232,8 +235,8 @@ _HANGS = {
     "engine": ENGINE_HANGS,
     "critic-server": CRITIC_DIES,
 }
-"""By task or node; the other services share `SERVICE_HANGS`."""
-_OF_PROBLEM: dict[str, Fault] = {
+"""The other services share `SERVICE_HANGS`."""
+_BY_PROBLEM: dict[str, Fault] = {
     "unknown_name": UNKNOWN_NAME,
     "unauthorized": WRONG_TOKEN,
     "certificate": CERTIFICATE,
@@ -241,25 +244,27 @@ _OF_PROBLEM: dict[str, Fault] = {
 }
 
 
-def foreign(text: str) -> Fault | None:
-    """Returns the row that a program without codes writes about; None without one."""
+def fault_in_text(text: str) -> Fault | None:
+    """Returns the fault about which torch, SQLite, Python or the kernel wrote `text`; None without
+    one.
+    """
     for fault in FAULTS:
-        if fault.foreign and re.search(fault.foreign, text):
+        if fault.foreign_text and re.search(fault.foreign_text, text):
             return fault
     return None
 
 
-def of_service(service: str, problem: str) -> Fault:
-    """Returns the row for a problem (`common.clients.unreachable`) of `service`: a task, a node,
+def fault_of_service(service: str, problem: str) -> Fault:
+    """Returns the fault for a problem (`common.clients.unreachable`) of `service`: a task, a node,
     `router` or `engine`.
     """
     if service == "rollout-server":  # its address is that of the router
         service = "router"
     if problem == "lost":
         return ENGINE_OF_PROCESS if service in ("router", "engine") else CANNOT_START
-    if problem in _OF_PROBLEM:
+    if problem in _BY_PROBLEM:
         is_node = service.startswith("rollout-server")
-        return DISK_OF_NODE if problem == "disk_full" and is_node else _OF_PROBLEM[problem]
+        return DISK_OF_NODE if problem == "disk_full" and is_node else _BY_PROBLEM[problem]
     task = service.rstrip("0123456789").rstrip("-")  # `rollout-server-1` is a node of its task
     if problem == "silent":
         return _HANGS.get(task, SERVICE_HANGS)
@@ -271,8 +276,8 @@ class Notice:
     """A row of `HINTS` or `ALARMS`."""
 
     seen: str
-    """What is wrong: a template, as `remedy`, that is filled with the measured numbers, the row
-    (`note`) and the settings (`config`)."""
+    """What is wrong. `seen` and `remedy` are templates of the measured numbers, of this row
+    (`note`) and of the settings (`config`)."""
     remedy: str
     limit: float
     """The main threshold, in `unit`."""
@@ -292,7 +297,7 @@ class Notice:
     """Whether the metric must be above the limit, not below."""
 
     def limit_of(self, config: Config) -> float:
-        """Returns the main limit, which may be another one when experience may be stale."""
+        """Returns the main limit; some rows have another one for runs with stale experience."""
         return self.also.get(_STALE, self.limit) if config.trainer.max_staleness else self.limit
 
     def text(self, config: Config, **measured: Any) -> str:
@@ -313,14 +318,15 @@ class Notice:
         return f"{main} {self.unit}{''.join(further)}"
 
 
+# Names of further limits: when an earlier policy sampled, and with trainer.max_staleness.
 _OLD = "with older experience"
 _STALE = "with staleness"
 _OF_TIME = "of the time"
 _USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
 _RATE = "optimizer.learning_rate ({config.optimizer.learning_rate:g})"
 _UNREAD = (
-    "a reward function does not read the answers as they are (to a data set with chats: lists of "
-    "messages, not texts)"
+    "a reward function does not read the answers as they are (with a data set of chats they are "
+    "lists of messages, not texts)"
 )
 OWN_DEFAULTS = (
     "the distribution or samples at another temperature than it was asked to, as with a filter "
@@ -461,8 +467,8 @@ HINTS = {
         },
     ),
     "short_answers": Notice(
-        "answers became shorter, from {began:.0f} to {now:.0f} tokens: what is paid for collapses "
-        "to short answers",
+        "answers became shorter, from {began:.0f} to {now:.0f} tokens: the policy collapses to "
+        "short answers",
         "Look at what the reward pays for (reward.functions), whether long "
         "answers are cut (sampling.max_new_tokens) or lost, and how the loss weighs length "
         "(algorithm.aggregation {config.algorithm.aggregation})",
@@ -551,7 +557,7 @@ HINTS = {
         "(environment.tool_timeout_s), or ask for less (environment.turns, "
         "sampling.max_new_tokens)",
     ),
-    "lost_episodes, died": _lost("died", "look at the log of environment-server for what is lost"),
+    "lost_episodes, died": _lost("died", "look at the log of environment-server for the reason"),
     "lost_episodes, error": _lost(
         "error",
         "the environment or the program fails: the Rollouts tab and groups/ have the reasons",
@@ -620,8 +626,8 @@ ALARMS = {
         # SkyRL's tests allow 0.0104 (synchronous) and 0.0193 (asynchronous) in bfloat16.
         0.02,
         "mean |Δ logprob| on the same weights",
-        # Rounding has both signs, a filter one. Other weights give an engine's own samples a far
-        # higher difference than a filter does, and let it jump, not grow.
+        # Differences from rounding have both signs, those from a filter have one. Wrong weights
+        # make far larger differences than a filter, and they appear in one step: they do not grow.
         also={"one-sided share": 0.5, "most that a filter leaves out": 1, "jump": 5},
         metric="delta_logprob_current",
     ),
@@ -647,8 +653,9 @@ ALARMS = {
         "the sampled tokens are likelier than sampling from the policy makes them, by {gap:.2g} "
         "nats per token (entropy is {entropy:.2g}): the engine truncates " + OWN_DEFAULTS,
         "",
-        # Only groups of differing rewards are measured, and which those are depends on what was
-        # sampled; the standard errors are those of independent tokens, which one answer's are not.
+        # Both limits are wide. Only groups of differing rewards are measured, which depends on what
+        # was sampled, and the standard error is that of independent tokens, unlike those of an
+        # answer.
         0.15,
         "of the entropy",
         also={"standard errors": 8},
@@ -690,8 +697,8 @@ SLOW = frozenset(name for name, row in HINTS.items() if row.unit == _OF_TIME)
 
 
 def limits(*, is_old: bool) -> dict[str, float]:
-    """Returns the limits of the metrics of an update by alarm. `is_old`: an earlier policy sampled
-    some of the experience.
+    """Returns the limits of the metrics of an update, by alarm. `is_old` says that an earlier
+    policy sampled some of the experience.
     """
     return {
         name: row.also.get(_OLD, row.limit) if is_old else row.limit

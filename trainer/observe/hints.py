@@ -1,10 +1,10 @@
 """Hints: what is wrong over several steps, and which setting to change. Pure.
 
-An alarm (`alarms.py`) is about a single update; a hint is about the last `WINDOW` steps, some of
-them beside the first `FIRST` steps. `catalogue.HINTS` has the words and the limits. A row that
-bounds a stage's share of the time, or the share of dropped groups, is measured by `_of_row`. Every
-other hint has a function here, which returns the numbers that its sentence names, or None when all
-is well:
+An alarm (`alarms.py`) is about a single update; a hint is about the last `WINDOW` steps, which some
+hints compare with the first `FIRST` steps. `catalogue.HINTS` has the words and the limits, a row
+for each hint or for each of its cases. `_share_of_row` measures the rows that bound a stage's share
+of the time, or the share of dropped groups. Every other hint has a function here, which returns the
+numbers that its sentence names, or None when all is well:
 
     40 % of the completions are cut, accuracy is 0.2  ─►  _truncated
     ─►  {"share": 0.4, "why": "accuracy is 0.20: …", "end_token": ""}
@@ -28,10 +28,12 @@ FIRST = 5
 _RISE = HINTS["reward_hacking"].also["rise of the reward"]
 """Smallest rise of a mean that counts as one."""
 _ROWS: dict[str, Notice] = {}
-"""A row of each hint: the limits of its cases are the same."""
+"""The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
+`_policy_breaks` reads itself."""
 for _name, _row in HINTS.items():
     _ROWS.setdefault(_name.partition(",")[0], _row)
 Line = Mapping[str, Any]
+"""A line of `metrics.jsonl`: the metrics of a step."""
 _Measured = dict[str, Any] | None
 """The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
 well."""
@@ -54,12 +56,12 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
     steps = _Steps(history, config)
     texts = {}
     for name, row in _ROWS.items():
-        measure = _MEASURES.get(name, _of_row)
+        measure = _MEASURES.get(name, _share_of_row)
         has_enough = len(history) >= WINDOW or name == "policy_breaks"
         measured = measure(steps, row) if has_enough else None
         if measured is not None:
-            of_case = HINTS[measured.pop("row", name)]
-            texts[name] = of_case.text(config, **measured)
+            case_row = HINTS[measured.pop("row", name)]
+            texts[name] = case_row.text(config, **measured)
     return texts
 
 
@@ -67,30 +69,33 @@ class _Steps:
     """Statistics of the last steps."""
 
     def __init__(self, history: Sequence[Line], config: Config) -> None:
-        rows = list(map(numbers, history))
+        steps = list(map(numbers, history))
         self.config = config
-        self.first = rows[:FIRST]
-        self.last = rows[-WINDOW:]
-        self.measured = [row for row in self.last if row.get("update.trained_tokens") != 0]
+        self.first = steps[:FIRST]
+        self.last = steps[-WINDOW:]
+        self.trained = [step for step in self.last if step.get("update.trained_tokens") != 0]
         """The last steps whose update trained on a token. When all groups have equal rewards, an
         update measures no entropy."""
-        self._before = rows[-WINDOW - 1] if len(rows) > WINDOW else {}
+        self._before = steps[-WINDOW - 1] if len(steps) > WINDOW else {}
+        """The step before the last ones; empty without one."""
         self.groups = len(self.last) * config.trainer.batch_size
         # The mean accuracy; None when the rewards are not verdicts.
-        is_known = all("accuracy" in row for row in self.last)
+        is_known = all("accuracy" in step for step in self.last)
         self.accuracy = self.mean("accuracy") if is_known else None
 
     def sum(self, name: str) -> float:
-        return sum(row.get(name, 0.0) for row in self.last)
+        return sum(step.get(name, 0.0) for step in self.last)
 
-    def mean(self, name: str, rows: Sequence[Mapping[str, float]] | None = None) -> float:
-        """Returns the mean of a number, such as `update.kl_reference`."""
-        rows = self.last if rows is None else rows
-        return sum(row.get(name, 0.0) for row in rows) / max(1, len(rows))
+    def mean(self, name: str, steps: Sequence[Mapping[str, float]] | None = None) -> float:
+        """Returns the mean of a number, such as `update.kl_reference`, over `steps`, or the last
+        ones.
+        """
+        steps = self.last if steps is None else steps
+        return sum(step.get(name, 0.0) for step in steps) / max(1, len(steps))
 
     def constant(self, name: str) -> float | None:
         """Returns the value that a number had in all known steps; None if it changed."""
-        values = {row.get(name) for row in (*self.first, *self.last)}
+        values = {step.get(name) for step in (*self.first, *self.last)}
         return values.pop() if len(values) == 1 else None
 
     def error_since_first(self, name: str) -> float:
@@ -101,46 +106,49 @@ class _Steps:
         those of independent means add up.
         """
         square = 0.0
-        for rows in (self.first, self.last):
-            values = [row[name] for row in rows if name in row]
+        for steps in (self.first, self.last):
+            values = [step[name] for step in steps if name in step]
             if len(values) > 1:
                 square += statistics.variance(values) / len(values)
         return math.sqrt(square)
 
     def rose(self, name: str) -> bool:
-        """Returns whether the mean rose from the first to the second half of the steps."""
+        """Returns whether the mean rose from the first to the second half of the last steps."""
         half = len(self.last) // 2
         return self.mean(name, self.last[half:]) - self.mean(name, self.last[:half]) > _RISE
 
     def share(self, stage: str) -> float:
         """Returns a stage's share of the wall time, without evaluations and without the longest
-        step: while a service was gone, the trainer waited for it, whatever it usually does.
+        step, in which the trainer may have waited for a service that was gone.
         """
         usual = sorted(self.last, key=_wall_seconds)[:-1]
-        seconds = sum(row.get(f"seconds.{stage}", 0.0) for row in usual)
+        seconds = sum(step.get(f"seconds.{stage}", 0.0) for step in usual)
         return seconds / max(1e-9, sum(map(_wall_seconds, usual)))
 
     def dropped(self, reason: str) -> int:
-        """Returns the groups dropped in these steps. The counts restart at 0 with the process."""
+        """Returns the number of groups dropped in the last steps. The counts of a resumed process
+        begin at 0.
+        """
         now = int(self.last[-1].get(f"dropped.{reason}", 0))
         before = int(self._before.get(f"dropped.{reason}", 0))
         return now - before if now >= before else now
 
     def equal_share(self) -> float:
-        """Returns the share of the groups whose rewards are equal."""
+        """Returns the share of the groups whose rewards are equal, replaced ones included."""
         replaced = self.dropped("zero_variance")
         equal = self.sum("zero_variance_groups") + replaced
         return equal / (self.groups + replaced)
 
 
-def _wall_seconds(row: Mapping[str, float]) -> float:
+def _wall_seconds(step: Mapping[str, float]) -> float:
     """Returns the wall time of a step, without its evaluation."""
-    whole = sum(row.get(f"seconds.{name}", 0.0) for name in (*STAGES, WAITING))
-    return whole - row.get("seconds.evaluation", 0.0)
+    whole = sum(step.get(f"seconds.{name}", 0.0) for name in (*STAGES, WAITING))
+    return whole - step.get("seconds.evaluation", 0.0)
 
 
-def _of_row(steps: _Steps, row: Notice) -> _Measured:
+def _share_of_row(steps: _Steps, row: Notice) -> _Measured:
     """Measures a hint whose row bounds the share of a stage or of dropped groups."""
+    # Only a row without a stage shows the count.
     count = steps.dropped(row.dropped)
     share = steps.share(row.stage) if row.stage else count / (steps.groups + count)
     return {"count": count, "share": share} if share >= row.limit_of(steps.config) else None
@@ -148,17 +156,18 @@ def _of_row(steps: _Steps, row: Notice) -> _Measured:
 
 def _zero_variance_groups(steps: _Steps, row: Notice) -> _Measured:
     share = steps.equal_share()
-    # Copies are why the rewards are equal, and have a hint of their own.
+    # Equal answers make equal rewards, and have a hint of their own.
     has_copies = _same_answers(steps, HINTS["same_answers"])
     if share < row.limit or has_copies or steps.config.algorithm.advantage == "none":
         return None
     solved = steps.sum("solved_groups")
     failed = steps.sum("failed_groups")
     accuracy = steps.accuracy
-    # Without solved or failed groups, all equal ones were replaced: only accuracy tells which.
+    # If no group of a batch is solved or failed, all equal ones were replaced: only the accuracy
+    # tells which they were.
     is_easy = solved > failed if solved + failed else (accuracy or 0.0) >= 0.5
 
-    # If rewards differ between the groups, the mean of a step changes.
+    # If all groups got one reward, the mean is the same in every step.
     constant = steps.constant("reward") if share == 1 else None
     if constant == 0:
         case = "zero"
@@ -166,23 +175,27 @@ def _zero_variance_groups(steps: _Steps, row: Notice) -> _Measured:
         case = "right" if is_easy else "wrong"
     else:
         case = "unrated" if constant is None else "same"
-    of_case = f"zero_variance_groups, {case}"
-    return {"row": of_case, "share": share, "accuracy": accuracy, "constant": constant}
+    return {
+        "row": f"zero_variance_groups, {case}",
+        "share": share,
+        "accuracy": accuracy,
+        "constant": constant,
+    }
 
 
 def _same_answers(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("copies")
     is_solved = (steps.accuracy or 0.0) >= row.also["accuracy below"]
-    # Short answers may be copies while the others of their groups still teach.
+    # Short answers are often copies; a group teaches as long as its rewards differ.
     teaches = steps.equal_share() < HINTS["zero_variance_groups, right"].limit
     if share < row.limit or is_solved or teaches:
         return None
-    entropy = steps.mean("update.entropy", steps.measured)
+    entropy = steps.mean("update.entropy", steps.trained)
     is_cold = steps.config.sampling.temperature < row.also["temperature that is nearly greedy"]
     return {
         "row": "same_answers, cold" if is_cold else "same_answers",
         "share": share,
-        "entropy": f" (entropy {entropy:.2g} nats per token)" if steps.measured else "",
+        "entropy": f" (entropy {entropy:.2g} nats per token)" if steps.trained else "",
     }
 
 
@@ -190,7 +203,7 @@ def _dead_reward(steps: _Steps, row: Notice) -> _Measured:
     names = [name for name in steps.last[-1] if name.startswith("rewards.")]
     constants = {name.removeprefix("rewards."): steps.constant(name) for name in names}
     dead = [f"{name} ({value:g})" for name, value in constants.items() if value is not None]
-    # A single function without differences is the hint `zero_variance_groups`.
+    # If the only function is constant, `zero_variance_groups` says it.
     return {"dead": ", ".join(dead)} if dead and len(names) > 1 else None
 
 
@@ -243,8 +256,8 @@ def _truncated(steps: _Steps, row: Notice) -> _Measured:
 def _short_answers(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("completion_tokens", steps.first)
     now = steps.mean("completion_tokens")
-    # Compared with the first steps, not with the last ones (`rose`): answers that have become short
-    # and right stay so.
+    # Accuracy is compared with the first steps, not within the last ones (`rose`): once answers
+    # have become short and right, it rises no more.
     least = steps.mean("accuracy", steps.first) + row.also["rise of the accuracy"]
     learned = steps.accuracy is not None and steps.accuracy > least
     if now > row.limit * began or began == 0 or learned:
@@ -281,24 +294,24 @@ def _policy_breaks(steps: _Steps, row: Notice) -> _Measured:
         return None
     began = _without_answer(first[0])
     now = min(map(_without_answer, newest))
-    measured = "reward" if steps.accuracy is None else "accuracy"
-    result_first = steps.mean(measured, first)
-    result = steps.mean(measured, newest)
+    result_name = "reward" if steps.accuracy is None else "accuracy"
+    result_first = steps.mean(result_name, first)
+    result = steps.mean(result_name, newest)
     lost = row.also["lost share of the first result"] * abs(result_first)
     if now - began < row.limit or result > result_first - lost:
         return None
     return {
         "began": began,
         "now": now,
-        "measured": measured,
+        "measured": result_name,
         "first": result_first,
         "result": result,
     }
 
 
-def _without_answer(row: Mapping[str, float]) -> float:
-    """Returns the share of the answers that are cut or have no final answer, at least."""
-    return max(row.get("truncated", 0.0), row.get("unparsable", 0.0))
+def _without_answer(step: Mapping[str, float]) -> float:
+    """Returns a lower bound of the share of answers that are cut or have no final answer."""
+    return max(step.get("truncated", 0.0), step.get("unparsable", 0.0))
 
 
 def _policy_stands_still(steps: _Steps, row: Notice) -> _Measured:
@@ -313,14 +326,14 @@ def _not_finite(steps: _Steps, row: Notice) -> _Measured:
 
 def _entropy(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("update.entropy", steps.first)
-    now = steps.mean("update.entropy", steps.measured)
+    now = steps.mean("update.entropy", steps.trained)
     if steps.accuracy is None:
         learns = steps.rose("reward")
         why = "the reward does not rise"
     else:
         learns = steps.accuracy >= row.also["accuracy below"] or steps.rose("accuracy")
         why = f"accuracy stays at {steps.accuracy:.2f}"
-    if not steps.measured or now >= row.limit * began or learns:
+    if not steps.trained or now >= row.limit * began or learns:
         return None
     return {"began": began, "now": now, "why": why}
 
@@ -328,7 +341,7 @@ def _entropy(steps: _Steps, row: Notice) -> _Measured:
 def _rollout_idle(steps: _Steps, row: Notice) -> _Measured:
     update = steps.share("update")
     idle = 1 - steps.mean("generating")
-    # With younger experience than permitted, something else keeps the engines idle.
+    # If the experience is younger than permitted, the engines do not wait for the update.
     is_as_old_as_allowed = steps.mean("staleness") > steps.config.trainer.max_staleness - 0.5
     is_measured = "generating" in steps.last[0] and update >= row.also["share of the update"]
     if not is_measured or idle <= row.limit_of(steps.config) or not is_as_old_as_allowed:
@@ -340,8 +353,8 @@ def _lost_episodes(steps: _Steps, row: Notice) -> _Measured:
     lost = {name: int(steps.sum(f"lost_episodes.{name}")) for name in ("timeout", "died", "error")}
     count = sum(lost.values())
     share = count / (steps.groups * steps.config.sampling.group_size + count)
-    of_case = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
-    return {"row": of_case, "count": count, "share": share} if share >= row.limit else None
+    case = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
+    return {"row": case, "count": count, "share": share} if share >= row.limit else None
 
 
 _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
@@ -360,3 +373,4 @@ _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "rollout_idle": _rollout_idle,
     "lost_episodes": _lost_episodes,
 }
+"""The function that measures each hint; `_share_of_row` measures the others."""

@@ -22,7 +22,7 @@ from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from learning.sharding import named_tensors, reshard
-from trainer.algorithms.advantages import OF_MORE, named_advantage
+from trainer.algorithms.advantages import NEED_MORE_THAN_REWARDS, named_advantage
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
     TokenTerms,
@@ -44,7 +44,7 @@ from trainer.policy.scoring import score_batch
 from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 _COMPARED_ROWS = 8
-"""Rows of a batch without a gradient on which engine and trainer are compared."""
+"""Number of rows on which engine and trainer are compared when no row has a gradient."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Policy:
         )
         """Whether the ratio refers to the trainer's own log-probabilities, not the engine's."""
 
-        # An import path that is wrong is told now, not after the first batch was generated.
+        # A wrong import path is refused now, not after the first batch was generated.
         named_loss(config.algorithm)
-        if config.algorithm.advantage not in OF_MORE:
+        if config.algorithm.advantage not in NEED_MORE_THAN_REWARDS:
             named_advantage(config.algorithm)
 
         if config.parallel.offload_optimizer and not ranks.sharded:
@@ -98,7 +98,7 @@ class Policy:
                 "one process on a CPU has nothing to offload",
             )
 
-        # Computes log-probabilities.
+        # The model that is trained, with its head: it computes log-probabilities.
         self.scorer = load_policy(fitted(config, ranks, config.model.name), ranks, directory)
         self.model = self.scorer.model
         self.model.train()
@@ -155,9 +155,7 @@ class Policy:
         return policy
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """Returns the policy's part of a checkpoint, by folder. A collective; see
-        `Snapshot.take`.
-        """
+        """Returns the policy's part of a checkpoint, by folder (`Snapshot.take`). A collective."""
         has_adapter = self.config.lora.rank > 0
         contents = adapter_contents(self.model) if has_adapter else Contents.of(self.model)
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
@@ -181,8 +179,8 @@ class Policy:
 
     @property
     def seed(self) -> int:
-        """The seed of all randomness in the next update. It differs between runs with another
-        `config.seed`, and between the first million steps of a run.
+        """The seed of all randomness in the next update: another one for each `config.seed`, and
+        for each of the first million steps of a run.
         """
         return self.config.seed * 1_000_003 + self.step
 
@@ -194,7 +192,7 @@ class Policy:
         # The first update takes them from its own pass (`_backward`).
         for_ratio = self._ratio_to_own_logprobs and algorithm.updates_per_batch > 1
         for_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-        # Rows that the current policy sampled have the engine's.
+        # For rows that the current policy sampled, the engine's log-probabilities serve.
         off_policy = not all(row.current for row in batch.rows)
         for_teacher = batch.teacher_logprobs is not None and off_policy
         if not (for_ratio or for_reward or for_teacher):
@@ -222,34 +220,35 @@ class Policy:
         logprobs: list[Float32 | None] | None = None
         stopped = False
 
-        parts: list[Indices] = []
+        rows_of_updates: list[Indices] = []
         for epoch in range(algorithm.update_epochs):
             seed = self.seed * 1_000 + epoch
-            parts += mini_batches(len(loss_rows), algorithm.mini_batches, seed)
+            rows_of_updates += mini_batches(len(loss_rows), algorithm.mini_batches, seed)
 
-        for part in parts:
+        for rows in rows_of_updates:
             is_first = len(norms) == 0
-            mini, scored = self._accumulate(batch, loss_rows[part], first=is_first)
+            mini_sums, scored = self._accumulate(batch, loss_rows[rows], first=is_first)
             if is_first:
                 logprobs = scored
-            sums.values += mini.values
+            sums.values += mini_sums.values
 
             limit = algorithm.early_stop_kl
-            stopped = limit is not None and mini.mean("kl_old") > limit
+            stopped = limit is not None and mini_sums.mean("kl_old") > limit
             if stopped:
                 break  # the gradient of this mini-batch is not applied
             if self.config.trainer.audit:
                 began = time.perf_counter()
                 gradients.append(digest(self.optimizer.gradients(), self.ranks))
                 digest_seconds += time.perf_counter() - began
-            # A forward pass alone leaves gathered weights, which the step outdates.
+            # A forward pass without a backward pass keeps the weights gathered: the optimiser
+            # step would make them stale.
             reshard(self.scorer)
             norms.append(self.optimizer.step(rate))
 
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped=skipped, stopped=stopped)
         target = algorithm.kl_target
-        # A KL that overflowed, or of a batch without tokens, says nothing.
+        # A KL that overflowed, or that has no tokens, must not change the coefficient.
         measured = metrics.trained_tokens > 0 and math.isfinite(metrics.kl_reference)
         if target is not None and measured:
             kl = metrics.kl_reference
@@ -263,7 +262,7 @@ class Policy:
         )
 
     def skip_update(self) -> PolicyUpdate:
-        """Returns the result of a step in which only the critic learns."""
+        """Returns the result of a step in which only the critic learns: no updates, no tokens."""
         return PolicyUpdate(Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False))
 
     def _accumulate(
@@ -357,10 +356,9 @@ class Policy:
     ) -> Tensor:
         """Adds a micro-batch to the gradient and to `sums`.
 
-        loss = Σ_t g_t · c_t · (w_t · policy loss_t + β · KL_t − entropy_coef · H_t), where g is
-        the weight of the token's group (`MicroBatch.weights`), c the coefficient of the
-        aggregation, w the weight of corrections and masks, and β the KL coefficient if the KL is in
-        the loss.
+        loss = Σ_t g_t · c_t · (w_t · policy loss_t + β · KL_t − entropy_coef · H_t), where g is the
+        weight of the token's group (`MicroBatch.weights`), c the coefficient of the aggregation, w
+        the weight of corrections and masks, and β the KL coefficient if the KL is in the loss.
 
         Args:
             micro: C tokens.

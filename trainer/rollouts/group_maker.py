@@ -12,7 +12,7 @@ from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prom
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
-from trainer.rollouts.prompt_cursor import Drawn
+from trainer.rollouts.prompt_cursor import DrawnPrompt
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.requests import reward_items, sampling_seed
 from trainer.rollouts.routing import split_routing
@@ -33,7 +33,7 @@ class GroupMaker:
         self._drops = drops
         self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
 
-    def empty(self, drawn: Drawn, prompt_ids: list[int], group_id: str) -> Group:
+    def empty(self, drawn: DrawnPrompt, prompt_ids: list[int], group_id: str) -> Group:
         """Returns the group of a prompt before it has completions."""
         prompt = drawn.prompt
         group = Group(

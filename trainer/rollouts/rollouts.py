@@ -267,7 +267,7 @@ class Rollouts:
                 "trained on",
             )
 
-    def start_ack(self, batch: Batch) -> Callable[[], None]:
+    def start_acknowledging(self, batch: Batch) -> Callable[[], None]:
         """Starts to acknowledge the groups of `batch`; the returned function waits for the end.
 
         Also sets the priorities for reuse, and reports pass rates to a curriculum.
@@ -323,7 +323,7 @@ class FollowerRollouts(Rollouts):
     def next(self, step: int) -> list[TrainingGroup]:
         return self._ranks.broadcast([])
 
-    def start_ack(self, batch: Batch) -> Callable[[], None]:
+    def start_acknowledging(self, batch: Batch) -> Callable[[], None]:
         return lambda: None
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:

@@ -20,7 +20,7 @@ from learning.ranks import Ranks
 from tests.support.batches.groups import off_policy_groups, prepared, with_algorithm
 from tests.support.paths import ROOT
 from tests.support.runs.in_process import metrics, quiet
-from trainer.algorithms.advantages import OF_MORE, named_advantage
+from trainer.algorithms.advantages import NEED_MORE_THAN_REWARDS, named_advantage
 from trainer.algorithms.losses import named_loss
 from trainer.policy.policy import Policy
 from trainer.start.in_process import train_in_process
@@ -105,7 +105,7 @@ def test_a_result_of_another_shape_is_refused(config: Config, setting: str, name
 
 def test_the_settings_name_what_the_tables_have() -> None:
     tables = trainer.algorithms
-    assert {*tables.advantages.ADVANTAGES, *OF_MORE} == set(algorithm.ADVANTAGES)
+    assert {*tables.advantages.ADVANTAGES, *NEED_MORE_THAN_REWARDS} == set(algorithm.ADVANTAGES)
     assert tables.losses.LOSSES.keys() == set(algorithm.LOSSES)
     for name in algorithm.LOSSES:
         settings = AlgorithmSection(policy_loss=name)

@@ -29,7 +29,7 @@ from trainer.algorithms.losses import (
     importance_correction,
     policy_loss,
     policy_weights,
-    probability_ratio,
+    ratio_of,
     sapo,
 )
 from trainer.policy.policy import Policy
@@ -79,7 +79,7 @@ def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advant
     settings = AlgorithmSection(name="dppo", clip_low=0.3 if old == 0.9 else 0.2)
     logprobs = logs(new).requires_grad_()
     tokens = terms(logprobs, old=logs(old), rollout=logs(old), advantages=torch.tensor([advantage]))
-    result = dppo(probability_ratio(tokens), tokens, settings)
+    result = dppo(ratio_of(tokens.logprobs, tokens.old_logprobs), tokens, settings)
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert result.clipped.item() == masked
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
@@ -107,7 +107,7 @@ def test_sapo_hand_computed() -> None:
     old = logs(0.5, 0.4, 0.4)
     tokens = terms(logprobs, old=old, rollout=old, advantages=advantages)
     settings = AlgorithmSection(name="sapo", sapo_tau_negative=2.0)
-    result = sapo(probability_ratio(tokens), tokens, settings)
+    result = sapo(ratio_of(tokens.logprobs, tokens.old_logprobs), tokens, settings)
     up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))  # ρ = 2 with τ = 1 and τ = 2
     np.testing.assert_allclose(result.loss.detach(), [-2.0 * 4 * 0.5, -4 * up, 2 * down], rtol=1e-6)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)

@@ -95,8 +95,8 @@ def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name
 )
 @pytest.mark.parametrize("service", TASKS)
 def test_every_problem_of_every_service_has_a_name(service: str, problem: Problem) -> None:
-    assert catalogue.of_service(service, problem) in catalogue.FAULTS
-    assert catalogue.of_service(service, problem) != catalogue.ENDED
+    assert catalogue.fault_of_service(service, problem) in catalogue.FAULTS
+    assert catalogue.fault_of_service(service, problem) != catalogue.ENDED
 
 
 @pytest.mark.parametrize(
