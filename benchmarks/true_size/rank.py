@@ -47,7 +47,7 @@ class Device:
         """Queues a pass over so many tokens."""
         now = time.perf_counter()
         if now > self._busy_until:
-            self._count_idle(self._busy_until, now)
+            self.count_idle(self._busy_until, now)
         seconds = tokens * self._per_token
         self._busy_until = max(now, self._busy_until) + seconds
         self.computed += seconds
@@ -61,7 +61,7 @@ class Device:
         with self._lock:
             self._spans.append((start, end, name))
 
-    def _count_idle(self, start: float, end: float) -> None:
+    def count_idle(self, start: float, end: float) -> None:
         """Adds [start, end] to what the host did then."""
         with self._lock:
             spans = [span for span in self._spans if span[1] > start]

@@ -157,6 +157,15 @@ class Engine:
     def version(self) -> str:
         return self._versions[-1][1]
 
+    @property
+    def steps(self) -> float:
+        """Token steps since the start."""
+        return self._progress
+
+    def load(self, version: str) -> None:
+        """Samples with these weights from now on."""
+        self._versions = [*self._versions[-8:], (self._progress, version)]
+
     async def decode(self) -> None:
         """Advances all sequences, for ever."""
         last = time.monotonic()
@@ -164,10 +173,11 @@ class Engine:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             if self._runs.is_set():
-                self._advance((now - last) * self.speed.clock)
+                self.advance((now - last) * self.speed.clock)
             last = now
 
-    def _advance(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
+        """Lets so many seconds of the model pass."""
         self._admit()
         while self._running and seconds > 0:
             count = len(self._running)
@@ -262,7 +272,7 @@ class Engine:
     async def update(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self.speed.load_s / self.speed.clock)
         version = (await request.json())["weight_version"]
-        self._versions = [*self._versions[-8:], (self._progress, version)]
+        self.load(version)
         return web.json_response({"success": True})
 
     async def info(self, _: web.Request) -> web.Response:
