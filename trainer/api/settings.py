@@ -51,7 +51,7 @@ _DEFAULTS: dict[str, Any] = {"evaluation.pass_samples": 0, "limits.max_failed_gr
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingRow:
     """What a field of `TrainerConfig` is called in the system's settings and in TRL."""
 
     setting: str
@@ -73,7 +73,7 @@ def row(
 ) -> Any:
     """Declares a field of `TrainerConfig` with its row."""
     declared = Field(default, **bounds)
-    declared.metadata.append(Row(setting, when, trl))
+    declared.metadata.append(SettingRow(setting, when, trl))
     return declared
 
 
@@ -634,11 +634,11 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, SettingRow] = {
     field: row
     for field, info in TrainerConfig.model_fields.items()
     for row in info.metadata
-    if isinstance(row, Row)
+    if isinstance(row, SettingRow)
 }
 """The row of each field that has one."""
 FIELDS: dict[str, str] = {row.setting: field for field, row in ROWS.items()} | {

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from services.reward.answers.expressions import (
     ONE,
     ZERO,
-    Node,
+    Expression,
     Operation,
     Unknown,
     number,
@@ -157,7 +157,7 @@ def _values(reading: object) -> Iterator[Value]:
     match reading:
         case Value():
             yield reading
-        case Node():
+        case Expression():
             yield Value(reading)
         case Relation():
             yield Value(reading.right)
@@ -221,15 +221,15 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
             return other if _in_order(items, others) else None
         case TupleOrInterval("(", ")", items), Value() if "\\hat" in texts_of(other.source):
             return _vector(items)
-        case (Words(_, Node() as node), Value()) | (Residue(node, _), _):
+        case (Words(_, Expression() as node), Value()) | (Residue(node, _), _):
             return Value(node)
         case Relation(), Value() if _is_label(one, is_gold):
             return Value(one.right)
         case Value(Operation("binomial", nodes)), TupleOrInterval():
             return TupleOrInterval("(", ")", tuple(map(Value, nodes)))
-        case Value(Node() as node), Family() if len(unknowns(node)) == 1:
+        case Value(Expression() as node), Family() if len(unknowns(node)) == 1:
             return Family((node,), *unknowns(node))
-        case Value(Node() as node), TupleOrInterval("&", _, rows):
+        case Value(Expression() as node), TupleOrInterval("&", _, rows):
             return other if _is_multiple_of_one(node, rows) else None
         case Value(Operation("/")), Clock():
             times = [read(f"{written(one.source)} {half}") for half in ("am", "pm")]
@@ -239,7 +239,7 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
 
 def _vector(items: Sequence[Reading]) -> Value | None:
     """Returns (2, 3) as 2i + 3j."""
-    found: Node = ZERO
+    found: Expression = ZERO
     for item, name in zip(items, "ijk", strict=False):
         if not isinstance(item, Value) or item.node is None:
             return None
@@ -247,7 +247,7 @@ def _vector(items: Sequence[Reading]) -> Value | None:
     return Value(found) if len(items) < 4 else None
 
 
-def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
+def _is_multiple_of_one(node: Expression, rows: Sequence[Reading]) -> bool:
     """Returns whether a matrix is the multiple of the identity matrix I that `node` is: 2I."""
     names = [name for name in unknowns(node) if name[0] == "I" and as_line(node, name)]
     if len(names) != 1:
@@ -279,7 +279,7 @@ def _is_label(relation: Relation, is_gold: bool) -> bool:
 _COORDINATES = frozenset(("x", "y", "z", "r", "t", "\\theta"))
 
 
-def _same_node(a: Node, b: Node) -> bool:
+def _same_node(a: Expression, b: Expression) -> bool:
     return same_values(Value(a), Value(b))
 
 
@@ -358,17 +358,17 @@ def _as_relation(statement: Named) -> Relation | None:
     solve.
     """
     match statement.values:
-        case ((name, Value(Node() as node)),) if unknowns(node):
+        case ((name, Value(Expression() as node)),) if unknowns(node):
             return Relation("=", Unknown(name), node)
     return None
 
 
-def _in_k(family: Family) -> list[Node]:
+def _in_k(family: Family) -> list[Expression]:
     """Returns the values of a family as expressions in k."""
     return [substituted(node, family.parameter, Unknown("k")) for node in family.values]
 
 
-def _same_progression(expected: Node, given: Node) -> bool:
+def _same_progression(expected: Expression, given: Expression) -> bool:
     """Returns whether two expressions in k have the same values for all integers k.
 
     a + bk and c + dk have if |b| = |d| and (a - c) / b is an integer, that is, equal to the nearest

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from services.reward.answers.expressions import Node, Number, Operation
+from services.reward.answers.expressions import Expression, Number, Operation
 from services.reward.answers.notation import NotUnderstood, tokens
 from services.reward.answers.quantities import read_value, written_out
 from services.reward.answers.units import Unit, ratio
@@ -55,7 +55,7 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
         return None
 
 
-def _rational(node: Node) -> Fraction:
+def _rational(node: Expression) -> Fraction:
     """Returns the value of a number, a quotient of two, or a number times a power of ten. Raises
     NotUnderstood for any other expression.
     """

@@ -18,33 +18,33 @@ from services.reward.answers.notation import (
 )
 
 
-class Node:
+class Expression:
     """A mathematical expression: a number, an unknown, or an operation."""
 
     name: str = ""
-    operands: tuple["Node", ...] = ()
+    operands: tuple["Expression", ...] = ()
 
 
 @dataclass(frozen=True)
-class Number(Node):
+class Number(Expression):
     """A rational number."""
 
     value: Fraction
 
 
 @dataclass(frozen=True)
-class Unknown(Node):
+class Unknown(Expression):
     """An unknown."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Operation(Node):
+class Operation(Expression):
     """An operator or function with its operands; a constant such as pi has none."""
 
     name: str
-    operands: tuple[Node, ...]
+    operands: tuple[Expression, ...]
 
 
 _MAX_DEPTH = 60  # expression trees are walked recursively
@@ -73,14 +73,14 @@ def number(value: int | Fraction) -> Number:
     return Number(Fraction(value))
 
 
-def operation(name: str, *operands: Node) -> Operation:
+def operation(name: str, *operands: Expression) -> Operation:
     """Returns an operation as a node."""
     return Operation(name, operands)
 
 
 ZERO = number(0)
 ONE = number(1)
-_FACTORS: dict[str, Node] = {
+_FACTORS: dict[str, Expression] = {
     DEGREE: operation("/", operation("pi"), number(180)),
     "%": number(Fraction(1, 100)),
 }
@@ -104,7 +104,7 @@ class Parser:
         # Open bars: a bar then closes an absolute value.
         self._bars = 0
 
-    def whole(self) -> Node:
+    def whole(self) -> Expression:
         """Parses all tokens as one expression. Raises NotUnderstood."""
         node = self._sum()
         if self._next is not _END:
@@ -129,7 +129,7 @@ class Parser:
         if not self._take(text):
             raise NotUnderstood
 
-    def _sum(self) -> Node:
+    def _sum(self) -> Expression:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise NotUnderstood
@@ -142,7 +142,7 @@ class Parser:
         self._depth -= 1
         return node
 
-    def _term(self) -> Node:
+    def _term(self) -> Expression:
         node = self._signed()
         while True:
             text = self._text
@@ -154,7 +154,7 @@ class Parser:
             else:
                 return node
 
-    def _signed(self) -> Node:
+    def _signed(self) -> Expression:
         is_negative = False
         while self._text in ("+", "-"):
             is_negative ^= self._text == "-"
@@ -175,13 +175,13 @@ class Parser:
             return self._bars == 0
         return text not in _ENDS and (self._next.kind == "cmd" or text in _BRACKETS)
 
-    def _powered(self) -> Node:
+    def _powered(self) -> Expression:
         node = self._postfix(self._primary())
         if self._take("^"):
             node = self._postfix(operation("^", node, self._exponent()))
         return node
 
-    def _exponent(self) -> Node:
+    def _exponent(self) -> Expression:
         if self._take("-"):
             return operation("neg", self._exponent())
         if self._take("+"):
@@ -189,7 +189,7 @@ class Parser:
         node = self._primary()
         return operation("^", node, self._exponent()) if self._take("^") else node
 
-    def _postfix(self, node: Node) -> Node:
+    def _postfix(self, node: Expression) -> Expression:
         while True:
             text = self._text
             if text in _POSTFIX:
@@ -200,7 +200,7 @@ class Parser:
                 return node
             self._i += 1
 
-    def _primary(self) -> Node:
+    def _primary(self) -> Expression:
         kind, text, _ = self._next
         self._i += 1
         if kind == "num":
@@ -224,7 +224,7 @@ class Parser:
             return self._command(text)
         raise NotUnderstood
 
-    def _letter(self, name: str) -> Node:
+    def _letter(self, name: str) -> Expression:
         if name == "C" and self._text == "(" and self._tokens[self._i + 2].text == ",":  # C(5,2)
             node = operation("binomial", *self._listed())
             if len(node.operands) != 2:
@@ -249,7 +249,7 @@ class Parser:
                 break
         return text
 
-    def _argument(self) -> Node:
+    def _argument(self) -> Expression:
         """Returns a braced group, or what LaTeX accepts without braces: one digit, one letter, or
         one command.
         """
@@ -259,7 +259,7 @@ class Parser:
             return Number(Fraction(text[0]))
         return self._primary()
 
-    def _listed(self) -> list[Node]:
+    def _listed(self) -> list[Expression]:
         self._need("(")
         values = [self._sum()]
         while self._take(","):
@@ -267,7 +267,7 @@ class Parser:
         self._need(")")
         return values
 
-    def _command(self, text: str) -> Node:
+    def _command(self, text: str) -> Expression:
         name = text[1:]
         if name in ("pi", "infty"):
             return operation(name)
@@ -291,16 +291,16 @@ class Parser:
             return self._function(name)
         raise NotUnderstood
 
-    def _root(self, text: str) -> Node:
-        degree: Node = number(_DEGREES[text])
+    def _root(self, text: str) -> Expression:
+        degree: Expression = number(_DEGREES[text])
         if text == "\\sqrt" and self._take("["):
             degree = self._sum()
             self._need("]")
         return operation("root", self._primary(), degree)  # √12 is not √1 times 2
 
-    def _function(self, name: str) -> Node:
-        base: Node | None = None
-        power: Node | None = None
+    def _function(self, name: str) -> Expression:
+        base: Expression | None = None
+        power: Expression | None = None
         while self._text in ("_", "^"):
             if self._take("_"):
                 base = self._primary()
@@ -335,14 +335,14 @@ def _letters_of(token: Token) -> list[Token]:
     return [Token("name", letter) for letter in run]
 
 
-def unknowns(node: Node) -> frozenset[str]:
+def unknowns(node: Expression) -> frozenset[str]:
     """Returns the names of the unknowns in an expression."""
     if isinstance(node, Unknown):
         return frozenset((node.name,))
     return frozenset().union(*map(unknowns, node.operands))
 
 
-def substituted(node: Node, name: str, value: Node) -> Node:
+def substituted(node: Expression, name: str, value: Expression) -> Expression:
     """Returns an expression with `value` in the place of an unknown."""
     if not node.operands:
         return value if node == Unknown(name) else node

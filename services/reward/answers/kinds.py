@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from functools import cmp_to_key
 from typing import NamedTuple
 
-from services.reward.answers.expressions import Node, unknowns
+from services.reward.answers.expressions import Expression, unknowns
 from services.reward.answers.notation import NotUnderstood
 from services.reward.answers.quantities import Value
 from services.reward.answers.values import INFINITY, MINUS_INFINITY, Undecided, order
 
 # Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval.
-Interval = tuple[Node, bool, Node, bool]
+Interval = tuple[Expression, bool, Expression, bool]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Words:
     """Text. Compared with a value, a short word such as `ab` is the product of its letters."""
 
     text: str
-    product: Node | None = field(default=None, compare=False)
+    product: Expression | None = field(default=None, compare=False)
     """The product of its letters as a node; None when the text is too long to be a product."""
 
 
@@ -59,8 +59,8 @@ class Relation(NamedTuple):
     """An equation or inequality that is not a solution; `operator` is the text of its token."""
 
     operator: str
-    left: Node
-    right: Node
+    left: Expression
+    right: Expression
 
 
 class Region(NamedTuple):
@@ -73,15 +73,15 @@ class Region(NamedTuple):
 class Family(NamedTuple):
     """Values that depend on an integer parameter, such as π/4 + kπ."""
 
-    values: tuple[Node, ...]
+    values: tuple[Expression, ...]
     parameter: str
 
 
 class Residue(NamedTuple):
     """A value modulo another, such as 7 mod 11."""
 
-    value: Node
-    modulus: Node
+    value: Expression
+    modulus: Expression
 
 
 class Clock(NamedTuple):
@@ -127,7 +127,9 @@ def as_region(reading: Reading) -> Region | None:
             return reading
         case Named(((_, value),)):
             return as_region(value)
-        case TupleOrInterval(opening, closing, (Value(Node() as low), Value(Node() as high))):
+        case TupleOrInterval(
+            opening, closing, (Value(Expression() as low), Value(Expression() as high))
+        ):
             if not unknowns(low) | unknowns(high):
                 return Region(((low, opening == "[", high, closing == "]"),))
         case Many(items):
@@ -146,13 +148,13 @@ def combined(
     The ends e0 < e1 < … divide the line into cells: {e0}, (e0, e1), {e1}, (e1, e2), … A region is a
     set of cells, to which Python's set operators apply: [e0, e1) is {0, 1}, and (e0, e1] {1, 2}.
     """
-    ends: set[Node] = set()
+    ends: set[Expression] = set()
     for region in regions:
         for low, _, high, _ in region.intervals:
             ends |= {low, high}
     try:
         ordered = sorted(ends, key=cmp_to_key(order))
-        place: dict[Node, int] = {}
+        place: dict[Expression, int] = {}
         for i, end in enumerate(ordered):
             is_same = i > 0 and order(ordered[i - 1], end) == 0
             place[end] = place[ordered[i - 1]] if is_same else i

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from services.reward.answers.expressions import Node, Number, Operation, Parser, operation
+from services.reward.answers.expressions import Expression, Number, Operation, Parser, operation
 from services.reward.answers.notation import (
     DEGREE,
     NotUnderstood,
@@ -55,7 +55,7 @@ _MAX_WORDS = 12
 class Value:
     """An expression with its unit; `node` is None for an expression that only sympy can read."""
 
-    node: Node | None
+    node: Expression | None
     unit: Unit | None = None
     source: Tokens = field(default=(), compare=False)
 
@@ -90,7 +90,7 @@ def read_value(part: Tokens) -> Value:
     return Value(node, unit, part)
 
 
-def node_of(part: Tokens) -> Node:
+def node_of(part: Tokens) -> Expression:
     """Returns the expression of a value. Raises NotUnderstood, also where only sympy can read
     it.
     """
@@ -138,7 +138,7 @@ def _number(text: str) -> Fraction | None:
     return whole + count_of_parts / _PARTS[match["part"]]
 
 
-def written_out(node: Node) -> bool:
+def written_out(node: Expression) -> bool:
     """Returns whether an expression is a fully evaluated number.
 
     That is an integer, a decimal, a fraction that is not an integer (reduced or not), or an integer
@@ -161,7 +161,7 @@ def written_out(node: Node) -> bool:
     return False
 
 
-def _integer(node: Node) -> int | None:
+def _integer(node: Expression) -> int | None:
     """Returns the value of an integer, with or without a sign; None for anything else."""
     match node:
         case Operation("neg", (positive,)):

@@ -16,7 +16,7 @@ from itertools import chain, pairwise, product
 
 from services.reward.answers.expressions import (
     ZERO,
-    Node,
+    Expression,
     Number,
     Operation,
     Parser,
@@ -221,7 +221,7 @@ def _words(part: Tokens, _: ReadPart) -> Reading | None:
     if text.split()[0] in (*NUMBERS, "negative", "minus", "half", "a"):
         with suppress(NotUnderstood):
             return read_value(part)
-    product_of_letters: Node | None = None
+    product_of_letters: Expression | None = None
     with suppress(NotUnderstood):
         product_of_letters = Parser(part).whole()
     return Words(_content(text), product_of_letters)
@@ -259,7 +259,7 @@ def _residue(part: Tokens, _: ReadPart) -> Reading | None:
     match value, modulus:
         case Number(rest), Number(divisor) if rest < divisor:
             return Residue(value, modulus)
-        case Node(), Node() if found["name"] and written_out(value):
+        case Expression(), Expression() if found["name"] and written_out(value):
             return Residue(value, modulus)
     return None
 
@@ -356,7 +356,7 @@ def _family(part: Tokens, read_part: ReadPart) -> Reading | None:
     if found is None:
         return None
     reading = read_part(found["values"])
-    nodes: list[Node] = []
+    nodes: list[Expression] = []
     for item in reading.items if isinstance(reading, Many) else (reading,):
         value = item.values[0][1] if isinstance(item, Named) else item
         if not isinstance(value, Value) or value.node is None:
@@ -508,7 +508,7 @@ def _relation(part: Tokens, read_part: ReadPart) -> Reading | None:
     return _inequality([node_of(piece) for piece in pieces], signs)
 
 
-def _inequality(nodes: list[Node], signs: list[str]) -> Reading:
+def _inequality(nodes: list[Expression], signs: list[str]) -> Reading:
     """Reads an inequality with the signs <, ≤ or ≠: as a region if it bounds one unknown by
     constants, else as a relation.
     """
@@ -536,7 +536,7 @@ def _inequality(nodes: list[Node], signs: list[str]) -> Reading:
     return found or Relation(sign, left, right)
 
 
-def _below(side: Node, bound: Node, is_closed: bool) -> Region | None:
+def _below(side: Expression, bound: Expression, is_closed: bool) -> Region | None:
     """Returns the region where x, -x or |x| is below a constant; None for other sides."""
     opposite = bound.operands[0] if bound.name == "neg" else operation("neg", bound)
     match side:
@@ -549,7 +549,7 @@ def _below(side: Node, bound: Node, is_closed: bool) -> Region | None:
     return None
 
 
-def as_line(node: Node, name: str) -> tuple[Node, Node] | None:
+def as_line(node: Expression, name: str) -> tuple[Expression, Expression] | None:
     """Returns a and b for an expression a + bx in one unknown x; None for any other."""
     before = substituted(node, name, number(Fraction(-7, 4)))
     start = substituted(node, name, ZERO)
@@ -576,7 +576,7 @@ def _approximate(pieces: list[Tokens], signs: list[str], read_part: ReadPart) ->
     value = found.values[0][1] if isinstance(found, Named) else found
     with suppress(Undecided):
         match value, read_value(rough):
-            case Value(Node() as node), Value(Node() as other):
+            case Value(Expression() as node), Value(Expression() as other):
                 return found if roughly(node, other) else Untrue()
     raise NotUnderstood
 

@@ -20,7 +20,7 @@ from mpmath import mp
 from sympy import integer_nthroot
 
 from services.reward.answers.expressions import (
-    Node,
+    Expression,
     Number,
     Unknown,
     number,
@@ -60,7 +60,7 @@ class Enormous(Undecided):
 Sample = tuple[Any, Any, Any]
 
 
-def _is_complex(node: Node) -> bool:
+def _is_complex(node: Expression) -> bool:
     """Returns whether the imaginary unit occurs in an expression."""
     return node == operation("i") or any(map(_is_complex, node.operands))
 
@@ -80,7 +80,7 @@ class _Evaluator:
     digits: int = _DIGITS
     """Digits with which no exact number is rounded to another one."""
 
-    def value(self, node: Node) -> Any:
+    def value(self, node: Expression) -> Any:
         """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no
         value.
         """
@@ -246,8 +246,8 @@ def _close(a: Any, b: Any, largest: Any = 0) -> bool:
 
 
 def _compared(
-    a: Node,
-    b: Node,
+    a: Expression,
+    b: Expression,
     verdict: Callable[[list[Sample]], bool],
     is_plausible: Callable[[Sample], bool] = lambda _: True,
 ) -> bool:
@@ -264,7 +264,9 @@ def _compared(
     raise Enormous
 
 
-def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[list[Sample], int]:
+def _sampled(
+    a: Expression, b: Expression, is_plausible: Callable[[Sample], bool]
+) -> tuple[list[Sample], int]:
     """Returns samples, and the digits that they need. Raises Undecided if too few have values.
 
     Expressions without unknowns have one sample. Others have up to ten, at random points; the first
@@ -302,7 +304,7 @@ def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[
     return samples, digits
 
 
-def same_value(a: Node, b: Node) -> bool:
+def same_value(a: Expression, b: Expression) -> bool:
     """Returns whether two expressions have the same value. Raises Undecided."""
     if a == b:
         return True
@@ -315,7 +317,7 @@ def same_value(a: Node, b: Node) -> bool:
         return False
 
 
-def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
+def same_ratio(a: Expression, b: Expression, is_positive: bool) -> bool:
     """Returns whether b is a multiple of a, by a positive number if `is_positive`."""
 
     def verdict(samples: list[Sample]) -> bool:
@@ -333,19 +335,19 @@ def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
         return False
 
 
-def _constant(node: Node) -> Any:
+def _constant(node: Expression) -> Any:
     """Returns the value of an expression without unknowns. Raises Undecided."""
     with mp.workdps(_DIGITS):
         return _Evaluator().value(node)
 
 
-def order(a: Node, b: Node) -> int:
+def order(a: Expression, b: Expression) -> int:
     """Returns -1, 0 or 1 for a number that is less than, the same as or more than the other. Raises
     Undecided.
     """
     if same_value(a, b):
         return 0
-    infinite: dict[Node, int] = {MINUS_INFINITY: -1, INFINITY: 1}
+    infinite: dict[Expression, int] = {MINUS_INFINITY: -1, INFINITY: 1}
     if a in infinite or b in infinite:
         return 1 if infinite.get(a, 0) > infinite.get(b, 0) else -1
     difference = _constant(operation("-", a, b))
@@ -354,7 +356,7 @@ def order(a: Node, b: Node) -> int:
     return -1 if difference < 0 else 1
 
 
-def simplified(node: Node) -> Node:
+def simplified(node: Expression) -> Expression:
     """Returns an expression as a number if its value is rational."""
     try:
         value = _constant(node)
@@ -363,7 +365,7 @@ def simplified(node: Node) -> Node:
     return Number(value) if isinstance(value, Fraction) else node
 
 
-def is_enormous(node: Node) -> bool:
+def is_enormous(node: Expression) -> bool:
     """Returns whether the value of an expression without unknowns exceeds the bounds."""
     try:
         _constant(node)
@@ -374,7 +376,7 @@ def is_enormous(node: Node) -> bool:
     return False
 
 
-def roughly(a: Node, b: Node) -> bool:
+def roughly(a: Expression, b: Expression) -> bool:
     """Returns whether two numbers differ by 5 % at most. Raises Undecided."""
     tolerance = operation("*", number(Fraction(1, 20)), operation("abs", a))
     return order(operation("abs", operation("-", a, b)), tolerance) <= 0

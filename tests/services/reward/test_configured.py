@@ -175,7 +175,10 @@ def test_a_function_that_does_not_work_is_refused_at_the_start() -> None:
         ('{"name": "math", "tasks": []}', "reward.functions.math.tasks"),
         ('{"name": "math", "weight": "x"}', "reward.functions.math.weight · value: x"),
         ('{"name": "length", "soft_chars": 9000}', "soft_chars 9000"),
-        ('{"name": "code", "timeout": 2}', "no setting reward.functions.code.timeout .* timeout_s"),
+        (
+            '{"name": "code", "timeout": 2}',
+            "no setting reward.functions.code.timeout .*reward.functions.code.timeout_s",
+        ),
         ('{"name": "a.b:C", "timeout": 2}', "no setting reward.functions.own.timeout"),
         ('{"weight": 2}', "a mapping with its name"),
     ],

@@ -82,7 +82,7 @@ def test_a_run_with_both(settings: Callable[..., Config]) -> None:
 @pytest.mark.parametrize(
     ("setting", "path", "why"),
     [
-        ("advantage", "qae:nothing", "has no such name"),
+        ("advantage", "qae:nothing", "has no attribute 'nothing'"),
         ("policy_loss", "nowhere:loss", "No module named"),
     ],
 )
