@@ -145,7 +145,7 @@ test-oldest: VENV := $(OLDEST)
 test-oldest: PYTEST += -W 'ignore:Conversion of an array:DeprecationWarning'
 test-oldest: $(OLDEST)/.made $(BASE)/config.json
 	$(PYTEST) -m 'not slow or integration' tests/learning tests/trainer/policy tests/trainer/weights
-	$(PYTEST) tests/benchmarks/test_gpu_check_*.py
+	$(PYTEST) tests/checks/test_gpu_check_*.py
 
 $(VENV)/.docs-made: $(VENV)/.made
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
@@ -181,10 +181,10 @@ bench-gate: $(VENV)/.made $(BASE)/config.json
 
 # NO_ENV=1 uses $(PYTHON) as it is, with the torch and transformers that the machine has.
 gpu-check: $(if $(NO_ENV),,$(VENV)/.made)
-	$(if $(NO_ENV),$(PYTHON),$(VENV)/bin/python) -m benchmarks.gpu_check --out $(GPU_OUT) $(if $(PART),--part $(PART)) $(GPU_ARGS)
+	$(if $(NO_ENV),$(PYTHON),$(VENV)/bin/python) -m checks.gpu_check --out $(GPU_OUT) $(if $(PART),--part $(PART)) $(GPU_ARGS)
 
 gpu-bundle: $(VENV)/.made $(BASE)/config.json
-	$(VENV)/bin/python -m benchmarks.gpu_check.bundle --out gpu-check.tar.gz $(if $(GPU_PYTHON),--python $(GPU_PYTHON)) \
+	$(VENV)/bin/python -m checks.gpu_check.bundle --out gpu-check.tar.gz $(if $(GPU_PYTHON),--python $(GPU_PYTHON)) \
 	  $(if $(INSTALLED),--installed $(INSTALLED))
 
 # TRL is a baseline, not a dependency, so it has a separate environment.

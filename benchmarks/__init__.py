@@ -1,1 +1,1 @@
-"""Benchmarks, and the GPU check (`rlhf gpu-check`)."""
+"""Benchmarks: what the system does, measured."""

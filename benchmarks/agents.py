@@ -371,7 +371,7 @@ PARTS = {"calls": calls, "tools": tools, "verifiers": verifiers}
 
 def main() -> None:
     """Runs the named parts, or all of them."""
-    parser = command_parser("agents", __doc__)
+    parser = command_parser("benchmarks.agents", __doc__)
     parser.add_argument("parts", nargs="*", help="calls, tools, verifiers")
     options = parser.parse_args()
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

@@ -243,7 +243,7 @@ def measure(
 
 
 def main() -> None:
-    parser = command_parser("collector", __doc__)
+    parser = command_parser("benchmarks.collector", __doc__)
     parser.add_argument(
         "--in-flight", type=positive, default=4096, help="completions in flight, a multiple of 8"
     )

@@ -10,9 +10,9 @@ from common.process.cli import CommandParser
 
 
 def command_parser(module: str, documentation: str | None) -> CommandParser:
-    """Returns the parser of `python -m benchmarks.MODULE`: its documentation is the help."""
+    """Returns the parser of `python -m MODULE`: its documentation is the help."""
     summary, _, details = (documentation or "").partition("\n\n")
-    return CommandParser(f"benchmarks.{module}", summary, epilog=details)
+    return CommandParser(module, summary, epilog=details)
 
 
 def setting_words(settings: Mapping[str, object]) -> list[str]:

@@ -122,7 +122,7 @@ async def measure(
 
 def main() -> None:
     """Exits with status 1 if the claim does not hold."""
-    parser = command_parser("engine", __doc__)
+    parser = command_parser("benchmarks.engine", __doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()

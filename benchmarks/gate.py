@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = command_parser("gate", __doc__)
+    parser = command_parser("benchmarks.gate", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the runs (default 0)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--record", action="store_true", help="append the figures to the history")

@@ -190,7 +190,7 @@ def page(directory: Path, rounds: int) -> None:
 
 def main() -> None:
     parts = {"recording": recording, "searching": searching, "page": page}
-    parser = command_parser("groups", __doc__)
+    parser = command_parser("benchmarks.groups", __doc__)
     parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; all if none is named")
     parser.add_argument(
         "--rounds", type=int, default=9, help="rounds of every measurement; the median counts"

@@ -262,7 +262,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = command_parser("learning", __doc__)
+    parser = command_parser("benchmarks.learning", __doc__)
     parser.add_argument("study", choices=STEPS, nargs="?", default="recipes")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default 3)")
     parser.add_argument("--steps", type=int, help=f"steps of the first arm (default {STEPS})")

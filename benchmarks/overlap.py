@@ -22,7 +22,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,6 @@ from torch import Tensor
 
 from benchmarks.command import command_parser, setting_words
 from benchmarks.processes import ROOT, calling, free_port, processes
-from common.clients.base import Client
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
@@ -48,10 +47,9 @@ from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
-from trainer.backends.backend import BackendContext
+from trainer.backends.backend import Backend, BackendContext
 from trainer.build import build_run
 from trainer.loop import train
-from trainer.observe.audit import Given
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.update_metrics import Sums
@@ -224,7 +222,6 @@ class SleepingPolicy:
 
     def update(self, batch: Batch) -> PolicyUpdate:
         time.sleep(self.seconds)
-        self.step += 1
         return PolicyUpdate(Sums().metrics([], 0.0, 0.0, skipped=0, stopped=False))
 
 
@@ -249,7 +246,7 @@ class DirectPublisher:
         )
 
 
-class Sockets:
+class Sockets(Backend):
     """A `Backend` that connects to the services and the engine in other processes."""
 
     def __init__(self, engine_url: str) -> None:
@@ -278,15 +275,7 @@ class Sockets:
     def engine_kind(self) -> Literal["embedded", "sglang"]:
         return "sglang"
 
-    def given(self) -> Sequence[Given]:
-        return ()
-
-    def agents(self) -> list[Client]:
-        return []
-
-    def data(self) -> str:
-        return ""
-
+    @property
     def engine_gpus(self) -> int | None:
         return None
 
@@ -370,7 +359,7 @@ def measure(
 
 
 def main() -> None:
-    parser = command_parser("overlap", __doc__)
+    parser = command_parser("benchmarks.overlap", __doc__)
     parser.add_argument(
         "--seconds",
         type=float,

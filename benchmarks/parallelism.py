@@ -186,7 +186,7 @@ def _pass_tokens(tokens: int, form: Parallelism) -> int:
 
 def main() -> None:
     """Prints the table."""
-    parser = command_parser("parallelism", __doc__)
+    parser = command_parser("benchmarks.parallelism", __doc__)
     parser.add_argument("--models", nargs="*", default=list(_RUNS), choices=list(_RUNS))
     parser.add_argument("--gpu-memory-gb", type=float, default=80.0, metavar="GB")
     arguments = parser.parse_args()

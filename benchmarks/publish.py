@@ -21,7 +21,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +40,8 @@ from learning.weight_group import digest, join
 from services.engine.distributed import DistributedBody, InitBody, WeightUpdates
 from services.engine.requests import Body
 from services.engine.weights import copy_tensors, load_into, own_tensors
-from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
+from services.rollout.weights.store import WeightStore
+from services.rollout.weights.trainer_client import TrainerClient, WeightId
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
@@ -107,10 +107,8 @@ class Held:
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         return []
 
-    def call(self, work: "Callable[[Held], Any]", exclusive: bool = False) -> "Future[Any]":
-        done: Future[Any] = Future()
-        done.set_result(work(self))
-        return done
+    async def run(self, work: Callable[["Held"], Any], exclusive: bool = False) -> Any:
+        return work(self)
 
     def update_weights(self, tensors: dict[str, Tensor], *_: object) -> None:
         copy_tensors(self, tensors)
@@ -121,10 +119,10 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
     held = Held(model_like(size))
     engine: Any = held
     updates = WeightUpdates(engine)
-    store = WeightStore(directory)
     group = ""
     serves: WeightId | None = None
     async with TrainerClient("trainer", url) as trainer:
+        store = WeightStore(directory, trainer)
         while True:
             report = WorkerReport(
                 name=name,
@@ -138,7 +136,7 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
             if manifest is None or WeightId.of(manifest) == serves:
                 continue
             if manifest.broadcast is None:
-                load_into(held, await store.fetch(manifest, trainer))
+                load_into(held, await store.fetch(manifest))
             else:
                 group = await take_part(name, manifest, updates, group)
                 sums = {tensor: digest(value) for tensor, value in own_tensors(held)}
@@ -324,7 +322,7 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
 
 
 def main() -> None:
-    parser = command_parser("publish", __doc__)
+    parser = command_parser("benchmarks.publish", __doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="gigabytes of weights")
     parser.add_argument(
         "--changed", type=float, default=0.025, help="share of the weights that a delta changes"

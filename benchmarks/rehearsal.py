@@ -49,7 +49,6 @@ from common.process.cli import fail
 from common.settings.config import Config, load
 from learning import attention, experts, head, loading
 from learning.final_logits import FinalLogits
-from learning.loading import Pretrained, materialise
 from learning.ranks import Ranks
 from learning.sharding import local
 from trainer.algorithms.batch import Batch, TrainingGroup
@@ -313,7 +312,7 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
             expert_size=parallel.expert_size,
         )
         mesh_of.mesh()  # the meshes need real tensors
-        mesh_of.expert_mesh()
+        mesh_of.mesh(of_experts=True)
         mesh_of.context()
         routing = _even_routing(shape.get("num_experts_per_tok", 0))
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -328,6 +327,7 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
                 policy.optimizer, "step", _within(recorder, "optimiser", policy.optimizer.step)
             ):
                 policy.update(batch)
+                policy.step += 1
             recorder.phase = ""
             _sort(recorder, policy, reference)
     finally:
@@ -397,8 +397,7 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         patch.object(logprobs, "_kernels", lambda _: _Kernels),
         patch.object(logprobs, "float32_product", product),
         patch.object(head, "float32_product", product),
-        patch.object(Pretrained, "whole", _whole),
-        patch.object(loading, "_align", lambda _: None),
+        patch.object(loading, "read_weights", lambda *_: None),
         patch.object(scorer, "final_logits", lambda _: FinalLogits()),
         patch.object(scorer, "check_batch_independence", lambda *_, **__: set()),
         patch.object(torch.UntypedStorage, "resize_", resized),
@@ -430,16 +429,6 @@ class _Kernels:
     def gradient(*_: object, **__: object) -> None: ...
 
 
-def _whole(pretrained: Pretrained) -> Any:
-    """Creates the unsharded model for one GPU, without reading files."""
-    model = pretrained.empty()
-    device = torch.device("cpu")
-    materialise(model, device, device)
-    pretrained.fill_added(model)
-    model.to = lambda _device: model  # fake parameters cannot be moved and are already in place
-    return model
-
-
 def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
     """Returns a batch of full micro-batches for every rank, and the number of attending token pairs
     per micro-batch.
@@ -457,7 +446,7 @@ def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
 
 
 def main() -> None:
-    parser = command_parser("rehearsal", __doc__)
+    parser = command_parser("benchmarks.rehearsal", __doc__)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a directory with a config.json")
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="GPUs of the trainer (default 1)"

@@ -49,7 +49,7 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
     for first in range(0, groups, 5_000):
         buffer.add(made(first, 5_000))
         if first < groups // 2:
-            buffer.ack([f"g-{i}" for i in range(first, first + 5_000)])
+            buffer.store.ack([f"g-{i}" for i in range(first, first + 5_000)])
     buffer.close()
     start = time.perf_counter()
     buffer = ReplayBuffer(config, path)
@@ -78,7 +78,7 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
 
 
 def main() -> None:
-    parser = command_parser("replay", __doc__)
+    parser = command_parser("benchmarks.replay", __doc__)
     parser.add_argument(
         "--sizes",
         type=int,

@@ -71,7 +71,7 @@ def row(staleness: int, rounds: int, steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = command_parser("reproducible", __doc__)
+    parser = command_parser("benchmarks.reproducible", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
     arguments = parser.parse_args()

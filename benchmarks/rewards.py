@@ -23,7 +23,7 @@ from benchmarks.command import command_parser
 from benchmarks.processes import ROOT
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
@@ -131,7 +131,7 @@ async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool | No
     """Returns (seconds, verdicts) of our grader, without the start of its workers; None for an
     answer without a verdict, which loses its group.
     """
-    async with RewardScorer(RewardSection()) as grader:
+    async with RewardService(RewardSection()) as grader:
         await grader.ready()
         verdicts: list[bool | None] = []
         start = time.perf_counter()
@@ -173,7 +173,7 @@ def compare(name: str, cases: Sequence[Case], batch: int) -> None:
 
 def main() -> None:
     """Prints the comparison."""
-    parser = command_parser("rewards", __doc__)
+    parser = command_parser("benchmarks.rewards", __doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     arguments = parser.parse_args()

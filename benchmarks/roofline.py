@@ -539,7 +539,7 @@ def anchors() -> list[Anchor]:
 
 def main() -> None:
     """Prints the table."""
-    parser = command_parser("roofline", __doc__)
+    parser = command_parser("benchmarks.roofline", __doc__)
     parser.add_argument(
         "--tokens", type=int, default=16_384, help="prompt and completion tokens of a micro-batch"
     )

@@ -204,7 +204,7 @@ async def measure() -> None:
 
 
 def main() -> None:
-    command_parser("router", __doc__).parse_args()
+    command_parser("benchmarks.router", __doc__).parse_args()
     asyncio.run(measure())
 
 

@@ -166,7 +166,7 @@ def run(model: Path, directory: Path, steps: int, **settings: Any) -> Watched:
 
 
 def main() -> None:
-    parser = command_parser("routing", __doc__)
+    parser = command_parser("benchmarks.routing", __doc__)
     parser.add_argument("--steps", type=int, default=6, help="updates of each run")
     parser.add_argument("--experts", type=int, default=64, help="experts of a layer")
     options = parser.parse_args()

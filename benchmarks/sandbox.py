@@ -46,7 +46,7 @@ def measured(run: Callable[[int], bool], programs: int, at_once: int) -> tuple[f
 
 def main() -> None:
     """Prints a row for each number of slots and of cases."""
-    parser = command_parser("sandbox", __doc__)
+    parser = command_parser("benchmarks.sandbox", __doc__)
     parser.add_argument("--programs", type=int, default=100)
     programs = parser.parse_args().programs
     logging.disable(logging.INFO)

@@ -200,7 +200,7 @@ def report(samples: Samples, since: float, console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns the exit status."""
-    parser = command_parser("soak", __doc__)
+    parser = command_parser("benchmarks.soak", __doc__)
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="duration, counted from the first step"
     )

@@ -327,6 +327,7 @@ def learn(
     batch.ref_logprobs = reference.logprobs(batch)
     batch.advantages, _ = compute_advantages(batch, config, policy.kl_coef)
     metrics = policy.update(batch).metrics
+    policy.step += 1
     if policy.ranks.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start, metrics
@@ -396,7 +397,7 @@ def trl_seconds(case: Case, directory: Path) -> float:
 
 
 def main() -> None:
-    parser = command_parser("update", __doc__)
+    parser = command_parser("benchmarks.update", __doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument(
         "--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"] if gpu else ["small"]

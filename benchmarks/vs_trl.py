@@ -552,7 +552,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = command_parser("vs_trl", __doc__)
+    parser = command_parser("benchmarks.vs_trl", __doc__)
     parts = parser.add_subparsers(dest="part", required=True, parser_class=argparse.ArgumentParser)
     speed = parts.add_parser("speed", help="seconds per step")
     speed.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default 3)")

@@ -9,6 +9,7 @@ writes the same file beside its logs.
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,24 @@ from common.process.topology import (
 from jobgroup import spec
 
 INTERVAL_S = 10
-SECTIONS = {
-    DATA: "data",
-    REWARD: "reward",
-    REPLAY: "replay",
-    CRITIC: "critic",
-    ENVIRONMENT: "environment",
-    TRAINER: "trainer",
-}
-"""For each task that listens on a single port, the settings section with that port."""
-ENGINE = "rollout-engine"
 ROUTER = "router"
-"""Prometheus jobs beside those named like their task; the agents are `rollout-server`."""
+PORTS: dict[str, dict[str, str]] = {
+    ROLLOUT: {
+        "rollout.agent_port": ROLLOUT,
+        "rollout.engine_port": "rollout-engine",
+        "rollout.router_port": "",
+        "rollout.router_metrics_port": ROUTER,
+    },
+    DATA: {"data.port": DATA},
+    REWARD: {"reward.port": REWARD},
+    REPLAY: {"replay.port": REPLAY},
+    CRITIC: {"critic.port": CRITIC},
+    ENVIRONMENT: {"environment.port": ENVIRONMENT},
+    TRAINER: {"trainer.port": TRAINER},
+}
+"""The settings of the ports on which the nodes of a task listen. The value is the Prometheus job
+that reads `/metrics` there; empty where there is no such page."""
+_FIRST_NODE_ONLY = (ROUTER, TRAINER)
 
 
 def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: str | None) -> str:
@@ -85,16 +92,12 @@ def _access(token_file: str | None) -> dict[str, Any]:
 
 def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
     """Yields jobs and ports of a node, as the task's own environment sets them."""
-    if task.name != ROLLOUT and task.name not in SECTIONS:
+    if task.name not in PORTS:
         return
     config = task.settings({**os.environ, **task.env})
-    if task.name == ROLLOUT:
-        yield ROLLOUT, config.rollout.agent_port
-        yield ENGINE, config.rollout.engine_port
-        if rank == 0:
-            yield ROUTER, config.rollout.router_metrics_port
-    elif task.name != TRAINER or rank == 0:
-        yield task.name, getattr(config, SECTIONS[task.name]).port
+    for setting, job in PORTS[task.name].items():
+        if job and (rank == 0 or job not in _FIRST_NODE_ONLY):
+            yield job, attrgetter(setting)(config)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

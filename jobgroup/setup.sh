@@ -122,12 +122,21 @@ make_sglang() {
   if [ -n "$(image_python sglang $pins)" ] && has_nvcc; then # SGLang's own image: nothing is missing
     make_env .venv-sglang $pins sglang
   else
-    make_env .venv-sglang $pins "" -r $pins
+    need_uv
+    make_env .venv-sglang "jobgroup/sglang-overrides.txt $pins" "" --override jobgroup/sglang-overrides.txt -r $pins
   fi
   link_toolkit .venv-sglang/lib/python3*/site-packages/nvidia/cu13
   if ! command -v "${CXX:-c++}" >/dev/null && ! apt_install g++; then
     echo "setup: there is no C++ compiler, and none can be installed here. SGLang compiles kernels when it starts: install g++." >&2
     return 1
+  fi
+}
+
+# pip cannot override a version that a package pins.
+need_uv() {
+  if [ -z "$uv" ]; then
+    [ -x .venv-uv/bin/uv ] || { "$(find_python)" -m venv .venv-uv && .venv-uv/bin/python -m pip install --quiet uv; }
+    uv=.venv-uv/bin/uv
   fi
 }
 

@@ -142,12 +142,14 @@ def load(
             field="execution",
             remedy="add it beside `name`",
         )
+    # SkyPilot would set a misspelt variable, and the run would go on with the default.
     for name in env:
         known_variable(name, documents, "--env")
-    head = _validated(_Header, header, "header")
+    head = validated(_Header, header, "header")
     found = []
     for number, content in enumerate(documents, start=1):
-        found.append(_validated(_TaskDocument, content, f"task {number}"))
+        where = str(content.get("name", f"task {number}"))
+        found.append(validated(_TaskDocument, content, where))
     _check_names(head, [task.name for task in found])
 
     tasks = []
@@ -189,36 +191,31 @@ def known_variable(name: str, documents: Iterable[Mapping[str, Any]], option: st
     """Raises ConfigError for a variable that no task declares and that looks like a misspelt
     setting.
     """
-    for document in documents:
-        declared = document.get("envs")
-        if isinstance(declared, Mapping) and name in declared:
-            return
+    declared = any(name in (document.get("envs") or ()) for document in documents)
     hint = config.misspelt(name)
-    if hint:
+    if hint and not declared:
         raise ConfigError(
             "there is no such variable", field=option, value=name, remedy=f"did you mean {hint}?"
         )
 
 
-def assignment(text: str, option: str) -> tuple[str, str]:
-    """Parses `K=V`, or `K` for a variable of this environment. Raises ConfigError."""
-    name, equals, value = text.partition("=")
-    variable(name, option)
-    if not equals and name not in os.environ:
-        raise ConfigError(
-            f"{name} is not set here",
-            field=option,
-            value=text,
-            remedy=f"write {option} {name}=VALUE",
-        )
-    return name, value if equals else os.environ[name]
-
-
 def assignments(texts: Iterable[str], option: str) -> dict[str, str]:
-    """Parses every `K=V` or `K` of an option that may be repeated; the last one of a name counts.
-    Raises ConfigError.
+    """Parses every `K=V`, or `K` for a variable of this environment, of an option that may be
+    repeated; the last one of a name counts. Raises ConfigError.
     """
-    return dict(assignment(text, option) for text in texts)
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        variable(name, option)
+        if not equals and name not in os.environ:
+            raise ConfigError(
+                f"{name} is not set here",
+                field=option,
+                value=text,
+                remedy=f"write {option} {name}=VALUE",
+            )
+        found[name] = value if equals else os.environ[name]
+    return found
 
 
 def no_job_group(path: Path, message: str) -> ConfigError:
@@ -243,27 +240,27 @@ def _documents(path: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
+def validated(model: type[_M], content: Any, where: str, remedy: str = "") -> _M:
+    """Returns what is in a YAML as `model`; `where` names the place of it. Raises ConfigError, with
+    `remedy` unless that is empty.
+    """
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if value is not None}
     try:
-        return model.model_validate(
-            {key: value for key, value in content.items() if value is not None}
-        )
+        return model.model_validate(content)
     except ValidationError as error:
         # A misspelt field comes before the field that it leaves missing.
-        problems = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        first = problems[0]
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
 
-    if model is _TaskDocument and isinstance(content.get("name"), str):
-        where = content["name"]
     field = ".".join([where, *map(str, first["loc"])])
     value = None if first["type"] == "missing" else first["input"]
     if first["type"] == "extra_forbidden":
-        message = "a job group that runs on this machine has no such field"
+        message = "there is no such field here"
         hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-        remedy = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
+        advice = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
     else:
-        message, remedy = explained(first)
-    raise ConfigError(message, field=field, value=value, remedy=remedy)
+        message, advice = explained(first)
+    raise ConfigError(message, field=field, value=value, remedy=remedy or advice)
 
 
 def _check_names(head: _Header, names: list[str]) -> None:
@@ -296,7 +293,10 @@ def _task(
     delay = head.termination_delay
     if isinstance(delay, dict):
         delay = delay.get(task.name, delay.get("default", 0))
-    recovery = _recovery(task)
+    recovery = task.resources.get("job_recovery")
+    if not isinstance(recovery, dict):  # only a strategy's name
+        recovery = {}
+    restarts = validated(_Recovery, recovery, f"{task.name}.job_recovery")
     return Task(
         name=task.name,
         num_nodes=num_nodes,
@@ -305,8 +305,8 @@ def _task(
         run=task.run,
         env=env,
         gpus=_gpus(task),
-        max_restarts=recovery.max_restarts_on_errors,
-        restart_codes=frozenset(recovery.recover_on_exit_codes),
+        max_restarts=restarts.max_restarts_on_errors,
+        restart_codes=frozenset(restarts.recover_on_exit_codes),
         primary=not head.primary_tasks or task.name in head.primary_tasks,
         termination_delay_s=seconds(delay, "termination_delay"),
         ignored=tuple(key for key in ("volumes", "file_mounts") if getattr(task, key)),
@@ -337,6 +337,7 @@ def _environment(
     for key, default in declared.items():
         name = key.removeprefix("secrets:")
         values[name] = given.get(name, default or os.environ.get(name, default))
+    # `--secret` may also name a variable that the task does not declare.
     values |= secrets
     for name, value in values.items():
         variable(name, f"{task.name}.envs")
@@ -366,13 +367,6 @@ def _workdir(task: _TaskDocument) -> Path:
             "run the command in the root of the project",
         )
     return workdir
-
-
-def _recovery(task: _TaskDocument) -> _Recovery:
-    recovery = task.resources.get("job_recovery")
-    if not isinstance(recovery, dict):  # only a strategy's name
-        recovery = {}
-    return _validated(_Recovery, recovery, f"{task.name}.job_recovery")
 
 
 def _gpus(task: _TaskDocument) -> int:

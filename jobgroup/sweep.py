@@ -16,49 +16,58 @@ not started again, and one that was interrupted goes on from its newest checkpoi
 sweep, start it again.
 """
 
-import hashlib
+import asyncio
 import itertools
 import math
-import os
 import re
-import signal
-import subprocess
+import shlex
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from common.errors import ConfigError, ServiceError
+from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
 from common.process.storage import make_directory, storing
 from common.settings.config import load, names
 from common.settings.sources import packaged, read_yaml, unknown, variable, yaml_problem
+from jobgroup import spec
 from trainer.cli.compare import compare
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
 
 _EPILOG = """\
 examples:
-  rlhf sweep sweep.yaml --list                      # the runs, without starting one
+  rlhf sweep sweep.yaml --list                      # the runs and their variables, without a start
   rlhf sweep sweep.yaml                             # one run after the other
   rlhf sweep sweep.yaml --parallel 2 --runs runs/lr
-  rlhf sweep sweep.yaml --cluster --runs /shared/lr # a job group a run, by SkyPilot
 
 The runs are on the dashboard's page meanwhile: rlhf dashboard RUNS
 """
-_FIELDS = ("jobgroup", "config", "settings", "grid", "points")
-_JOBGROUP = "jobgroup/rlhf-math-jobgroup.yaml"
 _COPY = "sweep.yaml"
 """The file of the sweep, kept in the directory of its runs."""
 _MOST_POINTS = 1000
+_REMEDY = "--help shows what the file of a sweep looks like"
 Settings = dict[str, Any]
+
+
+class _File(BaseModel):
+    """The content of the file of a sweep."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    jobgroup: Path = Path("jobgroup/rlhf-math-jobgroup.yaml")
+    config: str = ""
+    settings: Settings = {}
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    points: list[Settings] = []
 
 
 @dataclass(frozen=True)
@@ -79,14 +88,20 @@ class Sweep:
     config: str
     points: tuple[Point, ...]
 
-    def environment(self, point: Point, run_dir: Path) -> dict[str, str]:
-        """Returns the variables that give a run its settings."""
-        return _environment(point.settings, self.config) | {"RUN_DIR": str(run_dir)}
+    def options(self, point: Point, run_dir: Path) -> list[str]:
+        """Returns the options of `rlhf local` and `sky jobs launch` that give a run its
+        settings.
+        """
+        variables = _environment(point.settings, self.config) | {"RUN_DIR": str(run_dir)}
+        words = []
+        for name, value in variables.items():
+            words += ["--env", f"{name}={value}"]
+        return words
 
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "FILE [--runs DIR] [--parallel N] [--cluster | --list]"
+    usage = "FILE [--runs DIR] [--parallel N | --list]"
     made = CommandParser("rlhf sweep", __doc__ or "", usage, _EPILOG)
     add = made.add_argument
     add("file", type=Path, metavar="FILE", help="the file of the sweep")
@@ -98,14 +113,7 @@ def parser() -> CommandParser:
         metavar="N",
         help="runs at a time on this machine (default 1)",
     )
-    where = made.add_mutually_exclusive_group()
-    where.add_argument(
-        "--cluster",
-        action="store_true",
-        help="launch every run with SkyPilot, which queues them; DIR is then on a volume of the "
-        "job group",
-    )
-    where.add_argument("--list", action="store_true", help="print the points and end")
+    add("--list", action="store_true", help="print every run with its variables, and end")
     return made
 
 
@@ -118,14 +126,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if arguments.list:
         for point in sweep.points:
-            console.print(point.name, highlight=False, soft_wrap=True)
-        return
-    if arguments.cluster:
-        _launch(sweep, runs, console)
+            options = sweep.options(point, runs / point.name)
+            _say(console, f"{point.name}: {shlex.join(options)}")
         return
 
     _keep_copy(arguments.file, runs)
-    failed = _Local(sweep, runs, console).run(arguments.parallel)
+    failed = asyncio.run(_run_here(sweep, runs, arguments.parallel, console))
     compare(RunList([runs])(), console)
     if failed:
         raise SystemExit(1)
@@ -144,56 +150,42 @@ def read(path: Path) -> Sweep:
             value=str(path),
             remedy="name a YAML file; --help shows one",
         ) from None
-    if not isinstance(content, dict):
-        raise _wrong("FILE", content, "this is not a mapping")
-    for name in content:
-        if name not in _FIELDS:
-            raise _wrong(
-                str(name), content[name], f"there is no such field among {', '.join(_FIELDS)}"
-            )
-
-    jobgroup = packaged(Path(str(content.get("jobgroup") or _JOBGROUP)), "jobgroup")
+    file = spec.validated(_File, content, "FILE", remedy=_REMEDY)
+    jobgroup = packaged(file.jobgroup, "jobgroup")
     if not jobgroup.is_file():
         raise _wrong("jobgroup", str(jobgroup), "there is no such file")
-    config = str(content.get("config") or "")
-    settings = _settings("settings", content.get("settings"))
-    points = tuple(_points(settings, content.get("grid"), content.get("points")))
-    _check(points, config)
-    return Sweep(jobgroup=jobgroup, config=config, points=points)
+    points = tuple(_points(file))
+    _check(points, file.config)
+    return Sweep(jobgroup=jobgroup, config=file.config, points=points)
 
 
 def _wrong(field: str, value: object, problem: str) -> ConfigError:
-    return ConfigError(
-        problem, field=field, value=value, remedy="--help shows what the file of a sweep looks like"
-    )
+    return ConfigError(problem, field=field, value=value, remedy=_REMEDY)
 
 
-def _settings(field: str, content: object) -> Settings:
-    """Returns settings by name. Raises ConfigError for names that do not exist."""
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise _wrong(field, content, "this is not a mapping of settings, such as {seed: 1}")
-    for name, value in content.items():
-        if isinstance(value, dict) and str(name) not in names():
-            raise ConfigError(
-                f"{name} is a section, not a setting",
-                field=f"{field}.{name}",
-                value=_text(value),
-                remedy=f"write each setting by its full name: {name}.{next(iter(value), 'name')}",
-            )
+def _refuse_unknown(field: str, settings: Settings) -> None:
+    """Raises ConfigError for names that are no settings, sections included."""
+    for name, value in settings.items():
         if name not in names():
             raise unknown(names(), str(name), f"{field}.{name}", _text(value))
-    return dict(content)
 
 
-def _points(settings: Settings, grid: object, points: object) -> Iterator[Point]:
+def _points(file: "_File") -> Iterator[Point]:
     """Yields the runs of the grid, then those of the list."""
-    varying = [*_combinations(grid), *_single_runs(points)]
+    for field, settings in (("settings", file.settings), ("grid", file.grid)):
+        _refuse_unknown(field, settings)
+    varying: list[Settings] = []
+    if file.grid:
+        for values in itertools.product(*file.grid.values()):
+            varying.append(dict(zip(file.grid, values, strict=True)))
+    for number, own in enumerate(file.points):
+        _refuse_unknown(f"points[{number}]", own)
+        varying.append(own)
     if not varying:
-        raise _wrong("grid", grid, "nothing varies: give a grid or points")
+        raise _wrong("grid", file.grid, "nothing varies: give a grid or points")
     if len(varying) > _MOST_POINTS:
         raise _wrong("grid", len(varying), f"these are more than {_MOST_POINTS} runs")
+
     taken: dict[str, dict[str, str]] = {}
     for own in varying:
         texts = _environment(own, "")
@@ -201,27 +193,9 @@ def _points(settings: Settings, grid: object, points: object) -> Iterator[Point]
         if texts in taken.values():
             raise _wrong("points", name, "two runs have the same settings")
         if name in taken:  # it leaves out sections, special characters and what is too long
-            digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
-            name = f"{name},{digest[:8]}"
+            name = f"{name},{len(taken)}"
         taken[name] = texts
-        yield Point(name, settings | own)
-
-
-def _combinations(grid: object) -> Iterator[Settings]:
-    values_by_name = _settings("grid", grid)
-    for name, values in values_by_name.items():
-        if not isinstance(values, list) or not values:
-            raise _wrong(f"grid.{name}", values, "this is not a list of values")
-    if values_by_name:
-        for values in itertools.product(*values_by_name.values()):
-            yield dict(zip(values_by_name, values, strict=True))
-
-
-def _single_runs(points: object) -> Iterator[Settings]:
-    if points is not None and not isinstance(points, list):
-        raise _wrong("points", points, "this is not a list of mappings")
-    for number, own in enumerate(points or []):
-        yield _settings(f"points[{number}]", own)
+        yield Point(name, file.settings | own)
 
 
 def _name(own: Settings) -> str:
@@ -258,12 +232,8 @@ def _check(points: Sequence[Point], config: str) -> None:
         try:
             load([], _environment(point.settings, config))
         except ConfigError as error:
-            raise ConfigError(
-                f"{error.message} (run {point.name})",
-                field=error.field,
-                value=error.value,
-                remedy=error.remedy,
-            ) from None
+            error.add_note(f"in the run {point.name}")
+            raise
 
 
 def _keep_copy(file: Path, runs: Path) -> None:
@@ -282,106 +252,64 @@ def _keep_copy(file: Path, runs: Path) -> None:
         copy.write_text(text, encoding="utf-8")
 
 
-class _Local:
-    """Runs job groups on this machine, some at a time."""
+async def _run_here(sweep: Sweep, runs: Path, parallel: int, console: Console) -> int:
+    """Runs all points on this machine, `parallel` at a time; returns how many have failed. When it
+    is cancelled (Ctrl-C), it ends the runs that are going on.
+    """
+    slots = asyncio.Semaphore(parallel)
 
-    def __init__(self, sweep: Sweep, runs: Path, console: Console) -> None:
-        self._sweep = sweep
-        self._runs = runs
-        self._console = console
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
-        self._failed = 0
+    async def run(index: int, point: Point) -> bool:
+        async with slots:
+            label = f"[{index}/{len(sweep.points)}] {point.name}"
+            return await _run_point(sweep, point, runs / point.name, label, console)
 
-    def run(self, parallel: int) -> int:
-        """Runs all points; returns how many have failed. Ctrl-C ends the runs that are going on."""
-        with ThreadPoolExecutor(parallel) as pool:
-            try:
-                list(pool.map(self._run, range(len(self._sweep.points))))
-            except KeyboardInterrupt:
-                self._stop()
-                raise
-        return self._failed
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(run(*each)) for each in enumerate(sweep.points, start=1)]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return sum(not task.result() for task in started)
 
-    def _run(self, index: int) -> None:
-        point = self._sweep.points[index]
-        run_dir = self._runs / point.name
-        label = f"[{index + 1}/{len(self._sweep.points)}] {point.name}"
-        if _finished(run_dir):
-            self._say(f"{label}: has finished before")
-            return
 
-        make_directory(run_dir, "--runs")
-        console = run_dir / "console.log"
-        command = [sys.executable, "-m", "jobgroup.local", str(self._sweep.jobgroup)]
-        command += ["--follow", "ppo-trainer"]
-        for name, value in self._sweep.environment(point, run_dir).items():
-            command += ["--env", f"{name}={value}"]
-        began = time.monotonic()
-        with console.open("ab") as output, self._lock:
-            if self._stopped:
-                return
-            self._say(f"{label}: started, its output is in {console}")
-            process = subprocess.Popen(command, stdout=output, stderr=output)
-            self._running.add(process)
-        status = process.wait()
+async def _run_point(
+    sweep: Sweep, point: Point, run_dir: Path, label: str, console: Console
+) -> bool:
+    """Runs a point, unless it has finished before; returns whether it succeeded."""
+    if _finished(run_dir):
+        _say(console, f"{label}: has finished before")
+        return True
 
-        with self._lock:
-            self._running.discard(process)
-        seconds = time.monotonic() - began
-        if self._stopped:
-            return
-        if status != 0:
-            self._failed += 1
-            self._say(
-                f"{label}: FAILED with status {status} after {seconds:.0f} s: {_last_line(console)}"
-            )
-            return
-        self._say(f"{label}: finished in {seconds:.0f} s")
+    make_directory(run_dir, "--runs")
+    log = run_dir / "console.log"
+    command = [sys.executable, "-m", "jobgroup.local", str(sweep.jobgroup)]
+    command += ["--follow", "ppo-trainer", *sweep.options(point, run_dir)]
+    began = time.monotonic()
+    with log.open("ab") as output:
+        _say(console, f"{label}: started, its output is in {log}")
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+    try:
+        status = await process.wait()
+    except asyncio.CancelledError:
+        with suppress(ProcessLookupError):  # it has just ended
+            process.terminate()
+        await process.wait()
+        raise
 
-    def _stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            for process in self._running:
-                process.send_signal(signal.SIGTERM)
+    seconds = time.monotonic() - began
+    if status == 0:
+        _say(console, f"{label}: finished in {seconds:.0f} s")
+        return True
+    last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    _say(console, f"{label}: FAILED with status {status} after {seconds:.0f} s: {last}")
+    return False
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _finished(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists() and RunReader(run_dir).summary().state == "finished"
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-
-
-def _launch(sweep: Sweep, runs: Path, console: Console) -> None:
-    """Launches every run as a managed job group. Raises ServiceError when SkyPilot refuses one."""
-    prefix = re.sub("[^a-z0-9]+", "-", runs.name.lower()).strip("-")
-    for index, point in enumerate(sweep.points):
-        name = f"{prefix}-{index}"
-        command = ["sky", "jobs", "launch", str(sweep.jobgroup), "--name", name, "--yes"]
-        command += ["--detach-run"]
-        for key, value in sweep.environment(point, runs / point.name).items():
-            command += ["--env", f"{key}={value}"]
-        console.print(
-            f"[{index + 1}/{len(sweep.points)}] {point.name}: job group {name}", markup=False
-        )
-        try:
-            status = subprocess.run(command, check=False, env=os.environ).returncode
-        except FileNotFoundError:
-            raise ConfigError(
-                "there is no program sky",
-                field="--cluster",
-                remedy="install SkyPilot (docs/how-to/clusters.md), or leave --cluster out",
-            ) from None
-        if status != 0:
-            raise ServiceError(f"sky jobs launch ended with status {status} for {point.name}")
-    console.print("sky jobs queue shows them")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 
 import torch
 
-from common.models.memory import PINNED_EXACT_BYTES
-
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The user's settings; torch reads the first that is set."""
-_PINNED_MB = PINNED_EXACT_BYTES >> 20
+_PINNED_MB = 16
+"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two."""
 _PINNED = f"pinned_max_round_threshold_mb:{_PINNED_MB},pinned_max_cached_size_mb:{_PINNED_MB}"
 """Pins large blocks of host memory at their exact size instead of rounding up to powers of two.
 

@@ -41,6 +41,15 @@ class Segments:
 
     Variable-length kernels take the line and the keys of every segment. Other kernels take segments
     of similar length together, each as a row with its prompt's tokens and its own.
+
+    For example, a prompt of 3 tokens and its two completions of 2 and 1:
+
+        line        p0 p1 p2 a0 a1 b0
+        starts      0        3     5  6
+        keys        p0 p1 p2 | p0 p1 p2 a0 a1 | p0 p1 p2 b0
+        key_starts  0          3                8            12
+        buckets     one row of width 3, one of width 5 and one of width 4; of the last two the first
+                    3 tokens are only keys
     """
 
     mask: Tensor
@@ -60,7 +69,9 @@ class Segments:
     back: Tensor
     """[T] the position of each token of the line in `row_queries`."""
     longest: int
+    """Tokens of the longest segment."""
     longest_keys: int
+    """Keys of the segment that has most."""
     buckets: list[tuple[int, int, int]]
     """Per bucket: rows, width, and how many tokens at the start of every row are only keys (the
     prompts' tokens)."""
@@ -269,7 +280,11 @@ def _attend_rows(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """As `_attend_segments`, with one plain kernel call for each bucket."""
+    """Returns what `_attend_segments` does, with one plain kernel call for each bucket.
+
+    The keys of a row are those of its prompt and its own. Its first `skip` tokens, which belong to
+    the prompt, are keys only: their queries are computed in the prompt's own row.
+    """
     query_sizes = [count * (width - skip) for count, width, skip in segments.buckets]
     key_sizes = [count * width for count, width, _ in segments.buckets]
     queries = _take(query, segments.row_queries).split(query_sizes)
@@ -279,12 +294,19 @@ def _attend_rows(
     results: list[Tensor] = []
     for i, (count, width, skip) in enumerate(segments.buckets):
         rows = queries[i].unflatten(0, (count, -1)).transpose(1, 2)
+        # 0 where a query may look, at itself and earlier (in its window), and -inf elsewhere.
         causal = skip == 0 and (window is None or window >= width)
+        mask: Tensor | None = None
+        if not causal:
+            hidden = rows.new_ones(width - skip, width, dtype=torch.bool).triu(skip + 1)
+            if window is not None:
+                hidden |= torch.ones_like(hidden).tril(skip - window)
+            mask = rows.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         result = scaled_dot_product_attention(
             rows,
             keys[i].unflatten(0, (count, -1)).transpose(1, 2),
             values[i].unflatten(0, (count, -1)).transpose(1, 2),
-            attn_mask=None if causal else _mask(width, skip, window, like=rows),
+            attn_mask=mask,
             is_causal=causal,
             scale=scaling,
             enable_gqa=True,
@@ -299,16 +321,6 @@ def _take(states: Tensor, places: Tensor) -> Tensor:
     atomic additions.
     """
     return embedding(places, states.reshape(len(states), -1)).view(len(places), *states.shape[1:])
-
-
-def _mask(width: int, skip: int, window: int | None, like: Tensor) -> Tensor:
-    """Returns [width - skip, width] 0 where a query may look, at itself and earlier (in its
-    window), -inf elsewhere.
-    """
-    allowed = torch.ones(width - skip, width, dtype=torch.bool, device=like.device).tril(skip)
-    if window is not None:
-        allowed = allowed.triu(skip + 1 - window)
-    return like.new_zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
 
 
 def _similar_lengths(prefixes: _Array, totals: _Array) -> Iterator[_Array]:

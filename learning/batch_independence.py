@@ -99,6 +99,8 @@ def check_batch_independence(
     if max_tokens is None:
         max_tokens = switch_length(text.to_dict())
     longest = longest_sequence(text, max_tokens)
+    # The longer sequence reaches the last positions that the run permits, where LongRoPE would
+    # switch its factors.
     size = max(2, min(_LONG, longest))
     short = min(_SHORT, size)
     # The first tokens differ, because rows that begin with the same prompt would share it.
@@ -111,7 +113,12 @@ def check_batch_independence(
     rounding = _COARSE_ROUNDING if low_precision else _ROUNDING
 
     no_dropout = NoDropout()
-    with _left_as_it_is(model, device), _not_compiled(), no_dropout:
+    # Compiled layers would be compiled for these shapes, which takes minutes. Where none is, the
+    # compiler was not imported, which is large.
+    eager: AbstractContextManager[Any] = nullcontext()
+    if "torch._dynamo" in sys.modules:
+        eager = torch.compiler.set_stance("force_eager")
+    with _left_as_it_is(model, device), eager, no_dropout:
         for training in modes:
             model.train(training)
             alone = score(tokens[:1, :short], own_positions)
@@ -158,17 +165,6 @@ def _refusal(model: Any, training: bool, change: float, at_random: bool) -> Conf
         value=model.config.name_or_path,
         remedy="use a model that computes every sequence by itself",
     )
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Returns a context in which compiled layers run without being compiled, which would take
-    minutes.
-    """
-    # The compiler is large. Where no layer is compiled, it was not imported, and is not needed.
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return context
 
 
 def next_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ without communication.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.process import progress
+from common.settings.sections import TrainerSection
 from common.wire.schemas import Float32, Int32
 from learning.ranks import Ranks
 
@@ -21,6 +23,16 @@ Indices = NDArray[np.int64]
 _QUADRATIC = 24_576
 """Row length in tokens at which attention costs as much as everything else: 12 × the hidden size,
 here 2048."""
+
+
+class Tokens(Protocol):
+    """A prompt and its completion, as in `TokenSequence`."""
+
+    @property
+    def prompt_ids(self) -> Int32: ...
+
+    @property
+    def completion_ids(self) -> Int32: ...
 
 
 @dataclass(slots=True)
@@ -42,23 +54,21 @@ class Sizes:
     @classmethod
     def of(
         cls,
-        prompts: Sequence[Int32],
-        completions: Sequence[Int32],
+        rows: Sequence[Tokens],
         shared: bool,
         scored: Sequence[int] | None = None,
         keys: Sequence[bytes] = (),
     ) -> "Sizes":
-        """Measures rows of [P] and [L] token ids, of which all or only the `scored` completion
-        tokens are scored.
+        """Measures rows, of which all or only the `scored` completion tokens are scored.
 
         Prompts with equal `keys` (by default their ids) are equal.
         """
         known: dict[bytes, int] = {}
-        keys = keys or [prompt.tobytes() for prompt in prompts]
+        keys = keys or [row.prompt_ids.tobytes() for row in rows]
         groups = [known.setdefault(key, len(known)) for key in keys]
         return cls(
-            prompts=np.array([len(prompt) for prompt in prompts], np.int64),
-            completions=np.array([len(completion) for completion in completions], np.int64),
+            prompts=np.array([len(row.prompt_ids) for row in rows], np.int64),
+            completions=np.array([len(row.completion_ids) for row in rows], np.int64),
             groups=np.array(groups, np.int64),
             shared=shared,
             scored=None if scored is None else np.array(scored, np.int64),
@@ -87,10 +97,12 @@ class Sizes:
         in tokens.
         """
         totals = self.totals[indices].astype(np.float64)
+        # Everything but attention is linear in the length; attention is quadratic.
         costs = totals + totals**2 / _QUADRATIC
         if self.shared:
             prompts = self.prompts[indices].astype(np.float64)
             groups = self.groups[indices]
+            # A row whose neighbour has the same prompt adds only its completion.
             repeats = np.concatenate([[False], groups[1:] == groups[:-1]])
             costs -= repeats * (prompts + prompts**2 / _QUADRATIC)
         return costs
@@ -115,6 +127,8 @@ def shares(sizes: Sizes, indices: Indices, count: int) -> list[Indices]:
     if not sizes.shared:
         return [order[part::count] for part in range(count)]
     costs = sizes.costs(order)
+    # Each row goes to the part in which the middle of its cost falls, if all costs are laid end to
+    # end and the line is cut into `count` equal pieces.
     middles = np.cumsum(costs) - costs / 2
     parts = np.minimum(middles * count // max(costs.sum(), 1.0), count - 1)
     return [order[parts == part] for part in range(count)]
@@ -131,6 +145,7 @@ def micro_batches(
     as even as possible.
     """
     parts = shares(sizes, indices, ranks.shares)
+    # Ranks that compute a row together hold a part of its tokens each.
     max_tokens *= ranks.context_size
     count = max(len(_filled(sizes, part, max_tokens, max_rows=max_rows)) for part in parts)
     own_rows = parts[ranks.share]
@@ -170,6 +185,7 @@ def _filled(
         else:
             grown = tokens + total
 
+        # The first row of a part may be longer than the bound: a row cannot be cut.
         if not parts or grown > max_tokens or len(parts[-1]) == max_rows:
             parts.append([])
             grown = total
@@ -186,21 +202,27 @@ def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
 def score_shared(
     sizes: Sizes,
     ranks: Ranks,
-    max_tokens: int,
+    settings: TrainerSection,
     score: Callable[[Indices], Tensor],
-    max_rows: int | None = None,
 ) -> list[Float32]:
     """Returns one number per scored completion token of every row. Each rank computes a part; all
     get the whole result.
 
     `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row,
-    for at most `max_tokens` computed tokens. With sharded models all ranks call it equally often; a
-    rank that has run out of rows passes the first row.
+    for at most `micro_batch_tokens` computed ones. With sharded models all ranks call it equally
+    often; a rank that has run out of rows passes the first row.
     """
     lengths = (sizes.completions if sizes.scored is None else sizes.scored).tolist()
     rows = np.arange(len(lengths))
     scored: list[tuple[Indices, Tensor]] = []
-    for part in micro_batches(sizes, rows, ranks, max_tokens=max_tokens, max_rows=max_rows):
+    parts = micro_batches(
+        sizes,
+        rows,
+        ranks,
+        max_tokens=settings.micro_batch_tokens,
+        max_rows=settings.micro_batch_size,
+    )
+    for part in parts:
         if len(part):
             scored.append((part, score(part)))
         elif ranks.sharded:  # take part in the other ranks' collective calls

@@ -52,6 +52,7 @@ class ContextGroup:
         ranks.
         """
         heads = states.shape[1]
+        # Two heads of keys on 4 ranks, for example, are repeated twice: every rank gets one.
         states = states.repeat_interleave(math.lcm(heads, self.size) // heads, 1)
         by_rank = states.unflatten(1, (self.size, -1)).transpose(0, 1)  # [ranks, W, ...]
         return self._exchange(by_rank).flatten(0, 1)[:length]

@@ -46,6 +46,7 @@ def choose_device(
                 "compare CUDA_VISIBLE_DEVICES, nvidia-smi and --nproc-per-node",
             )
         return torch.device("cuda", rank)
+    # A run that was given GPUs must not silently compute on the CPU.
     if kind == "cuda" or assigned:
         reason, remedy = _why_none()
         found = f"torch finds no GPU, but {assigned}" if assigned else "torch finds no GPU"

@@ -103,6 +103,7 @@ class _DividedExperts:
         """Returns [T, H] the weighted sum of each token's experts, as the whole module does. A
         collective.
         """
+        # Expert e belongs to rank e // own of the group.
         owners = top_k_index // self._own
         ranks = torch.arange(self._size, device=owners.device)
         choices = (owners[:, :, None] == ranks).sum(1)  # [T, ranks] experts of a token on a rank
@@ -110,12 +111,14 @@ class _DividedExperts:
         sent, received, pairs = self._numbers(choices)
 
         # The tokens that a rank needs, rank by rank.
+        # `_static`: the size is known, so that the device need not be waited for.
         token = torch.nonzero_static(needed.T, size=sum(sent))[:, 1]
         rows = self._exchange(hidden_states[token], received, sent)
         index = self._exchange(top_k_index[token], received, sent) - self._first
         weights = self._exchange(top_k_weights[token], received, sent)
 
         results = self._results(rows, index, weights, pairs)
+        # The way back has the numbers of the way there, with the roles swapped.
         results = self._exchange(results, sent, received)
         return _sums(results, token, len(hidden_states))
 

@@ -49,6 +49,8 @@ def final_logits(model: Any) -> FinalLogits:
             model, f"this model does not run around a made-up decoder and head: {error}"
         ) from error
 
+    # A small output is not bent by a cap, so the quotient is the scale; a large one is nothing but
+    # the cap.
     scale = logits[0].item() / output[0].item()
     cap: float | None = None
     highest = logits[1].item()

@@ -26,9 +26,10 @@ from transformers.core_model_loading import (
 )
 
 
-def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
-    """Sets the conversions that files with these `names` need, for a model that `from_pretrained`
-    did not load; returns the model's name of what each becomes, or a part of it.
+def set_conversions(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
+    """Sets the conversions that files with tensors of these `names` need, for a model that
+    `from_pretrained` did not load. Returns, for each of these names, that of the model's tensor
+    which is made of it: `…experts.3.gate_proj.weight` becomes a part of `…experts.gate_up_proj`.
 
     `own` are the model's tensors by their names in the model.
     """
@@ -43,19 +44,21 @@ def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[s
 
 
 Sources = str | list[list[str]]
-"""The name in the files of a tensor of the model, or the names of what each of the experts stacked
-in it consists of."""
+"""Where a tensor of the model comes from: its name in the files, or for each of the experts that
+are stacked in it the names of its parts."""
 
 
 def sources(model: Any, name: str, tensor: Tensor) -> Sources | None:
-    """Returns the names in the files of what a tensor of the model, which needs no memory, consists
-    of; None when it is made in another way.
+    """Returns where a tensor of the model comes from; None if it is neither renamed nor stacked.
+    The tensor itself is not read, and may be on the meta device.
     """
     names = [hub_name for hub_name, _ in to_hub(model, [(name, tensor)], [name])]
     converter = _converter_to(model, name)
     if converter is None:
         return names[0]
     first, *others = converter.operations
+    # The two conversions that can be undone for some experts alone: stacking, after joining what
+    # belongs to one expert (such as gate and up projection).
     stacks_experts = isinstance(first, MergeModulelist) and first.dim == 0
     within_experts = all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
     if not (stacks_experts and within_experts):
@@ -69,7 +72,9 @@ def sources(model: Any, name: str, tensor: Tensor) -> Sources | None:
 
 
 def _converter_to(model: Any, name: str) -> Any:
-    """Returns what makes the tensor `name` of the model; None for one that is only renamed."""
+    """Returns the conversion that makes the tensor `name` of the model; None for one that is only
+    renamed.
+    """
     for converter in _by_kind(_conversions(model))[1]:
         _, pattern = rename_source_key(name, [], [converter.reverse_transform()])
         if pattern is not None:
@@ -95,6 +100,7 @@ def to_hub(
         key = rename_source_key(name, [], converters)[0]
         held.setdefault(key, {})[name] = tensor
         lacking[key] -= 1
+        # Complete: everything of the combined tensor has come.
         if lacking[key] == 0:  # some tensors in the files combine several of the model's
             yield from revert_weight_conversion(model, held.pop(key)).items()
 

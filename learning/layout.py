@@ -40,6 +40,8 @@ class Padded:
     """[C] positions in the flattened [rows · T] whose next token is a completion token."""
     experts: Tensor | None = None
     """[layers · top_k, rows · T] as `Routers.given`; None where routers choose."""
+    position_ids: Tensor | None = None
+    """[rows, T]; None for 0 to T - 1."""
 
     @classmethod
     def of(
@@ -84,7 +86,9 @@ class Padded:
         the completions.
         """
         assert context is None, "`layout_for` refuses it"
-        states = body(input_ids=self.input_ids, use_cache=False).last_hidden_state
+        # Some models of other publishers cannot be told positions.
+        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        states = body(input_ids=self.input_ids, use_cache=False, **positions).last_hidden_state
         return nn.functional.embedding(self.predicts, states.flatten(0, 1))
 
 

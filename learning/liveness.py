@@ -25,12 +25,15 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple
+from typing import Literal
 
-from common.errors import ServiceError, shorten
+from pydantic import BaseModel
+
+from common.errors import shorten
 from common.process import progress, watchdog
-from common.process.logs import SEPARATOR, event
+from common.process.logs import event
 from common.process.progress import Progress
 from common.process.security import is_loopback
 from common.process.topology import LOST, TRAINER, Topology
@@ -49,11 +52,10 @@ _VERDICT_S = 10.0
 _SHUTDOWN_S = 5.0
 """Seconds that an ending rank waits for others to read why: closing a socket with unread input
 discards sent data."""
-_MAX_LINE_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 18
 _MAX_STACKS_CHARS = 40_000
+"""In JSON a character takes at most 6 bytes, so that the answer of a rank fits into a line."""
 _MAX_AWAITED = 20
-_CODE = f"{SEPARATOR}code: "
-"""Stands between the reason and the code of the error with which a rank failed."""
 _MAX_STUCK_CHARS = 2000
 _ANSWER_S = 2.0
 """Seconds in which a rank says where it is; its thread is free unless the process is stopped."""
@@ -63,29 +65,48 @@ _HANDSHAKE_S = 10.0
 seconds."""
 
 
-class _Departure(NamedTuple):
-    how: str
-    """done, stopped, failed, died or silent."""
-    reason: str
-    at: float
+class _Message(BaseModel):
+    """What one rank tells another, a line of JSON."""
+
+    word: Literal["beat", "gone", "stuck", "where", "here"]
+    """A sign of life; a rank's end; the end of all, because none makes progress; the question where
+    a rank is, and its answer."""
+    rank: int = 0
+    """The rank that is gone."""
+    how: str = ""
+    """How it ended: done, stopped, failed, died or silent."""
+    reason: str = ""
+    """Why it failed, or where all ranks stand that are stuck."""
+    code: str = ""
+    """The code of the error with which it failed."""
+    moves: int = 0
+    """The count of progress of the rank that sends a beat."""
+    place: str = ""
+    """What that rank does."""
+    where: Where | None = None
+    """The answer."""
+
+    def line(self) -> bytes:
+        return self.model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
-class _Doing:
-    """What a rank does, and for how long it has made no progress."""
+@dataclass
+class _Known:
+    """What a rank has last said of itself."""
 
-    def __init__(self) -> None:
-        self.moves = -1
-        self.since = time.monotonic()
-        self.place = "starting"
+    heard: float = field(default_factory=time.monotonic)
+    moves: int = -1
+    moved: float = field(default_factory=time.monotonic)
+    place: str = "starting"
 
-    def heard(self, moves: int, place: str) -> None:
+    def beat(self, moves: int, place: str) -> None:
         if moves != self.moves:
             self.moves = moves
-            self.since = time.monotonic()
+            self.moved = time.monotonic()
         self.place = place
 
     def __str__(self) -> str:
-        return f"{self.place} (no progress for {time.monotonic() - self.since:.0f} s)"
+        return f"{self.place} (no progress for {time.monotonic() - self.moved:.0f} s)"
 
 
 class Liveness:
@@ -102,32 +123,31 @@ class Liveness:
         self._ranks = ranks
         self._topology = topology
         self._lost_after_s = lost_after_s
+        self._stuck_after_s = stuck_after_s
         self._token = ""
-        self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._unauthenticated: list[asyncio.StreamWriter] = []
         self._listeners: set[asyncio.Task[None]] = set()
         self._all_joined = threading.Event()
-        self._heard: dict[int, float] = {}  # the last sign of life of each watched rank
-        self._gone: dict[int, _Departure] = {}
-        self._doing: dict[int, _Doing] = {}  # what each rank last said of itself
-        self._stuck_after_s = stuck_after_s
+        watched = range(ranks.world_size) if ranks.is_rank_zero else [0]
+        self._known = {rank: _Known() for rank in watched}
+        """What the watched ranks have said. Rank 0 is among its own: its progress counts too."""
+        self._gone: dict[int, tuple[_Message, float]] = {}
+        """The ranks that have ended, and when this rank heard of it."""
         self._stuck_at = ""  # where all ranks stand, once none makes progress any more
         self._verdict_wanted = False  # the main thread waits for a verdict: no grace
         self._failed_at = ""
-        self._final_message: str | None = None
-        self._thread: threading.Thread | None = None
+        self._goodbye: _Message | None = None
         self.before_end: Callable[..., str] = lambda reason: ""
         """Called with `reason` before this rank ends because of another; returns the last line."""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: dict[int, Where] = {}
         self._answered = asyncio.Event()
         self._asking = threading.Lock()
 
     def __enter__(self) -> "Liveness":
         if self._ranks.world_size > 1:
-            others = range(1, self._ranks.world_size) if self._ranks.is_rank_zero else [0]
-            self._heard = dict.fromkeys(others, time.monotonic())
             endpoint = self._endpoint()
             self._thread = threading.Thread(
                 target=lambda: asyncio.run(self._watch(endpoint)), name="liveness", daemon=True
@@ -155,20 +175,17 @@ class Liveness:
             self._failed_at = "".join(traceback.format_tb(trace))
             self._verdict_wanted = True
             self._thread.join(_VERDICT_S)  # ends this process if so
-        reason = ""
-        if value is None:
-            how = "done"
-        elif isinstance(value, KeyboardInterrupt):
-            how = "stopped"
-        else:
-            how = "failed"
-            code = value.code if isinstance(value, ServiceError) else type(value).__name__
-            words = f"{type(value).__name__}: {value}".partition("\n")[0]
-            reason = f"{shorten(words)}{_CODE}{code}"
+        goodbye = _Message(word="gone", rank=self._ranks.rank, how="done")
+        if isinstance(value, KeyboardInterrupt):
+            goodbye.how = "stopped"
+        elif value is not None:
+            goodbye.how = "failed"
+            goodbye.reason = shorten(f"{type(value).__name__}: {value}".partition("\n")[0])
+            goodbye.code = getattr(value, "code", type(value).__name__)
         if self._ranks.is_rank_zero:
             # A rank that joins late would find the connection closed, and take this one for lost.
             self._all_joined.wait(self._lost_after_s)
-        self._final_message = f"gone {self._ranks.rank} {how} {reason}"
+        self._goodbye = goodbye
         self._thread.join()
 
     def where_others_are(self) -> list[RankWhere]:
@@ -180,27 +197,22 @@ class Liveness:
             return []
         with self._asking:
             asked = asyncio.run_coroutine_threadsafe(self._ask(), loop)
-            try:
-                answers = asked.result(2 * _ANSWER_S)
-            except (TimeoutError, CancelledError):
-                answers = {}
-        found = list[RankWhere]()
-        for rank in range(1, self._ranks.world_size):
-            where = answers.get(rank) or Where()
-            found.append(RankWhere(rank=rank, name=self._name(rank), **where.model_dump()))
+            with suppress(TimeoutError, CancelledError):
+                asked.result(2 * _ANSWER_S)
+            found = list[RankWhere]()
+            for rank in range(1, self._ranks.world_size):
+                where = self._answers.get(rank) or Where()
+                found.append(RankWhere(rank=rank, name=self._name(rank), **where.model_dump()))
         return found
 
-    async def _ask(self) -> dict[int, Where]:
+    async def _ask(self) -> None:
         self._answers = {}
-        self._answered.clear()
         asked = len(self._connections)
-        self._broadcast("where")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                while len(self._answers) < asked:
-                    await self._answered.wait()
-                    self._answered.clear()
-        return self._answers
+        self._broadcast(_Message(word="where"))
+        async with asyncio.timeout(_ANSWER_S):
+            while len(self._answers) < asked:
+                self._answered.clear()
+                await self._answered.wait()
 
     def _endpoint(self) -> socket.socket:
         """Opens the socket: rank 0 listens at torchrun's rendezvous address, the others connect to
@@ -221,37 +233,46 @@ class Liveness:
     async def _watch(self, endpoint: socket.socket) -> None:
         """Runs the thread: listens, beats and judges until this rank ends."""
         self._loop = asyncio.get_running_loop()
+        server: asyncio.Server | None = None
         if self._ranks.is_rank_zero:
-            self._server = await asyncio.start_server(
-                self._accept, sock=endpoint, limit=_MAX_LINE_BYTES
-            )
+            server = await asyncio.start_server(self._accept, sock=endpoint, limit=_MAX_LINE_BYTES)
         else:
             reader, writer = await asyncio.open_connection(sock=endpoint, limit=_MAX_LINE_BYTES)
-            self._connections[0] = writer
-            self._broadcast(f"hello {self._token} {self._ranks.rank}")
-            self._listeners.add(asyncio.create_task(self._listen(0, reader, writer)))
+            writer.write(f"hello {self._token} {self._ranks.rank}\n".encode())
+            self._listen_to(0, reader, writer)
         beat_s = min(self._lost_after_s, self._stuck_after_s) / _BEATS
         all_ranks = Progress("all ranks", self._stuck_after_s, counts=False)
         before = time.monotonic()
         beaten = before
-        while self._final_message is None:
+        while self._goodbye is None:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             pause = now - before
             if pause > 2 * beat_s:
                 # This process itself was stopped or starved: the silence proves nothing.
-                for rank, heard in self._heard.items():
-                    self._heard[rank] = min(now, heard + pause)
+                for known in self._known.values():
+                    known.heard = min(now, known.heard + pause)
             before = now
+
+            moves = progress.total(with_others=True)
+            at = watchdog.place()
+            place = "outside the training loop" if at is None else at[0]
             if now - beaten >= beat_s or self._verdict_wanted:
-                self._broadcast(f"beat {progress.total(with_others=True)} {_place()}")
+                self._broadcast(_Message(word="beat", moves=moves, place=place))
                 beaten = now
             if self._ranks.is_rank_zero:
-                self._judge_progress(all_ranks)
+                own = self._known[0]
+                own.heard = now
+                own.beat(moves, place)
+                all_ranks.saw(sum(known.moves for known in self._known.values()))
+                if all_ranks.is_stuck:
+                    self._call_all_stuck()
             if self._stuck_at:  # first, because the others end now too
-                await self._end_stuck(self._stuck_at)
+                await self._end_stuck()
             await self._judge(now)
-        self._broadcast(self._final_message)
+        self._broadcast(self._goodbye)
+        if server is not None:
+            server.close()
         await self._close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -267,111 +288,108 @@ class Liveness:
         if not secrets.compare_digest(greeting, f"hello {self._token}".encode()):
             writer.close()
             return
-        self._connections[int(rank)] = writer
+        self._listen_to(int(rank), reader, writer)
         if len(self._connections) + len(self._gone) >= self._ranks.world_size - 1:
             self._all_joined.set()
-        for gone, departure in self._gone.items():
-            writer.write(f"gone {gone} {departure.how} {departure.reason}\n".encode())
-        self._listeners.add(asyncio.create_task(self._listen(int(rank), reader, writer)))
+        for message, _ in self._gone.values():
+            writer.write(message.line())
+
+    def _listen_to(
+        self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._connections[peer] = writer
+        self._listeners.add(asyncio.create_task(self._listen(peer, reader, writer)))
 
     async def _listen(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Reads `beat MOVES PLACE`, `gone RANK HOW REASON`, `stuck WHERE`, the question `where` and
-        its answer `here JSON` until the connection ends.
-        """
+        """Reads messages until the connection ends."""
+        known = self._known[peer]
         with suppress(ValueError, OSError):
             while (line := await reader.readline()).endswith(b"\n"):
-                self._heard[peer] = time.monotonic()
-                word, _, rest = line.decode(errors="replace").rstrip("\n").partition(" ")
-                if word == "gone":
-                    rank, how, reason = rest.split(" ", 2)
-                    self._depart(int(rank), how, reason)
-                elif word == "stuck":
-                    self._stuck_at = rest
-                elif word == "beat":
-                    moves, _, place = rest.partition(" ")
-                    self._doing.setdefault(peer, _Doing()).heard(int(moves), place)
-                elif word == "where":
-                    writer.write(_here())
-                elif word == "here":
-                    self._answers[peer] = Where.model_validate_json(rest)
-                    self._answered.set()
+                known.heard = time.monotonic()
+                message = _Message.model_validate_json(line)
+                match message.word:
+                    case "beat":
+                        known.beat(message.moves, message.place)
+                    case "gone":
+                        self._depart(message)
+                    case "stuck":
+                        self._stuck_at = message.reason
+                    case "where":
+                        where = watchdog.where()
+                        where.awaited = where.awaited[:_MAX_AWAITED]
+                        where.stacks = shorten(where.stacks, _MAX_STACKS_CHARS)
+                        writer.write(_Message(word="here", where=where).line())
+                    case "here":
+                        self._answers[peer] = message.where or Where()
+                        self._answered.set()
         del self._connections[peer]
         writer.close()
-        self._depart(peer, "died", "")
+        self._depart(_Message(word="gone", rank=peer, how="died"))
 
-    def _depart(self, rank: int, how: str, reason: str) -> None:
+    def _depart(self, message: _Message) -> None:
         """Records a rank's end; only the first message about it counts. Rank 0 relays it."""
-        if rank not in self._gone:
-            self._gone[rank] = _Departure(how, reason, time.monotonic())
+        if message.rank not in self._gone:
+            self._gone[message.rank] = message, time.monotonic()
             if self._ranks.is_rank_zero:
-                self._broadcast(f"gone {rank} {how} {reason}")
+                self._broadcast(message)
 
-    def _broadcast(self, text: str) -> None:
+    def _broadcast(self, message: _Message) -> None:
         for writer in self._connections.values():
-            # It never waits; `_listen` notices a closed connection.
-            writer.write(text.encode() + b"\n")
+            writer.write(message.line())  # never waits; `_listen` notices a closed connection
 
     async def _judge(self, now: float) -> None:
-        for rank, heard in self._heard.items():
-            if now - heard > self._lost_after_s:
-                self._depart(rank, "silent", "")
+        for rank, known in self._known.items():
+            if now - known.heard > self._lost_after_s:
+                self._depart(_Message(word="gone", rank=rank, how="silent"))
         # Often all ranks were stopped, or have the same error.
         grace = {"stopped": self._lost_after_s, "failed": _OWN_ERROR_S}
-        for rank, (how, reason, at) in self._gone.items():
+        for message, at in self._gone.values():
+            how = message.how
             if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
-                await self._end(rank, how, reason)
+                await self._end(message)
 
-    def _judge_progress(self, all_ranks: Progress) -> None:
-        """Tells the other ranks, from rank 0, when none has made progress for too long."""
-        self._doing.setdefault(0, _Doing()).heard(progress.total(with_others=True), _place())
-        all_ranks.saw(sum(doing.moves for doing in self._doing.values()))
-        if not all_ranks.is_stuck:
-            return
-        where = "; ".join(
-            f"{self._name(rank)}: {doing}" for rank, doing in sorted(self._doing.items())
-        )
+    def _call_all_stuck(self) -> None:
+        """Tells the other ranks, from rank 0, that none has made progress for too long."""
+        where = "; ".join(f"{self._name(rank)}: {known}" for rank, known in self._known.items())
         self._stuck_at = shorten(where, _MAX_STUCK_CHARS)
-        self._broadcast(f"stuck {self._stuck_at}")
+        self._broadcast(_Message(word="stuck", reason=self._stuck_at))
 
-    async def _end_stuck(self, where: str) -> None:
+    async def _end_stuck(self) -> None:
         """Ends this process, because no rank makes progress and nobody knows when one would."""
-        reason = (
+        await self._exit(
             f"no rank has made progress for {self._stuck_after_s:g} s (limits.stuck_after_s). "
-            f"{where}. All ranks end"
+            f"{self._stuck_at}. All ranks end",
+            event("rank_lost", rank="", how="stuck"),
+            reports=self._ranks.is_rank_zero,
         )
-        log.error(
-            "%s; the job's recovery (max_restarts_on_errors) starts them again, and the run "
-            "continues from its newest checkpoint",
-            reason,
-            extra=event("rank_lost", rank="", how="stuck"),
-        )
-        await self._exit(reason, reports=self._ranks.is_rank_zero)
 
-    async def _end(self, rank: int, how: str, reason: str) -> None:
+    async def _end(self, message: _Message) -> None:
         """Ends this process, because nothing else can end the collective in the main thread."""
-        reason, _, code = reason.partition(_CODE)
         what = {
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
-            "failed": f"has failed: {reason}",
+            "failed": f"has failed: {message.reason}",
             "died": "is lost: its process was killed, or its connection was cut",
             "silent": f"is lost: silent for {self._lost_after_s:g} s (limits.lost_after_s), "
             "node gone or process stuck",
-        }[how]
-        own_name = self._name(self._ranks.rank)
-        reason = f"{self._name(rank)} {what}. {own_name} ends too"
+        }[message.how]
+        name = self._name(message.rank)
+        # One rank writes the report: rank 0, or the next one if that is lost and cannot.
+        writer = 1 if message.rank == 0 and message.how in ("died", "silent") else 0
+        await self._exit(
+            f"{name} {what}. {self._name(self._ranks.rank)} ends too",
+            event("rank_lost", rank=name, how=message.how, cause=message.code),
+            reports=self._ranks.rank == writer,
+        )
+
+    async def _exit(self, reason: str, about: dict[str, object], *, reports: bool) -> None:
         log.error(
             "%s. The job's recovery (max_restarts_on_errors) starts every trainer "
             "node again, and the run continues from its newest checkpoint",
             reason,
-            extra=event("rank_lost", rank=self._name(rank), how=how, cause=code),
+            extra=about,
         )
-        # One rank writes the report: rank 0, or the next one if that is lost and cannot.
-        writer = 1 if rank == 0 and how in ("died", "silent") else 0
-        await self._exit(reason, reports=self._ranks.rank == writer)
-
-    async def _exit(self, reason: str, *, reports: bool) -> None:
         own_name = self._name(self._ranks.rank)
         place = self._failed_at or watchdog.stacks()
         log.error("%s was here:\n%s", own_name, place, extra=event("rank_place", rank=own_name))
@@ -385,8 +403,6 @@ class Liveness:
 
     async def _close(self) -> None:
         """Closes every connection once its peer has read the last message, or after a moment."""
-        if self._server is not None:
-            self._server.close()
         for writer in self._unauthenticated:
             writer.transport.abort()
         for writer in self._connections.values():
@@ -401,23 +417,3 @@ class Liveness:
         addresses = self._topology.node_ips
         address = f" ({addresses[node]})" if node < len(addresses) else ""
         return f"rank {rank} on {TRAINER}-{node}{address}"
-
-
-def _place() -> str:
-    """Returns what the training loop of this process is doing."""
-    place = watchdog.place()
-    return "outside the training loop" if place is None else place[0]
-
-
-def _here() -> bytes:
-    """Returns the line that says where this process is, shorter than `_MAX_LINE_BYTES`."""
-    where = watchdog.where()
-    where.awaited = where.awaited[:_MAX_AWAITED]
-    stacks = where.stacks
-    room = _MAX_STACKS_CHARS
-    while True:
-        where.stacks = shorten(stacks, room)
-        line = f"here {where.model_dump_json()}\n".encode()
-        if len(line) < _MAX_LINE_BYTES:
-            return line
-        room //= 2  # JSON escapes have made it longer

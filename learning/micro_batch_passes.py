@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from common.process import progress
+from common.settings.sections import TrainerSection
 from learning.batching import Indices, Sizes, micro_batches
 from learning.ranks import Ranks
 from learning.sharding import sum_gradients_after
@@ -15,9 +16,7 @@ def micro_batch_passes(
     ranks: Ranks,
     sizes: Sizes,
     rows: Indices,
-    *,
-    max_tokens: int,
-    max_rows: int | None = None,
+    settings: TrainerSection,
 ) -> Iterator[tuple[Indices, bool]]:
     """Yields the rows of each pass of this rank, and whether they are its own; the caller computes
     their gradient before the next.
@@ -25,7 +24,13 @@ def micro_batch_passes(
     Sharded models need equally many passes on every rank. A rank that has run out of its own rows
     gets the first row, whose loss it multiplies by 0.
     """
-    parts = micro_batches(sizes, rows, ranks, max_tokens=max_tokens, max_rows=max_rows)
+    parts = micro_batches(
+        sizes,
+        rows,
+        ranks,
+        max_tokens=settings.micro_batch_tokens,
+        max_rows=settings.micro_batch_size,
+    )
     for number, indices in enumerate(parts, 1):
         sum_gradients_after(model, ranks, last=number == len(parts))
         if len(indices):

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,7 +45,13 @@ class Optimizer:
             if parameter.requires_grad
         }
         self._parameters = list(self._named.values())
-        self._groups = _by_mesh(self._parameters)
+        # The parameters of divided experts are not sharded over the same ranks as the others, and
+        # torch computes with no others together.
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+        self._groups = list(by_mesh.values())
         self._max_grad_norm = max_grad_norm
         self._skipped_in_a_row = 0
         self._rate_setting = rate_setting
@@ -69,9 +75,15 @@ class Optimizer:
             # No row: momentum and weight decay still apply, as on many ranks.
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        norm_tensor = self._norm()
+        # Of all gradients; a collective if they are sharded.
+        norms: list[Tensor] = []
+        for group in self._groups:
+            gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+            norms.append(full(nn.utils.get_total_norm(gradients)))
+        norm_tensor = nn.utils.get_total_norm(norms)
         for group in self._groups:
             nn.utils.clip_grads_with_norm_(group, self._max_grad_norm, norm_tensor)
+        # A norm that is not finite is the sign of any gradient that is not, on any rank.
         norm = float(norm_tensor)  # the only GPU sync
         if not math.isfinite(norm):
             self.zero_grad()
@@ -88,18 +100,11 @@ class Optimizer:
             log.warning("a gradient is not finite: the update is skipped")
             return norm
         self._skipped_in_a_row = 0
+        # The schedule is the caller's; AdamW keeps no rate of its own.
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
         return norm
-
-    def _norm(self) -> Tensor:
-        """Returns the norm of all gradients. A collective if they are sharded."""
-        norms: list[Tensor] = []
-        for group in self._groups:
-            gradients = [parameter.grad for parameter in group if parameter.grad is not None]
-            norms.append(full(nn.utils.get_total_norm(gradients)))
-        return nn.utils.get_total_norm(norms)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the gradients that there are, by the names of their parameters."""
@@ -150,14 +155,3 @@ class Optimizer:
             state = {key: tensors[f"{name}.{key}"] for key in _STATE if f"{name}.{key}" in tensors}
             if state:
                 self._adam.state[parameter] = state
-
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Returns the parameters in groups that are sharded over the same ranks: those of divided
-    experts are not sharded as the others, and torch computes with no others together.
-    """
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
-    return list(groups.values())

@@ -2,8 +2,7 @@
 device.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -13,10 +12,6 @@ from learning.sharding import local
 
 Resident = tuple[Sequence[nn.Module], Sequence[Optimizer]]
 """The models and optimizers that one part of a run keeps on the GPU."""
-
-_BLOCK_BYTES = 64 << 20
-"""Size of the blocks: a power of two, to which pinned memory is rounded, so that nothing is
-wasted."""
 
 
 class Parking:
@@ -29,52 +24,40 @@ class Parking:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._blocks: list[Tensor] = []
-        self._parked: list[tuple[UntypedStorage, int]] = []
+        self._parked: list[tuple[UntypedStorage, Tensor]] = []
+        """Storages, each with its bytes in host memory."""
+        self._free: dict[int, list[Tensor]] = {}
+        """Host memory of earlier times, by its size in bytes."""
 
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copies the tensors' storages to host memory and frees them; storages elsewhere or of
         fixed size stay.
         """
-        self._parked = [(storage, storage.nbytes()) for storage in storages(tensors, self._device)]
-        for there, here in self._pieces():
-            here.copy_(there, non_blocking=True)
+        pinned = self._device.type == "cuda"
+        for storage in storages(tensors, self._device):
+            free = self._free.setdefault(storage.nbytes(), [])
+            if not free:
+                free.append(torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned))
+            here = free.pop()
+            here.copy_(self._bytes(storage), non_blocking=True)
+            self._parked.append((storage, here))
         self._wait()
         for storage, _ in self._parked:
             storage.resize_(0)
-        if self._device.type == "cuda":
+        if pinned:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Copies the parked storages back to the device."""
-        for storage, size in self._parked:
-            storage.resize_(size)
-        for there, here in self._pieces():
-            there.copy_(here, non_blocking=True)
+        for storage, here in self._parked:
+            storage.resize_(len(here))
+            self._bytes(storage).copy_(here, non_blocking=True)
+            self._free[len(here)].append(here)
         self._wait()
         self._parked = []
 
-    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, piece by piece, the bytes of every storage and their place in the blocks."""
-        start = 0
-        for storage, size in self._parked:
-            flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            end = start + size
-            first_boundary = (start // _BLOCK_BYTES + 1) * _BLOCK_BYTES
-            boundaries = [start, *range(first_boundary, end, _BLOCK_BYTES), end]
-            for first, last in pairwise(boundaries):
-                index, place = divmod(first, _BLOCK_BYTES)
-                there = flat[first - start : last - start]
-                here = self._block(index)[place : place + last - first]
-                yield there, here
-            start = end
-
-    def _block(self, index: int) -> Tensor:
-        if index == len(self._blocks):
-            self._blocks.append(
-                torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            )
-        return self._blocks[index]
+    def _bytes(self, storage: UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

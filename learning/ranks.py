@@ -5,7 +5,6 @@ import os
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -51,28 +50,24 @@ class Ranks:
     _meshes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.shard_size and self.world_size % self.shard_size:
-            raise ConfigError(
-                f"the {self.world_size} ranks cannot be divided into groups of {self.shard_size}",
-                field="parallel.shard_size",
-                value=self.shard_size,
-                remedy="use a divisor of the number of ranks, or leave it unset",
-            )
-        if self.world_size % self.context_size:
-            raise ConfigError(
-                f"the {self.world_size} ranks cannot be divided into groups of {self.context_size}",
-                field="parallel.context_size",
-                value=self.context_size,
-                remedy="use a divisor of the number of ranks",
-            )
-        if self._copy_size % self.expert_size:
-            raise ConfigError(
-                f"the {self._copy_size} ranks of a copy of the model cannot be divided into groups "
-                f"of {self.expert_size}",
-                field="parallel.expert_size",
-                value=self.expert_size,
-                remedy="use a divisor of parallel.shard_size, which is all ranks when it is unset",
-            )
+        groups = (
+            ("parallel.shard_size", self._copy_size, self.world_size, "ranks"),
+            ("parallel.context_size", self.context_size, self.world_size, "ranks"),
+            (
+                "parallel.expert_size",
+                self.expert_size,
+                self._copy_size,
+                "ranks of a copy of the model",
+            ),
+        )
+        for setting, size, count, members in groups:
+            if count % size:
+                raise ConfigError(
+                    f"the {count} {members} cannot be divided into groups of {size}",
+                    field=setting,
+                    value=size,
+                    remedy=f"use a divisor of {count}",
+                )
         self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
         if self.on_gpu:
             configure_allocators(os.environ)
@@ -80,27 +75,28 @@ class Ranks:
     @classmethod
     def from_env(cls, join_s: float, config: Config | None = None) -> "Ranks":
         """Reads torchrun's variables; without torchrun this is a single process."""
-        config = config or Config()
-        return cls(
+        return cls._of(
+            config or Config(),
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             join_s=join_s,
-            device_kind=config.trainer.device,
-            shard_size=config.parallel.shard_size,
-            offload=config.parallel.offload_optimizer,
-            context_size=config.parallel.context_size,
-            expert_size=config.parallel.expert_size,
         )
 
     @classmethod
     def alone(cls, config: Config) -> "Ranks":
+        """Returns the only process of a run."""
+        return cls._of(config)
+
+    @classmethod
+    def _of(cls, config: Config, **place: Any) -> "Ranks":
         return cls(
             device_kind=config.trainer.device,
             shard_size=config.parallel.shard_size,
             offload=config.parallel.offload_optimizer,
             context_size=config.parallel.context_size,
             expert_size=config.parallel.expert_size,
+            **place,
         )
 
     def __enter__(self) -> "Ranks":
@@ -111,12 +107,7 @@ class Ranks:
             _without_limit(dist.group.WORLD)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -142,42 +133,29 @@ class Ranks:
         """
         return self.shard_size != 1 and (self.world_size > 1 or (self.offload and self.on_gpu))
 
-    def mesh(self, device_type: str | None = None) -> Any:
+    def mesh(self, device_type: str | None = None, *, of_experts: bool = False) -> Any:
         """Returns the device mesh that models are sharded over: [ranks], or [copies, ranks of a
-        copy] (HSDP).
+        copy] (HSDP). That of experts has two dimensions for the ranks of a copy, [ranks that share
+        an expert, `expert_size`].
         """
         kind = device_type or self.device.type
-        size = self._copy_size
         if not dist.is_initialized():  # one process, which torchrun did not start
             dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
-        copies = self.world_size // size
-        shape = (size,) if copies == 1 else (copies, size)
-        return self._mesh(kind, shape, ("replicate", "shard")[-len(shape) :])
-
-    def expert_mesh(self, device_type: str | None = None) -> Any:
-        """Returns the device mesh that experts are divided and sharded over: `mesh`, of which the
-        last dimension is [ranks of a copy / expert_size, expert_size].
-        """
-        kind = device_type or self.device.type
+        shape = [self._copy_size]
+        names = ["shard"]
+        if of_experts:
+            shape = [self._copy_size // self.expert_size, self.expert_size]
+            names = ["shard", "expert"]
         copies = self.world_size // self._copy_size
-        shape = (self._copy_size // self.expert_size, self.expert_size)
-        names = ("shard", "expert")
-        if copies == 1:
-            return self._mesh(kind, shape, names)
-        return self._mesh(kind, (copies, *shape), ("replicate", *names))
+        if copies > 1:
+            shape = [copies, *shape]
+            names = ["replicate", *names]
 
-    def mesh_like(self, mesh: Any, device_type: str) -> Any:
-        """Returns the mesh of these ranks for another kind of device that is like `mesh`."""
-        if "expert" in mesh.mesh_dim_names:
-            return self.expert_mesh(device_type)
-        return self.mesh(device_type)
-
-    def _mesh(self, kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
         key = " ".join((kind, *names))
         if key not in self._meshes:
-            mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+            mesh = init_device_mesh(kind, tuple(shape), mesh_dim_names=tuple(names))
             groups = mesh.get_all_groups()
-            if "expert" in names:  # so that a norm is one sum over the ranks of a copy
+            if of_experts:  # so that a norm is one sum over the ranks of a copy
                 groups.append(mesh["shard", "expert"]._flatten("copy").get_group())
             for group in groups:
                 _without_limit(group)
@@ -255,11 +233,6 @@ class Ranks:
             dist.all_reduce(same, dist.ReduceOp.MIN)
         return bool(same)
 
-    def broadcast_model(self, model: nn.Module) -> None:
-        if self.world_size > 1:
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor, 0)
-
     def sum(self, values: Tensor) -> Tensor:
         """Sums `values` over all ranks in place, and returns them."""
         if self.world_size > 1:
@@ -270,6 +243,7 @@ class Ranks:
         """Sums in place what the shares of a batch add to `values`, and returns them: of ranks with
         the same share, which have the same values, one counts.
         """
+        # The ranks of a context group have the same rows and numbers: only the first may count.
         if self.rank % self.context_size:
             values.zero_()
         return self.sum(values)
@@ -282,6 +256,7 @@ class Ranks:
         """
         if self.world_size == 1 or self.sharded:
             return
+        # One message instead of one for each parameter: most of the time of a small one is latency.
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:

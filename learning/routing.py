@@ -23,16 +23,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.wire.schemas import Int32, UInt8
 from learning.sharding import layers
 
 Experts = NDArray[np.int16]
 """[tokens, layers · top_k] numbers of experts."""
 _FIELD = "trainer.routing_replay"
-_OFF = "leave it out"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROUTERS = ("gate", "router")
+
+
+class RoutesNotRecorded(ServiceError):
+    """The experts in a row are not those that an engine computed it with."""
+
+    code = "routes_not_recorded"
 
 
 class RoutedRow(NamedTuple):
@@ -73,13 +78,14 @@ class Routers:
         may be computed again."""
         self._recorded: list[Tensor | None] | None = None
 
-        found = 0
+        self._routed: list[int] = []
+        """Numbers of the layers with experts."""
         for index, layer in enumerate(layers(model)):
             router = _router(layer)
             if router is not None:
                 router.forward = torch.compiler.disable(partial(self._route, index, router.forward))
-                found += 1
-        if not (found and self.experts and self.top_k):
+                self._routed.append(index)
+        if not (self._routed and self.experts and self.top_k):
             raise _refused(config, "it has no layer with experts and a router beside them")
         self._config = config
 
@@ -100,25 +106,43 @@ class Routers:
         )
 
     def _read(self, raw: UInt8, tokens: int) -> Experts:
+        # Numbers up to 255 take one byte, larger ones two.
         size = 1 if len(raw) <= tokens * self.width else 2
-        if len(raw) != size * tokens * self.width:
+        fits = len(raw) == size * tokens * self.width
+        whole = raw if fits else raw[:0]
+        numbers = whole.view("<u1" if size == 1 else "<u2").astype(np.int16)
+        if not fits or int(numbers.max(initial=0)) >= self.experts:
             raise ConfigError(
-                f"an engine returned {len(raw)} bytes for the experts of {tokens} tokens, and this "
-                f"model has {self.layers} layers with {self.top_k} experts for a token",
+                f"the experts that an engine returned for {tokens} tokens are not those of this "
+                f"model, which has {self.layers} layers and chooses {self.top_k} of "
+                f"{self.experts} experts",
                 field=_FIELD,
                 value=True,
                 remedy="empty the replay-buffer with POST /clear if it has groups of another model",
             )
-        numbers = raw.view("<u1" if size == 1 else "<u2").astype(np.int16)
-        highest = int(numbers.max(initial=0))
-        if highest >= self.experts:
-            raise ConfigError(
-                f"an engine chose expert {highest}, and this model has {self.experts}",
-                field=_FIELD,
-                value=True,
-                remedy="empty the replay-buffer with POST /clear if it has groups of another model",
-            )
+        self._check_distinct(numbers.reshape(tokens, self.layers, self.top_k)[:, self._routed])
         return numbers.reshape(tokens, self.width)
+
+    def _check_distinct(self, experts: Experts) -> None:
+        """Raises RoutesNotRecorded for experts [tokens, layers, top_k] of which a token has one
+        twice: no router chose them.
+
+        An engine whose kernels bypass the record leaves zeros, so the first two are enough for
+        every token; to compare all pairs of the first token costs nothing.
+        """
+        if self.top_k == 1 or len(experts) == 0:
+            return
+        repeats = bool((experts[:, :, 0] == experts[:, :, 1]).any())
+        first = np.sort(experts[0], axis=-1)
+        if repeats or bool((first[:, 1:] == first[:, :-1]).any()):
+            raise RoutesNotRecorded(
+                "an engine returned the same expert twice for a token: it did not record which "
+                "experts computed it",
+                field=_FIELD,
+                value=True,
+                remedy="rollout.engine_args --moe-runner-backend triton, whose experts SGLang "
+                "records, or leave it out",
+            )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -143,21 +167,19 @@ class Routers:
         """Computes the router of a layer."""
         if self.given is None and self._recorded is None:
             return forward(*inputs, **options)
-        selection = _Selection(self.experts, self.top_k, self._given_to(layer))
+        given: Tensor | None = None
+        if self.given is not None:
+            first = layer * self.top_k
+            given = self.given[first : first + self.top_k].T
+        selection = _Selection(self.experts, self.top_k, given)
         with selection:
             routed = forward(*inputs, **options)
+        # Otherwise experts were chosen in a way that this class does not replace.
         if selection.count != 1:
             raise _refused(self._config, "its routers do not choose experts with one topk")
         if self._recorded is not None:
             self._recorded[layer] = selection.chosen
         return routed
-
-    def _given_to(self, layer: int) -> Tensor | None:
-        """Returns [T, top_k] what is given to the router of a layer."""
-        if self.given is None:
-            return None
-        first = layer * self.top_k
-        return self.given[first : first + self.top_k].T
 
 
 class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed here
@@ -215,5 +237,5 @@ def _refused(config: Any, reason: str) -> ConfigError:
         f"the routing of {config.model_type} cannot be replayed: {reason}",
         field=_FIELD,
         value=True,
-        remedy=_OFF,
+        remedy="leave it out",
     )

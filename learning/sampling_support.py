@@ -1,5 +1,13 @@
 """Restricts the trainer's logits to the tokens that truncated sampling and a minimum length
 allowed.
+
+Under top-p sampling a token was drawn from the softmax over a few tokens only. The trainer has to
+score it under the same distribution, or the ratio between the two policies would not be 1 on the
+policy's own samples:
+
+    logits       2.0   1.0   0.5   −1.0
+    kept                x     x             (`Support.only`)
+    restricted  −1e30  1.0   0.5   −1e30    log p(second) = 1.0 − log(e^1.0 + e^0.5) = −0.47
 """
 
 from collections.abc import Sequence
@@ -23,15 +31,17 @@ class Sampled(NamedTuple):
     """The tokens from which one completion of L tokens was sampled."""
 
     kept_tokens: Int32
+    """[sum of kept_counts] the tokens that truncated sampling (top-p, top-k, min-p) left, one list
+    after the other."""
     kept_counts: Int32
-    """As in `Completion`."""
+    """[L] the length of each token's list, 0 for a token sampled from all; empty if all were."""
     barred: Int32
     """Tokens excluded while sampling the first `min_new_tokens` tokens."""
     min_new_tokens: int
 
     @classmethod
     def of(cls, group: Group, completion: Completion) -> "Sampled | None":
-        """Returns it for a completion of a group; None if it was sampled from the whole
+        """Returns the tokens of a completion of a group; None if it was sampled from the whole
         vocabulary.
         """
         if len(completion.kept_counts) or (group.min_new_tokens and len(group.barred)):

@@ -94,6 +94,7 @@ class Snapshot:
         keeps and writes some of them. The optimiser's state stays sharded. With `alone`, rank 0
         writes everything, as the others do not see its disk.
         """
+        # Ranks that see the same disk write some of the files each.
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
@@ -197,11 +198,14 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
 
     Raises ConfigError for another kind of optimiser, and other errors for damaged files.
     """
+    # Its file of metadata is the last that torch writes, and names everything else.
     metadata = directory / _STATE / ".metadata"
     seen = metadata.read_bytes() if metadata.exists() else b""
     everywhere = ranks.all_equal(seen)
-    reader = _StateReader(directory / _STATE) if ranks.is_rank_zero and seen else None
-    names = ranks.broadcast(reader.names if reader else [])
+    saved: dict[str, Any] = {}
+    if ranks.is_rank_zero and seen:
+        saved = dcp.FileSystemReader(directory / _STATE).read_metadata().state_dict_metadata
+    names = ranks.broadcast(list(saved))
     tensors = optimizer.empty_state(names)
     if not tensors:  # saved before the first step
         return
@@ -216,29 +220,14 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
         for name, tensor in tensors.items():
             local(tensor).copy_(local(shares[name]))
     else:
-        fill(tensors, reader, ranks, everywhere)
+
+        def read(name: str, region: tuple[slice, ...]) -> Tensor:
+            whole = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype)}
+            dcp.load(whole, checkpoint_id=directory / _STATE, no_dist=True)
+            return whole[name][region]
+
+        fill(tensors, read if ranks.is_rank_zero else None, ranks, everywhere)
     optimizer.load_state_dict(tensors)
-
-
-class _StateReader:
-    """Reads tensors of a checkpoint of torch.distributed.checkpoint in one process."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        found = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-        self._metadata = {
-            name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()
-        }
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._metadata)
-
-    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        shape, dtype = self._metadata[name]
-        whole = {name: torch.empty(shape, dtype=dtype)}
-        dcp.load(whole, checkpoint_id=self._directory, no_dist=True)
-        return whole[name][region]
 
 
 def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
@@ -247,7 +236,7 @@ def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
         return share
     return DTensor.from_local(
         share,
-        ranks.mesh_like(like.device_mesh, "cpu"),
+        ranks.mesh("cpu", of_experts="expert" in like.device_mesh.mesh_dim_names),
         like.placements,
         run_check=False,
         shape=like.shape,

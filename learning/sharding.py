@@ -74,8 +74,9 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
     for layer in layers(model):
         if checkpointing == "selective":
             # Inside the compiled module, so that the compiler knows what to keep.
+            keeps_products = partial(create_selective_checkpoint_contexts, _products())
             layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products
+                checkpoint, layer.forward, use_reentrant=False, context_fn=keeps_products
             )
         if compiled:
             layer.forward = _compiled(layer.forward)
@@ -91,15 +92,9 @@ def _compiled(forward: Any) -> Any:
     return torch.compile(forward, dynamic=True)
 
 
-def _keep_products() -> Any:
-    """Returns the contexts of an activation checkpoint that keeps the results of matrix products
-    and attention.
-    """
-    return create_selective_checkpoint_contexts(_products())
-
-
 @cache
 def _products() -> list[Any]:
+    """Returns the operators whose results a selective activation checkpoint keeps."""
     import torch.nn.attention.varlen  # defines torch_attn
 
     aten = torch.ops.aten
@@ -137,7 +132,7 @@ def shard(
     mesh = ranks.mesh()
     experts: list[nn.Module] = []
     if ranks.expert_size > 1:
-        expert_mesh = ranks.expert_mesh()
+        expert_mesh = ranks.mesh(of_experts=True)
         experts = divide_experts(model, expert_mesh["expert"])
     policy = OffloadPolicy()
     if offload:
@@ -148,6 +143,7 @@ def shard(
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
     gathers_once = gathers_once and trained
+    # Divided experts are sharded once more, over the ranks that own the same ones.
     for module in experts:  # its inputs are cast with those of its layer
         others = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
         fully_shard(
@@ -167,12 +163,14 @@ def shard(
         )
     for module in exact:
         fully_shard(module, mesh=mesh, mp_policy=plain, offload_policy=policy)
+    # Embedding and head are the root's own; a model that is not trained needs them once a pass.
     fully_shard(
         root, mesh=mesh, mp_policy=outer, offload_policy=policy, reshard_after_forward=not trained
     )
     root.gathers_once = gathers_once
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            # Losses are divided by the tokens of the global batch already: sum, and do not average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -187,6 +185,7 @@ def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
     """
     if not isinstance(root, FSDPModule):
         return
+    # With room for whole gradients, only the last micro-batch communicates.
     trained = sum(parameter.numel() for parameter in root.parameters() if parameter.requires_grad)
     if sums_once(trained, ranks.world_size):
         root.set_requires_gradient_sync(last)

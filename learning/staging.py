@@ -40,6 +40,7 @@ class Staging:
         if out is None:
             out = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._stream.wait_stream(self._streams.current_stream())  # it produces the tensor
+        # Two buffers alternate: the device fills one while a thread empties the other.
         pieces = self._pieces(tensor.detach().contiguous())
         for piece, place in zip(pieces, self._pieces(out), strict=True):
             buffer = self._free()

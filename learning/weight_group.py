@@ -1,4 +1,5 @@
-"""Process groups that send weights from the trainer to engines, compatible with SGLang's side.
+"""Process groups that send weights from the trainer (`trainer.weights.transfer`) to engines
+(`services.engine.distributed`), compatible with SGLang's side.
 
 The trainer is rank 0 and the source of every broadcast; an engine has one rank per GPU. A group is
 independent of any other torch.distributed group of its processes and needs no default group.
@@ -104,9 +105,3 @@ def digest(*tensors: Tensor) -> str:
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()[:16]
-
-
-def digest_all(checksums: dict[str, str]) -> str:
-    """Combines the checksums of all tensors of a rank, in the order of their names, into one."""
-    text = "".join(f"{name}{checksums[name]}" for name in sorted(checksums))
-    return hashlib.sha256(text.encode()).hexdigest()

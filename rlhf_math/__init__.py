@@ -20,9 +20,9 @@ PACKAGES = ("common", "learning", "services", "trainer", "jobgroup")
 _HERE = Path(__file__).resolve().parent
 ROOT = _HERE / "checkout" if (_HERE / "checkout").is_dir() else _HERE.parent
 """The folder that holds `PACKAGES`, laid out as the repository."""
-_UNUSED = ("benchmarks",)
-"""A package beside them that only its own programs import: another package of this name may already
-be imported."""
+_UNUSED = ("benchmarks", "checks")
+"""Packages beside them that only their own programs import: other packages of these names may
+already be imported."""
 
 
 def _activate() -> None:

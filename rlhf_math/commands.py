@@ -25,7 +25,7 @@ COMMANDS = {
     "diagnose": ("trainer.diagnose", "say what is wrong with a run"),
     "audit": ("trainer.audit", "execute a step of a run again and compare every stage"),
     "doctor": ("jobgroup.doctor", "check this machine, or plan a run's GPUs"),
-    "gpu-check": ("benchmarks.gpu_check", "test on one GPU what needs one"),
+    "gpu-check": ("checks.gpu_check", "test on one GPU what needs one"),
     "tiny-model": ("trainer.tiny_model", "make the built-in model, which trains on a CPU"),
 }
 """The module and the purpose of each command."""
@@ -39,7 +39,7 @@ def main() -> None:
         return
 
     module = COMMANDS[word][0] if word in COMMANDS else word
-    if module.partition(".")[0] not in (*PACKAGES, "benchmarks"):
+    if module.partition(".")[0] not in (*PACKAGES, "benchmarks", "checks"):
         remedy = f"{did_you_mean(word, COMMANDS)}; rlhf --help says what each does"
         fail(ConfigError("there is no such command", field="rlhf", value=word, remedy=remedy))
     del sys.argv[1]

@@ -35,7 +35,9 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: list[str] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Returns the same for what follows the reasoning, and 0 for a reasoning without an end."""
+    """Returns what `accuracy_reward` gives for the text after the reasoning; 0 if the reasoning has
+    no end.
+    """
     rewards: list[float | None] = []
     for completion, truth in zip(completions, solution, strict=True):
         text = completion[0]["content"]

@@ -3,8 +3,8 @@
     groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► free slots
 
 Rank 0 takes the groups from the replay buffer and shares them; every rank computes its share of the
-gradient; rank 0 publishes the weights. A process without torchrun is rank 0 of one. The parts of a
-run are described in `trainer/run.py`, the life of a group in `trainer/rollouts/collector.py`.
+gradient; rank 0 publishes the weights. A process without torchrun is the only rank, rank 0.
+`trainer/run.py` describes the parts of a run, `trainer/rollouts/collector.py` the life of a group.
 """
 
 from common.process import watchdog
@@ -25,21 +25,23 @@ def train(run: Run) -> None:
             run.begin_step()
             batch = Batch.of(rollouts.next(policy.step), config, policy.step)
 
-            # The report of a stalled run names it.
+            # The report of a stalled run names this place.
             watchdog.at(f"the update of step {policy.step + 1}")
             with run.lease.training(run.clock):  # the engines sleep if they share the GPUs
                 with run.clock.stage("update"):
-                    # Log-probabilities, values, advantages, updates; it increments policy.step.
+                    # Log-probabilities, values, advantages, updates.
                     update, critic_metrics = learn(policy, run.reference, critic, batch)
+                    policy.step += 1  # the version of the new weights
+                    run.reference.refresh(policy)
                     run.trained.add(batch.problems)
                     if run.audit is not None:
                         run.audit.step(policy, critic, batch, update)
 
                 watchdog.at(f"publishing and recording step {policy.step}")
-                finish_acknowledging = rollouts.start_ack(batch)
+                finish_acknowledging = rollouts.start_acknowledging(batch)
                 weights = run.weights.gather(policy)
 
-            # Waits for the engines only with max_staleness 0.
+            # Waits for the engines only with max_staleness 0; otherwise `served` ends later.
             served = run.weights.publish(weights, policy.step)
             finish_acknowledging()
             run.evaluate()  # on idle engines with max_staleness 0: no slot is free yet

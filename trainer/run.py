@@ -90,7 +90,7 @@ class Run:
     lease: GpuLease
     total_steps: int
     audit: Audit | None = None
-    """With `trainer.audit`."""
+    """None without `trainer.audit`."""
     evaluator: Evaluator | None = None
     """Rank 0 only."""
     log: RunLog | None = None
@@ -100,7 +100,7 @@ class Run:
     lock: RunLock | None = None
     """The lock on the run directory; rank 0 only."""
     trained: TrainedPrompts = field(default_factory=TrainedPrompts.none)
-    """What the model was trained on; rank 0's counts."""
+    """The prompts that the model was trained on; only rank 0's are saved."""
     identity: Facts = field(default_factory=dict)
     """The settings that all attempts share; rank 0 only."""
     listener: Listener = field(default_factory=Listener)
@@ -144,13 +144,9 @@ class Run:
 
     def _out_of_memory(self, memory: str, error: Exception) -> OutOfMemory:
         rank = self.ranks.rank
-        if memory == "GPU memory":
-            remedy = "lower it, set trainer.activation_checkpointing"
-        else:
-            remedy = (
-                "give its process more memory and threads (limits of the pod, ulimit -v and -u); "
-                "or lower it"
-            )
+        remedy = "lower it, set trainer.activation_checkpointing"
+        if memory != "GPU memory":
+            remedy = "give its process more memory and threads (pod limits, ulimit), lower it"
         return OutOfMemory(
             f"rank {rank} is out of {memory} in step {self.policy.step + 1}: {error}",
             field="trainer.micro_batch_tokens",
@@ -233,6 +229,7 @@ class Run:
         return every > 0 and step % every == 0 and step < self.total_steps
 
     def _evaluate(self, pass_samples: int) -> None:
+        # Engines must serve the step that is evaluated.
         self.weights.wait()
         if self.evaluator is None or self.log is None:
             return  # rank 0 evaluates
@@ -250,6 +247,7 @@ class Run:
         step = self.policy.step
 
         alone = self.checkpoints.alone
+        # Parked tensors come back to the GPU for the copy.
         with self.lease.held():
             snapshots = (
                 self.policy.snapshots(alone)

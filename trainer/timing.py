@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STAGES = ("update", "publish", "evaluation", "stragglers", "generation", "reward", "replay")
-"""In order of precedence: while several are active, the time counts for the first. `stragglers`:
-enough groups for a batch are ready, but the trainer waits for the oldest (`trainer.when_stale`
-`wait`)."""
+"""The stages of a step in order of precedence: while several are active, the time counts for the
+first. In `stragglers` enough groups for a batch are ready, but the trainer waits for the oldest
+(`trainer.when_stale` `wait`)."""
 PUBLISHING = "publishing"
 """Publishing in the background: it comes last, and counts as `publish` while nothing else is
 active."""

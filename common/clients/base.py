@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from common.clients.network import Network
 from common.clients.unreachable import Problem, problem_of, problem_of_status
@@ -118,6 +118,14 @@ class _Patience:
         if self._attempt is not None and not self._attempt.expired():
             now = asyncio.get_running_loop().time()
             self._attempt.reschedule(now + self._limit_s + _GRACE_S)
+
+
+class _Unhealthy(BaseModel):
+    """What `/health` says of a service that cannot serve now."""
+
+    reason: str
+    progress: int = 0
+    lost: bool = False
 
 
 class Client:
@@ -232,6 +240,7 @@ class Client:
                 retry_after_s = parse_retry_after(response)
 
             self._warn(start, f"{method} {path}: {reason}", problem)
+            # With jitter: hundreds of clients that lost the same service must not return at once.
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, patience.left_s)))
             delay = min(delay * 2, _MAX_BACKOFF_S)
@@ -280,6 +289,8 @@ class Client:
         while True:
             works = await self._works_on(attempt)
             now = time.monotonic()
+            # While bytes move the request has not arrived as a whole, and the service does not know
+            # it yet.
             if works is False and now - patience.moved_at >= _SILENT_S:
                 lost += 1
                 self._warn(start, f"{call}, on which it does not work: trying another connection")
@@ -336,23 +347,14 @@ class Client:
         if self._store_mark is not None:
             headers[STORE_HEADER] = str(self._store_mark)
         url = self.base_url.rstrip("/") + path
-        limits = timeout.as_dict()
-        if isinstance(self._transport, Network) and arguments.keys() <= {"content", "headers"}:
-            content = arguments.get("content", b"")
-            if isinstance(content, str):
-                content = content.encode()
-            response = await self._transport.exchange(
-                method, url, headers, content=content, limits=limits, moved=moved
-            )
-        else:
-            request = httpx.Request(
-                method,
-                _url(url),
-                extensions={"timeout": limits, "moved": moved},
-                **(arguments | {"headers": headers}),
-            )
-            response = await self._transport.handle_async_request(request)
-            response.request = request
+        request = httpx.Request(
+            method,
+            _url(url),
+            extensions={"timeout": timeout.as_dict(), "moved": moved},
+            **(arguments | {"headers": headers}),
+        )
+        response = await self._transport.handle_async_request(request)
+        response.request = request
         try:
             await _not_compressed(response)
             await response.aread()
@@ -447,15 +449,13 @@ class Client:
             raise self._error(response)
         self.problem = problem_of_status(response.status_code)
         try:
-            answer = response.json()
-            reason = str(answer["reason"])
-            self.progress = int(answer.get("progress", 0))
-            lost = answer.get("lost") is True
-        except (ValueError, KeyError, TypeError, AttributeError):
+            said = _Unhealthy.model_validate_json(response.content)
+        except ValidationError:
             return f"HTTP {response.status_code}"
-        if lost:
-            raise ServiceLost(f"{self.service}: {reason}", about={"service": self.service})
-        return reason
+        self.progress = said.progress
+        if said.lost:
+            raise ServiceLost(f"{self.service}: {said.reason}", about={"service": self.service})
+        return said.reason
 
     async def flush(self, deadline_s: float | None = None) -> None:
         """Asks the service to make everything durable; returns when that is done."""
@@ -464,24 +464,19 @@ class Client:
 
 def _detail(response: httpx.Response) -> dict[str, Any]:
     """Returns message, field, value, remedy and code of an error; only a message when the body has
-    another shape.
+    another shape, such as SGLang's.
     """
     try:
-        detail = response.json()["error"]
-        return {"message": detail["message"]} | {
-            key: detail.get(key) for key in ("field", "value", "remedy", "code")
-        }
-    except (ValueError, KeyError, TypeError):
-        return {"message": shorten(_message_of_engine(response) or response.text)}
-
-
-def _message_of_engine(response: httpx.Response) -> str:
-    """Returns the message of an error in SGLang's shape; empty when it has another one."""
-    try:
         body = response.json()
-        return str(body.get("message") or body.get("error_message") or "")
-    except (ValueError, AttributeError):
-        return ""
+        error = body.get("error")
+        if isinstance(error, dict):
+            return {name: error.get(name) for name in ("field", "value", "remedy", "code")} | {
+                "message": error["message"]
+            }
+        said = body.get("message") or body.get("error_message")
+    except (ValueError, KeyError, AttributeError):
+        said = None
+    return {"message": shorten(str(said or response.text))}
 
 
 def _retry_reason(response: httpx.Response) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from common.clients.base import Client
-from common.errors import ServiceError
 from common.wire import codec
 from common.wire.schemas import (
     CriticMetrics,
@@ -36,17 +35,7 @@ class CriticClient(Client):
         response = await self.request(
             "POST", "/values", content=body, headers={"content-type": codec.MSGPACK}
         )
-        answer = codec.decode(response.content, Values)
-        lengths = [len(sequence.completion_ids) for sequence in sequences]
-        if [len(values) for values in answer.values] != lengths:
-            raise ServiceError(
-                f"{self.service}: unexpected answer to /values: not a value for every completion "
-                "token",
-                field="/values",
-                value=[len(values) for values in answer.values],
-                remedy="run the same version in every task",
-            )
-        return answer.values
+        return codec.decode(response.content, Values).values
 
     async def update(
         self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]

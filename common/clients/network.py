@@ -4,9 +4,8 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 (docs/adr/0011-connections.md).
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import aiohttp
 import httpx
@@ -32,83 +31,32 @@ class Network(httpx.AsyncBaseTransport):
         self._session: aiohttp.ClientSession | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Sends a request of httpx; the response is a stream."""
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw
-        ]
-        moved = request.extensions.get("moved", _ignore)
-        with _httpx_errors():
-            answer = await self._send(
-                request.method,
-                str(request.url),
-                headers,
-                content=request.content,
-                limits=request.extensions["timeout"],
-                moved=moved,
-            )
-        return httpx.Response(
-            answer.status,
-            headers=answer.raw_headers,
-            stream=_Body(answer, len(request.content), moved),
-        )
-
-    async def exchange(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        *,
-        content: bytes,
-        limits: Mapping[str, float | None],
-        moved: Callable[[int], None],
-    ) -> httpx.Response:
-        """Sends a request and reads the whole response, unless that is compressed; calls `moved`
-        with the bytes of both so far.
-
-        It builds no request and no stream of httpx, which cost as much as the call itself.
+        """Sends a request; the response is a stream. Calls `request.extensions["moved"]`, if there
+        is one, with the bytes of both bodies so far.
         """
-        if content:  # aiohttp does not know the length of a body that it gets in pieces
-            headers = {**headers, "content-length": str(len(content))}
-        with _httpx_errors():
-            answer = await self._send(
-                method, url, headers, content=content, limits=limits, moved=moved
-            )
-            stream = _Body(answer, len(content), moved)
-            if "content-encoding" in answer.headers:
-                return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
-            try:
-                body = b"".join([chunk async for chunk in stream])
-            finally:
-                answer.release()  # a cancelled call leaves its connection open otherwise
-        return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
-
-    async def _send(
-        self,
-        method: str,
-        url: str,
-        headers: Any,
-        *,
-        content: bytes,
-        limits: Any,
-        moved: Callable[[int], None],
-    ) -> aiohttp.ClientResponse:
         if self._session is None:
             self._session = self._open()
+        content = request.content
+        moved: Callable[[int], None] = request.extensions.get("moved", _ignore)
         body: bytes | AsyncIterator[bytes] | None = content or None
         if len(content) >= _PIECES_FROM_BYTES:
             body = _pieces(content, moved)
+        limits = request.extensions["timeout"]
         # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
         # aiohttp's wrapper of one.
         call = self._session.request(
-            method,
-            url,
+            request.method,
+            str(request.url),
             data=body,
-            headers=headers,
+            headers=request.headers.multi_items(),
             timeout=aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"]),
             allow_redirects=False,
             auto_decompress=False,
         )
-        return await call.__aenter__()
+        with _httpx_errors():
+            answer = await call.__aenter__()
+        stream = _Body(answer, len(content), moved)
+        return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
 
     def _open(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(

@@ -94,6 +94,4 @@ class ReplayClient(Client):
         return codec.decode_json(answer.content, Group)
 
     async def stats(self) -> dict[str, Any]:
-        answer = (await self.request("GET", "/stats")).json()
-        assert isinstance(answer, dict)
-        return answer
+        return await self.json("GET", "/stats", dict[str, Any])

@@ -2,12 +2,10 @@
 
 import asyncio
 import base64
-import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar, Unpack
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import httpx
 import numpy as np
@@ -15,10 +13,10 @@ import orjson
 
 from common.clients.base import Client
 from common.errors import NotFound, ServiceError
+from common.wire.codec import without_collection
 from common.wire.schemas import Completion, Float32, Int32, UInt8
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 Tokens = Sequence[int] | Int32
 _MAX_EXPERT = 2**15 - 1
 _PARSING_S = 0.1
@@ -97,18 +95,16 @@ class RolloutClient(Client):
         training needs.
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
-
-        truncated = _truncates(options)
-        routed = options.get("routed_experts", False)
-
-        def read(answers: list[dict[str, Any]]) -> list[Completion]:
-            completions = [completion_from_answer(answer, version, truncated) for answer in answers]
-            if routed:
-                for completion, answer in zip(completions, answers, strict=True):
+        contents = await self._contents(input_ids, options, name)
+        await self._may_parse()
+        completions = []
+        with without_collection():  # until the answers' lists are freed
+            for answer in _parsed(contents, options["n"]):
+                completion = completion_from_answer(answer, version, _truncates(options))
+                if options.get("routed_experts"):
                     completion.routed_experts = _routed_experts(answer["meta_info"], completion)
-            return completions
-
-        return await self._read(read, input_ids, options, name)
+                completions.append(completion)
+        return completions
 
     async def answers(
         self,
@@ -121,55 +117,36 @@ class RolloutClient(Client):
         """Returns the engine's n answers unchanged. Raises GenerationFailed when there are not
         n.
         """
-        return await self._read(
-            lambda answers: answers, input_ids, options, lora_path, logprobs=logprobs
-        )
+        contents = await self._contents(input_ids, options, lora_path, logprobs=logprobs)
+        await self._may_parse()
+        with without_collection():
+            return _parsed(contents, options["n"])
 
-    async def _read(
+    async def _contents(
         self,
-        read: Callable[[list[dict[str, Any]]], list[_T]],
         input_ids: Tokens,
         options: SamplingOptions,
         lora_path: str | None,
         *,
         logprobs: bool = True,
-    ) -> list[_T]:
+    ) -> list[bytes]:
+        """Returns the body of the answer to one request, or to a request for each completion
+        (`seeds_apart`). Raises the error of the first that fails.
+        """
         seed = options.get("sampling_seed")
-        if self.seeds_apart and seed is not None and options["n"] > 1:
-            return await self._read_apart(
-                read, input_ids, options, seed, lora_path=lora_path, logprobs=logprobs
-            )
-        content = await self._generate(input_ids, options, lora_path, logprobs=logprobs)
-        await self._may_parse()
-        with _without_cycle_collection():  # until the answers' lists are freed
-            return read(_n_answers(content, options["n"]))
-
-    async def _read_apart(
-        self,
-        read: Callable[[list[dict[str, Any]]], list[_T]],
-        input_ids: Tokens,
-        options: SamplingOptions,
-        seed: int,
-        *,
-        lora_path: str | None,
-        logprobs: bool,
-    ) -> list[_T]:
-        """Makes one request for each completion. Raises the error of the first that fails."""
-        alone: list[SamplingOptions] = []
-        for index in range(options["n"]):
-            own_seed = sample_seed(seed, index) & _SGLANG_SEEDS
-            alone.append({**options, "n": 1, "sampling_seed": own_seed})
+        if not self.seeds_apart or seed is None:
+            return [await self._generate(input_ids, options, lora_path, logprobs=logprobs)]
+        started = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                started = [
-                    tasks.create_task(
-                        self._read(read, input_ids, each, lora_path, logprobs=logprobs)
-                    )
-                    for each in alone
-                ]
+                for index in range(options["n"]):
+                    own_seed = sample_seed(seed, index) & _SGLANG_SEEDS
+                    alone: SamplingOptions = {**options, "n": 1, "sampling_seed": own_seed}
+                    request = self._generate(input_ids, alone, lora_path, logprobs=logprobs)
+                    started.append(tasks.create_task(request))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        return list(chain.from_iterable(task.result() for task in started))
+        return [task.result() for task in started]
 
     async def _may_parse(self) -> None:
         """Waits until it may parse an answer.
@@ -264,43 +241,15 @@ def _truncates(options: SamplingOptions) -> bool:
     return not {"top_p", "top_k", "min_p"}.isdisjoint(options.get("parameters", {}))
 
 
-def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
-    answers = orjson.loads(content)
-    answers = answers if isinstance(answers, list) else [answers]
+def _parsed(contents: list[bytes], n: int) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = []
+    for content in contents:
+        found = orjson.loads(content)
+        answers += found if isinstance(found, list) else [found]
     if len(answers) != n:
         reason = f"asked for {n} completions, got {len(answers)}"
         raise GenerationFailed(reason, field="/generate", value=len(answers), remedy=OTHER_ENGINE)
     return answers
-
-
-@contextmanager
-def _without_cycle_collection() -> Iterator[None]:
-    """Pauses the garbage collector: the many lists of an answer would trigger scan after scan of
-    the whole heap.
-
-    These took ten times as long as the parsing (`python -m benchmarks.collector`).
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-class _Kept(NamedTuple):
-    """For every token of a completion, the tokens that truncation kept, and how many they are."""
-
-    tokens: Int32 = np.zeros(0, np.int32)
-    counts: Int32 = np.zeros(0, np.int32)
-
-    @classmethod
-    def of(cls, lists: list[list[int]]) -> "_Kept":
-        return cls(
-            tokens=np.fromiter(chain.from_iterable(lists), np.int32),
-            counts=np.fromiter(map(len, lists), np.int32),
-        )
 
 
 def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
@@ -320,23 +269,27 @@ def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
     tokens = meta["prompt_tokens"] + len(completion.token_ids) - 1
     try:
         numbers = np.frombuffer(base64.b64decode(found), "<i4")
+        if not len(numbers) or len(numbers) % tokens:
+            raise ValueError(f"{len(numbers)} numbers for {tokens} tokens")
+        if numbers.min() < 0 or numbers.max() > _MAX_EXPERT:
+            raise ValueError(f"numbers from {numbers.min()} to {numbers.max()}")
     except (ValueError, TypeError) as error:
-        raise _unfit_experts(str(error), found) from None
-    if not len(numbers) or len(numbers) % tokens:
-        raise _unfit_experts(f"{len(numbers)} numbers for {tokens} tokens", len(numbers))
-    if numbers.min() < 0 or numbers.max() > _MAX_EXPERT:
-        extremes = [int(numbers.min()), int(numbers.max())]
-        raise _unfit_experts(f"numbers from {extremes[0]} to {extremes[1]}", extremes)
+        raise GenerationFailed(
+            f"the engine's answer has unusable experts: {error}",
+            field="routed_experts",
+            value=found,
+            remedy=OTHER_ENGINE,
+        ) from None
+    # Kernels that choose experts themselves bypass what SGLang records, and leave its zeros.
+    if numbers.max() == 0:
+        raise GenerationFailed(
+            "the engine did not record the experts: it answers 0 for every token and layer",
+            field="routed_experts",
+            value=0,
+            remedy="rollout.engine_args --moe-runner-backend triton, whose experts are recorded, "
+            "or leave trainer.routing_replay out",
+        )
     return numbers.astype("<u2").view(np.uint8)
-
-
-def _unfit_experts(reason: str, value: object) -> GenerationFailed:
-    return GenerationFailed(
-        f"the engine's answer has unusable experts: {reason}",
-        field="routed_experts",
-        value=value,
-        remedy=OTHER_ENGINE,
-    )
 
 
 BASE_VERSION = "default"
@@ -363,7 +316,8 @@ def completion_from_answer(
         logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(pairs))
         matches = len(flat) == 3 * len(pairs) and flat[1::3] == ids
 
-        kept = _Kept()
+        kept_tokens: Int32 = np.zeros(0, np.int32)
+        kept_counts: Int32 = kept_tokens
         if truncated or "output_token_sampling_mask" in meta:
             if "output_token_sampling_mask" not in meta:
                 raise GenerationFailed(
@@ -375,7 +329,10 @@ def completion_from_answer(
                     "sglang-router drops that field; "
                     "or sampling.top_p 1, sampling.top_k unset and sampling.min_p 0",
                 )
-            kept = _Kept.of(meta["output_token_sampling_mask"])
+            lists = meta["output_token_sampling_mask"]
+            kept_tokens = np.fromiter(chain.from_iterable(lists), np.int32)
+            kept_counts = np.fromiter(map(len, lists), np.int32)
+            matches &= len(kept_counts) == len(token_ids)
             logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32)
         versions = _version_spans(meta, len(token_ids), adapter_version)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -383,19 +340,13 @@ def completion_from_answer(
         raise GenerationFailed(
             reason, field="/generate", value=answer, remedy=OTHER_ENGINE
         ) from None
+
+    reason = ""
     if finish not in ("stop", "length"):
         reason = f"the completion ended with {finish}"
-        raise GenerationFailed(
-            reason, field="/generate", value=meta["finish_reason"], remedy=OTHER_ENGINE
-        )
-
-    complete = len(token_ids) == len(logprobs)
-    if truncated or len(kept.counts):
-        complete &= len(token_ids) == len(kept.counts)
-    reason = ""
-    if not len(token_ids):
+    elif not len(token_ids):
         reason = "the completion is empty: it has no tokens, not even the one that ends it"
-    elif not complete or not matches:
+    elif len(token_ids) != len(logprobs) or not matches:
         reason = "tokens and logprobs of the completion do not match"
     elif not np.isfinite(logprobs).all():
         reason = (
@@ -410,8 +361,8 @@ def completion_from_answer(
         text=answer["text"],
         finish_reason=finish,
         weight_versions=versions,
-        kept_tokens=kept.tokens,
-        kept_counts=kept.counts,
+        kept_tokens=kept_tokens,
+        kept_counts=kept_counts,
     )
 
 
@@ -420,9 +371,11 @@ def _version_spans(
 ) -> list[tuple[int, int, int]]:
     """Returns which weights sampled which tokens, as (version, start, end)."""
     whole = {"start": 0, "end": tokens}
+    # Only an answer across an update of the weights has several spans.
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], **whole}]
     if adapter_version is None:
         return [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
+    # An engine that serves adapters keeps the weights of its start, so its label must be theirs.
     if all(span["version"] == BASE_VERSION for span in spans):
         return [(adapter_version, 0, tokens)]
     raise ValueError(f"an adapter of the weights {BASE_VERSION} was used on {spans}")

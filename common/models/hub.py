@@ -4,15 +4,15 @@ answer; and that its files were whole.
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.errors import ConfigError
+from common.process.daemon_threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from common.settings.config import Config
@@ -65,7 +65,7 @@ def check_model(
     """
     path = Path(name)
     if path.is_dir():
-        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        if not _has(path, "config.json", "adapter_config.json"):
             raise _not_found(
                 "the directory has no config.json, so it holds no model",
                 field=field,
@@ -84,7 +84,13 @@ def check_model(
                 remedy="restore that file,",
             ) from None
         if "trainer" in content and "model_type" not in content:
-            raise _is_run(path, field)
+            newest = max(path.glob("checkpoints/step_*"), default=None)
+            raise _not_found(
+                "this is the directory of a run, not of a model",
+                field=field,
+                name=name,
+                remedy=f"name its newest checkpoint, {newest}," if newest else "name another,",
+            )
         if needs_weights or is_policy:
             _check_weights(path, field)
         if is_policy:
@@ -107,9 +113,8 @@ def _refuse_two_models(directory: Path, field: str) -> None:
     """Raises ConfigError for a directory with a whole model and an adapter: transformers would load
     the adapter's base model, and an engine the whole one.
     """
-    kinds = ("model*.safetensors", "pytorch_model*.bin")
-    has_weights = any(next(directory.glob(kind), None) for kind in kinds)
-    if has_weights and (directory / "adapter_config.json").is_file():
+    has_weights = _has(directory, "model*.safetensors", "pytorch_model*.bin")
+    if has_weights and _has(directory, "adapter_config.json"):
         raise ConfigError(
             "the directory has both a whole model and an adapter",
             field=field,
@@ -121,7 +126,7 @@ def _refuse_two_models(directory: Path, field: str) -> None:
 
 def _check_weights(directory: Path, field: str) -> None:
     """Raises ConfigError for a model directory without weights, or an adapter without its model."""
-    if not any(next(directory.glob(f"*{kind}"), None) for kind in (".safetensors", ".bin")):
+    if not _has(directory, "*.safetensors", "*.bin"):
         raise _not_found(
             "the directory has no weights (*.safetensors or *.bin)",
             field=field,
@@ -143,18 +148,8 @@ def _check_weights(directory: Path, field: str) -> None:
             )
 
 
-def _is_run(directory: Path, field: str) -> ConfigError:
-    """Returns the error for the directory of a run in the place of a model."""
-    newest = max(directory.glob("checkpoints/step_*"), default=None)
-    remedy = "it has no checkpoint yet: name another model,"
-    if newest is not None:
-        remedy = f"name its newest checkpoint, {newest},"
-    return _not_found(
-        "this is the directory of a run, not of a model",
-        field=field,
-        name=str(directory),
-        remedy=remedy,
-    )
+def _has(directory: Path, *patterns: str) -> bool:
+    return any(next(directory.glob(pattern), None) for pattern in patterns)
 
 
 def check_tokenizer(directory: Path, field: str = "model.name") -> None:
@@ -162,7 +157,7 @@ def check_tokenizer(directory: Path, field: str = "model.name") -> None:
     empty one. An adapter may have that of its model.
     """
     files = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "adapter_config.json")
-    if not any(next(directory.glob(pattern), None) for pattern in files):
+    if not _has(directory, *files):
         raise no_tokenizer(str(directory), field)
 
 
@@ -269,15 +264,7 @@ def patiently(
     """
     import huggingface_hub
 
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="hub", daemon=True).start()
+    future = in_daemon_thread(work, "hub")
     since = time.monotonic()
     seen = -1
     while not wait([future], min(_POLL_S, limit_s)).done:

@@ -40,9 +40,6 @@ _KEPT_BYTES = 5 << 30
 WHOLE_GRADIENTS_BYTES = 8 << 30
 """Up to this size, a rank keeps float32 gradients of the whole model until the last micro-batch and
 reduces them once."""
-PINNED_EXACT_BYTES = 16 << 20
-"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two
-(`learning/allocator.py`)."""
 FITS_SHARE = 0.9
 """Share of a GPU that an estimated update may take: the estimate knows no fragments."""
 _OVERHEAD = 3 << 30
@@ -116,85 +113,58 @@ class ModelShape:
             ) from None
 
     @property
-    def layer_tensors(self) -> list[int]:
-        """Sizes of the parameters of a decoder layer."""
+    def layer_parameters(self) -> int:
+        """Parameters of a decoder layer."""
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
-        attention = [self.hidden * queries] * 2 + [self.hidden * keys] * 2
-        mlp = [self.hidden * self.intermediate] * 3
+        attention = 2 * self.hidden * (queries + keys)
+        mlp = 3 * self.hidden * self.intermediate
         if self.experts:
             router = self.experts * self.hidden
-            mlp = [router, *self.expert_tensors]
+            mlp = router + self.experts * mlp
         beside = {
-            "no": [],
-            "qkv": [queries, keys, keys],
-            "norm": [self.head_dim] * 2,
-            "whole norms": [queries, keys],
-            "four norms": [self.head_dim, self.head_dim, self.hidden, self.hidden],
-        }[self.extra]
-        return [*attention, *mlp, *beside, self.hidden, self.hidden]
-
-    @property
-    def expert_tensors(self) -> list[int]:
-        """Sizes of the parameters of a layer's experts: gate and up projection together, and the
-        down projection, each of all experts.
-        """
-        of_all = self.experts * self.hidden * self.intermediate
-        return [2 * of_all, of_all]
-
-    @property
-    def outer_tensors(self) -> list[int]:
-        """Sizes of embedding, head and last norm."""
-        embedding = self.vocabulary * self.hidden
-        matrices = [embedding] if self.tied else [embedding, embedding]
-        return [*matrices, self.hidden]
-
-    @property
-    def layer_parameters(self) -> int:
-        return sum(self.layer_tensors)
+            "no": 0,
+            "qkv": queries + 2 * keys,
+            "norm": 2 * self.head_dim,
+            "whole norms": queries + keys,
+            "four norms": 2 * (self.head_dim + self.hidden),
+        }
+        return attention + mlp + beside[self.extra] + 2 * self.hidden
 
     def gathered_parameters(self, expert_ranks: int) -> int:
         """Returns how many parameters of a decoder layer a rank gathers when `expert_ranks` ranks
         share out its experts: everything else, and the experts that the rank owns.
         """
-        experts = sum(self.expert_tensors)
+        experts = 3 * self.experts * self.hidden * self.intermediate
         return self.layer_parameters - experts + experts // expert_ranks
 
     @property
     def outer_parameters(self) -> int:
-        return sum(self.outer_tensors)
+        """Parameters of embedding, head and last norm."""
+        embedding = self.vocabulary * self.hidden
+        return embedding * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.outer_parameters
 
-    def lora_tensors(self, rank: int, target_modules: list[str]) -> list[int]:
-        """Returns the sizes of a layer's adapter parameters on these linear layers; on all of them
+    def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
+        """Returns the number of parameters of an adapter on these linear layers; on all of them
         when empty.
         """
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         sides = {
-            "q_proj": (self.hidden, queries),
-            "k_proj": (self.hidden, keys),
-            "v_proj": (self.hidden, keys),
-            "o_proj": (queries, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
+            "q_proj": self.hidden + queries,
+            "k_proj": self.hidden + keys,
+            "v_proj": self.hidden + keys,
+            "o_proj": queries + self.hidden,
         }
-        if self.experts:  # they are no linear layers, and have no adapter
+        if not self.experts:  # these are no linear layers, and have no adapter
             for name in ("gate_proj", "up_proj", "down_proj"):
-                del sides[name]
-        sizes = list[int]()
-        for name, (inputs, outputs) in sides.items():
-            if not target_modules or name in target_modules:
-                sizes += [rank * inputs, rank * outputs]
-        return sizes
-
-    def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
-        """Returns the number of parameters of an adapter on these linear layers."""
-        return self.layers * sum(self.lora_tensors(rank, target_modules))
+                sides[name] = self.hidden + self.intermediate
+        chosen = [side for name, side in sides.items() if name in (target_modules or sides)]
+        return self.layers * rank * sum(chosen)
 
     def activation_bytes(self, width: int, repeats_heads: bool = False) -> int:
         """Returns the bytes that one decoder layer keeps per token for the backward pass, at
@@ -369,10 +339,7 @@ def trainer_memory(
         reference=whole_model if has_reference else 0,
         # Weights, gradients and AdamW's two moments.
         critic=4 * whole_model if has_critic else 0,
-        gathered=peak.gathered,
-        reducing=peak.reducing,
-        activations=peak.activations,
-        logits=peak.logits,
+        **peak._asdict(),
         overhead=_OVERHEAD,
     )
 
@@ -568,31 +535,11 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
         gpu = trainer_memory(shape, config, ranks)
         of_rank += gpu.weights + gpu.optimizer + gpu.reference + gpu.critic
     if config.parallel.offload_optimizer:
-        of_rank += _offloaded(shape, config, size)
+        # Weights, gradients and AdamW's two moments, and the frozen model of an adapter.
+        frozen = shape.parameters if lora.rank else 0
+        of_rank += (4 * _MASTER * trained + _number_bytes(config) * frozen) // size
 
     return checkpoint + copies * 2 * published + ranks_per_node * of_rank
-
-
-def _offloaded(shape: ModelShape, config: Config, size: int) -> int:
-    """Returns a rank's offloaded bytes: pinned weights and gradients, AdamW's moments, and LoRA's
-    frozen model.
-    """
-    model = [*shape.layer_tensors * shape.layers, *shape.outer_tensors]
-    trained = model
-    frozen = list[int]()
-    if config.lora.rank:
-        trained = shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers
-        frozen = model
-
-    width = _number_bytes(config)
-    pinned = sum(2 * _pinned(_MASTER * tensor // size) for tensor in trained)
-    moments = sum(2 * _MASTER * tensor // size for tensor in trained)
-    return pinned + moments + sum(_pinned(width * tensor // size) for tensor in frozen)
-
-
-def _pinned(size: int) -> int:
-    """Returns the size of the pinned block that torch allocates for `size` bytes."""
-    return size if size > PINNED_EXACT_BYTES else 1 << max(0, size - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -1,102 +1,173 @@
-"""Runs a command, and kills everything that it started when it ends or the parent of this script
-dies.
+"""A child process in a group of its own, whose output is read line by line, and which leaves
+nothing behind: neither when it ends, nor when it is ended, nor when this process dies.
 
-The parent starts the script as leader of a process group, with a pipe as standard input. The kernel
-closes the pipe however the parent dies. On Linux the script adopts processes that leave the group
-and lose their parents. `command` returns the command line. Needs only Unix and the standard
-library.
+    child = await Child.start(["program"], ChildOutput(log_file, show), env=os.environ)
+    await child.wait()   # or not: `end` is for a program that runs and for one that has ended
+    status = await child.end(grace_s=10)
 """
 
+import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
-_PR_SET_CHILD_SUBREAPER = 36
-_END_S = 5.0
-"""Seconds for killed processes to end; one that waits for a device may take for ever."""
+from common.process import launcher
+from common.process.exits import shell_status
+from common.process.security import SecretRedactor
+
+_READ_BYTES = 1 << 16
+"""Output read at once, and the longest line that is passed on whole."""
+_TAIL_LINES = 30
+_POLL_S = 0.05
+_KILL_S = 10.0
+_DRAIN_S = 2.0
 
 
-def command(words: Sequence[str], stdin: int | None = None) -> list[str]:
-    """Returns the command line that runs `words`, with the inherited file descriptor `stdin` as
-    input, or no input.
+def command(words: Sequence[str], stdin: int | None = None, grace_s: float = 0.0) -> list[str]:
+    """Returns the command line that runs `words` so that nothing of them is left behind
+    (`common.process.launcher`), with the inherited file descriptor `stdin` as input, or no input.
     """
-    return [sys.executable, "-I", "-S", __file__, "-" if stdin is None else str(stdin), *words]
+    given = "-" if stdin is None else str(stdin)
+    return [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), given, *words]
 
 
-def main(stdin: str, words: list[str]) -> int:
-    """Runs `words` and forwards SIGTERM. Returns the exit status, 128 + n when signal n ended the
-    command.
+class ChildOutput:
+    """The output of a child: appended to a log file and passed on in whole lines.
+
+    Args:
+        log_file: file to append to; its directory is created if needed.
+        on_lines: gets the lines as they come, without their ends.
+        on_data: gets the bytes as they come, before `on_lines`: progress bars have no lines.
+        on_loss: gets the reason, once, when the log file cannot be written, as on a full disk. The
+            output is still read, or the child would block on it.
+        redacted: whether the values of secret variables are replaced in the log and the lines.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    threading.Thread(target=_watch_parent, daemon=True).start()
-    try:
-        child = subprocess.Popen(words, stdin=subprocess.DEVNULL if stdin == "-" else int(stdin))
-    except OSError as error:
-        print(f"cannot run {words[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        return 127
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    status = _wait(child)
-    _kill_descendants()
-    return status if status >= 0 else 128 - status
 
+    def __init__(
+        self,
+        log_file: Path,
+        on_lines: Callable[[list[bytes]], None],
+        *,
+        on_data: Callable[[bytes], None] = lambda _: None,
+        on_loss: Callable[[str], None],
+        redacted: bool = False,
+    ) -> None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.log_file = log_file
+        self.last_lines = deque[bytes](maxlen=_TAIL_LINES)
+        self._on_lines = on_lines
+        self._on_data = on_data
+        self._on_loss = on_loss
+        self._redactor = SecretRedactor() if redacted else None
+        self._file = log_file.open("ab", buffering=0)
+        self._has_lost = False
 
-def _wait(child: "subprocess.Popen[bytes]") -> int:
-    """Returns the exit status of the command; ends the zombies of adopted processes meanwhile."""
-    with contextlib.suppress(ChildProcessError):  # `_watch_parent` was faster
-        while sys.platform == "linux":
-            # It only looks: the status stays there for `child.wait`.
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-            if ended is None or ended.si_pid == child.pid:
-                break
-            os.waitpid(ended.si_pid, os.WNOHANG)
-    return child.wait()
+    async def copy(self, stream: asyncio.StreamReader) -> None:
+        """Copies everything from `stream`, until its end, and closes the log file."""
+        partial = b""
+        with self._file:
+            while data := await stream.read(_READ_BYTES):
+                self._on_data(data)
+                *lines, partial = (partial + data).split(b"\n")
+                if lines:
+                    self._pass_on(lines, end=b"\n")
+                if len(partial) > _READ_BYTES:  # a line without end is passed on in pieces
+                    self._pass_on([partial], end=b"")
+                    partial = b""
+            if partial:
+                self._pass_on([partial], end=b"")
 
+    def _pass_on(self, lines: list[bytes], end: bytes) -> None:
+        if self._redactor is not None:
+            lines = [self._redactor.redact_bytes(line) for line in lines]
+        self._append(b"\n".join(lines) + end)
+        self.last_lines.extend(lines)
+        self._on_lines(lines)
 
-def _kill_descendants() -> None:
-    """Kills all children until there are none: the children of a killed one become ours."""
-    if sys.platform != "linux":
-        return
-    stop_at = time.monotonic() + _END_S
-    while time.monotonic() < stop_at:
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    def _append(self, data: bytes) -> None:
         try:
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.001)
+            while data:  # a write to a nearly full disk may take only a part
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            if not self._has_lost:
+                self._has_lost = True
+                self._on_loss(f"lines are missing in {self.log_file}: {error}")
 
 
-def _children() -> list[int]:
-    """Returns the ids of this process's children."""
-    own = os.getpid()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                # pid (name) state parent …; the name may hold anything
-                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if int(fields[1]) == own:
-                    found.append(int(entry.name))
-    return found
+class Child:
+    """A running process group, made by `start`; a task copies its output."""
 
+    def __init__(self, process: asyncio.subprocess.Process, output: ChildOutput) -> None:
+        assert process.stdout is not None
+        self.pid = process.pid
+        """Id of the launcher, which is also that of the group."""
+        self.output = output
+        self._process = process
+        self._copying = asyncio.create_task(output.copy(process.stdout))
 
-def _watch_parent() -> None:
-    while os.read(0, 4096):  # nothing is ever written: it returns at end of file
-        pass
-    _kill_descendants()
-    os.killpg(0, signal.SIGKILL)
+    @classmethod
+    async def start(
+        cls,
+        words: Sequence[str],
+        output: ChildOutput,
+        *,
+        env: Mapping[str, str],
+        workdir: Path | None = None,
+        grace_s: float = 0.0,
+    ) -> Self:
+        """Starts `words`, with `env` as its whole environment and nothing as its input. What it
+        leaves behind when it ends by itself gets SIGTERM, and SIGKILL after `grace_s` seconds.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command(words, grace_s=grace_s),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=workdir,
+            env=env,
+            start_new_session=True,
+        )
+        return cls(process, output)
 
+    async def wait(self) -> int:
+        """Waits until the command and what it left behind have ended. Returns the exit status of
+        the command, 128 + n when signal n ended it.
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+        It polls, because asyncio's own `wait` may block until the last grandchild has closed the
+        output.
+        """
+        while self._process.returncode is None:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        return shell_status(self._process.returncode)
+
+    def kill(self) -> None:
+        """Has everything killed at once, without waiting for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the launcher then kills the command and what it started
+
+    async def end(self, grace_s: float = 0.0) -> int:
+        """Sends SIGTERM to the command, and SIGKILL after `grace_s` seconds to everything that is
+        left. Returns the exit status as `wait` does, when the output has been read as well.
+        """
+        if grace_s > 0:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), grace_s)
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), _KILL_S)
+        # The launcher itself may have been killed or stopped. Elsewhere than on Linux, it does not
+        # find what the command left. macOS raises PermissionError when only zombies are left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        status = await self.wait()
+        # A process that left the group of a killed launcher may still hold the pipe.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._copying, _DRAIN_S)
+        return status

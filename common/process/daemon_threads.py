@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,10 +15,11 @@ def in_daemon_thread(function: Callable[[], _T], name: str) -> Future[_T]:
     future = Future[_T]()
 
     def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
+        with suppress(InvalidStateError):  # the future was cancelled: nobody waits any more
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return future

@@ -2,11 +2,21 @@
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+def named_or_imported(name: str, built_in: Mapping[str, _T], field: str) -> _T:
+    """Returns the built-in function of that name, or the one at the import path
+    `package.module:name`; `name` is the value of the setting `field`. Raises ConfigError.
+    """
+    found: Any = built_in.get(name) or import_callable(name, field)
+    return found  # type: ignore[no-any-return]  # nobody checks what an imported one is
 
 
 def import_callable(path: str, field: str) -> Callable[..., Any]:
@@ -15,30 +25,19 @@ def import_callable(path: str, field: str) -> Callable[..., Any]:
     Raises ConfigError with `path` and `field`, whatever the module raises on import.
     """
     module, _, name = path.partition(":")
-    remedy = "correct the path, or add its directory to the PYTHONPATH of the task"
-    if not module or not name:
+    try:
+        if not module or not name:
+            raise ValueError("an import path has the form package.module:name")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        if not callable(found):
+            raise TypeError(f"it is of type {type(found).__name__}, which cannot be called")
+    except Exception as error:
         raise ConfigError(
-            f"{path!r} is not an import path",
+            f"{path} cannot be imported: {type(error).__name__}: {error}",
             field=field,
             value=path,
-            remedy="write package.module:name",
-        )
-    try:
-        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy
+            remedy="correct the path, or add its directory to the PYTHONPATH of the task",
         ) from error
-    if not callable(found):
-        reason = (
-            "the module has no such name"
-            if found is None
-            else f"it is of type {type(found).__name__}, which cannot be called"
-        )
-        raise ConfigError(
-            f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy
-        )
     return found
 
 

@@ -148,8 +148,6 @@ class JsonFormatter(logging.Formatter):
         time_of_day = datetime.fromtimestamp(record.created).astimezone()
         if record.exc_info:
             context["exception"] = self.formatException(record.exc_info)
-        if record.stack_info:
-            context["stack"] = self.formatStack(record.stack_info)
         entry: dict[str, Any] = {
             "time": time_of_day.isoformat(timespec="milliseconds"),
             "level": record.levelname,

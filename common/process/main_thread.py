@@ -3,48 +3,40 @@ loop.
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-
-
-class _MainThread:
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.work = deque[Callable[[], None]]()
-        self.has_waited = False
-        """Whether it ever waits for a loop; that of a service runs the loop itself."""
-        self.works = False
-
-
-_main = _MainThread()
+_work = SimpleQueue[Callable[[], None]]()
+_has_waited = False
+"""Whether the main thread ever waits for a loop; that of a service runs the loop itself."""
+_works = False
 
 
 def wait_for(future: "Future[Any]", seconds: float) -> bool:
     """Waits for a result, at most for `seconds`, and returns whether it is there. The main thread
     does its work meanwhile.
     """
+    global _has_waited, _works
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or _main.works:
+    # Work that itself waits for a loop must not begin further work inside of it.
+    if not is_main or _works:
         return bool(wait((future,), seconds).done)
 
-    def notify(_: object) -> None:
-        with _main.changed:
-            _main.changed.notify_all()
-
-    _main.has_waited = True
-    future.add_done_callback(notify)
-    with _main.changed:
-        _main.changed.wait_for(lambda: future.done() or _main.work, seconds)
-    while _main.work and not future.done():
-        _main.works = True
+    _has_waited = True
+    future.add_done_callback(lambda _: _work.put(lambda: None))  # it ends the wait below
+    while not future.done():
         try:
-            _main.work.popleft()()
+            work = _work.get(timeout=seconds)
+        except Empty:
+            break
+        _works = True
+        try:
+            work()
         finally:
-            _main.works = False
+            _works = False
     return future.done()
 
 
@@ -66,9 +58,7 @@ def in_main_thread(function: Callable[[], _T]) -> "Future[_T]":
             if isinstance(ending, KeyboardInterrupt):
                 raise
 
-    with _main.changed:
-        _main.work.append(work)
-        _main.changed.notify_all()
+    _work.put(work)
     return future
 
 
@@ -78,6 +68,6 @@ def needs_main_thread(error: BaseException | None) -> bool:
     """
     while error is not None:
         if "signal only works in main thread" in str(error):
-            return _main.has_waited
+            return _has_waited
         error = error.__cause__ or error.__context__
     return False

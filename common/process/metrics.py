@@ -1,10 +1,11 @@
 """Prometheus metrics of a service, named in the same way everywhere."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from math import nan
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from common import VERSION
 
 PREFIX = "rlhf_"
 DURATIONS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
@@ -25,7 +26,7 @@ class Metrics:
         """Label names by metric, for metrics with labels."""
         ProcessCollector(registry=self.registry)
         build = self.gauge("build_info", "1; which code this is", ["service", "version", "python"])
-        build.labels(service, _version(), platform.python_version()).set(1)
+        build.labels(service, VERSION, platform.python_version()).set(1)
         self.healthy = self.gauge("healthy", "1 when /health answers 200")
         self.requests = self.counter(
             "http_requests_total", "Requests by route and status", ["route", "status"]
@@ -71,13 +72,6 @@ class Metrics:
         if labels:
             self.labels[f"{PREFIX}{name}"] = labels
         return f"{PREFIX}{name}", help_text, labels or []
-
-
-def _version() -> str:
-    try:
-        return version("rlhf-math")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def critic_gauges(metrics: Metrics, owner: str) -> dict[str, Gauge]:

@@ -93,7 +93,8 @@ class Progress:
         self._counts = counts
         self._began = time.monotonic()
         self._looked = self._began
-        self._silent_s = 0.0
+        self.silent_s = 0.0
+        """Seconds since the number last grew, as far as anybody looked."""
         self._highest = 0.0
         self._seen = ""
 
@@ -103,11 +104,6 @@ class Progress:
         return min(1.0, self.limit_s / (2 * _LOOKS))
 
     @property
-    def silent_s(self) -> float:
-        """Seconds since the number last grew, as far as anybody looked."""
-        return self._silent_s
-
-    @property
     def waited_s(self) -> float:
         """Seconds since the wait began."""
         return time.monotonic() - self._began
@@ -115,18 +111,18 @@ class Progress:
     @property
     def is_stuck(self) -> bool:
         """Whether the last look found no progress for `limit_s` seconds."""
-        return self._silent_s >= self.limit_s
+        return self.silent_s >= self.limit_s
 
     def saw(self, number: float, text: str = "") -> bool:
         """Records the number at this moment; returns whether it grew. `text` says how far it is."""
         now = time.monotonic()
-        self._silent_s += min(now - self._looked, self.limit_s / _LOOKS)
+        self.silent_s += min(now - self._looked, self.limit_s / _LOOKS)
         self._looked = now
         self._seen = text
         if number <= self._highest:
             return False
         self._highest = number
-        self._silent_s = 0.0
+        self.silent_s = 0.0
         if self._counts:
             moved()
         return True

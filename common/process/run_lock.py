@@ -27,8 +27,6 @@ _BEAT_S = 5.0
 """Seconds between two heartbeats."""
 _STALE_S = 30.0
 """Seconds without a heartbeat after which its holder counts as dead."""
-_SETTLE_S = 1.0
-"""Seconds after which a run that took over looks whether it still has the directory."""
 _READER_S = 0.1
 _TRIES = 5
 """Whoever asks whether a run lives (the dashboard, `rlhf diagnose`) has the lock for a moment."""
@@ -66,22 +64,6 @@ class RunLock:
         self._ended = threading.Event()
         self._thief: dict[str, Any] | None = None
 
-    def refuse_held(self) -> None:
-        """Raises ConfigError when a process of this machine holds the directory, without taking
-        it.
-        """
-        if not self._path.exists():
-            return
-        self._file = os.open(self._path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._in_use(self._read()) from None
-        except OSError:
-            return  # a file system without locks
-        finally:
-            os.close(self._file)
-
     @classmethod
     def of_new_run(cls, directory: Path, name: str) -> Self:
         """Returns the lock for a new run, whose id begins with `name`."""
@@ -113,7 +95,8 @@ class RunLock:
         """
         if self._thief is not None:
             raise ServiceError(
-                f"this process was suspended, and {_who(self._thief)} took over its directory",
+                f"this process was suspended or slow, and {_who(self._thief)} took over its "
+                "directory",
                 code="run_taken_over",
                 field=self._field,
                 value=str(self._path.parent),
@@ -127,14 +110,9 @@ class RunLock:
         alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
         if locked is False or (before and not alone and self._lives(before)):
             raise self._in_use(self._read() or before)
-
+        # Of two waiting runs that take over at the same moment, the last one to write has it; the
+        # other one's next heartbeat sees that.
         self._write()
-        if before and not alone:
-            # Two waiting runs may take over at the same moment: the last one wins.
-            time.sleep(_SETTLE_S)
-            holder = self._read()
-            if holder.get("token") != self._own["token"]:
-                raise self._in_use(holder)
 
     def _flock(self) -> bool | None:
         """Returns whether this process now has the kernel's lock; None when the file system does

@@ -74,43 +74,22 @@ def accepts(expected: str, headers: Iterable[tuple[bytes, bytes]]) -> bool | Non
 
 
 class SecretRedactor:
-    """Replaces the values of secret variables in texts and in byte streams, even when a secret
-    spans two chunks.
-    """
+    """Replaces the values of secret variables."""
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
         found = {env.get(name, "").encode("utf-8", "surrogateescape") for name in _SECRETS}
         self._secrets = sorted((value for value in found if len(value) >= 8), key=len, reverse=True)
-        self._held = b""
 
-    def feed(self, data: bytes) -> bytes:
-        """Returns the output that is safe to show so far; holds back an end that could be the
-        beginning of a secret.
-        """
-        data = self._held + data
+    def redact_bytes(self, text: bytes) -> bytes:
         for secret in self._secrets:
-            data = data.replace(secret, _SHOWN)
-        held = max((_overlap(data, secret) for secret in self._secrets), default=0)
-        self._held = data[len(data) - held :]
-        return data[: len(data) - held]
-
-    def end(self) -> bytes:
-        rest = self._held
-        self._held = b""
-        return rest
+            text = text.replace(secret, _SHOWN)
+        return text
 
     def redact(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret.decode(errors="replace"), _SHOWN.decode())
         return text
-
-
-def _overlap(data: bytes, secret: bytes) -> int:
-    """Returns how many bytes at the end of `data` could be the beginning of the secret."""
-    longest = min(len(secret) - 1, len(data))
-    sizes = (size for size in range(longest, 0, -1) if data.endswith(secret[:size]))
-    return next(sizes, 0)
 
 
 def is_loopback(host: str) -> bool:

@@ -11,6 +11,7 @@ Callers get names, not addresses: after a recovery the name is the same but its 
 """
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ LOST = 75
 helps."""
 
 
+_HOST = re.compile(r"([^=]+)=([^:]+)(?::(\d+))?")
 INSTALL_CUDA_BUILD = (
     "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does so where it "
     "finds nvidia-smi)"
@@ -52,8 +54,8 @@ def assigned_gpus() -> str | None:
     """Returns the variable that assigns GPUs to this process, with its value; None when there is
     none.
     """
-    count = _number(os.environ, "SKYPILOT_NUM_GPUS_PER_NODE", 0)
-    if count:
+    count = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    if count != "0":
         return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"CUDA_VISIBLE_DEVICES is {visible}" if visible and not hidden_gpus() else None
@@ -101,34 +103,21 @@ def parse_hosts(text: str) -> dict[str, LocalHost]:
     """
     hosts: dict[str, LocalHost] = {}
     for entry in filter(None, text.split(",")):
-        name, equals, place = entry.partition("=")
-        address, _, shift = place.partition(":")
-        if not (equals and name and address and (not shift or shift.isdecimal())):
+        found = _HOST.fullmatch(entry)
+        if found is None:
             raise ConfigError(
                 "an entry of JOBGROUP_HOSTS does not have the form name=address[:shift]",
                 field="JOBGROUP_HOSTS",
                 value=entry,
                 remedy="write name=address[:shift], separated by commas",
             )
-        hosts[name] = LocalHost(address, int(shift or 0))
+        hosts[found[1]] = LocalHost(found[2], int(found[3] or 0))
     return hosts
 
 
 def format_hosts(hosts: Mapping[str, LocalHost]) -> str:
     """Inverts `parse_hosts`."""
     return ",".join(f"{name}={host.address}:{host.port_shift}" for name, host in hosts.items())
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(
-            f"{name} is not a number",
-            field=name,
-            value=text,
-            remedy="SkyPilot sets it; unset it elsewhere",
-        )
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -152,24 +141,25 @@ class Topology:
         Raises ConfigError when a variable is malformed or the variables contradict each other.
         """
         env = os.environ if env is None else env
-        group = env.get("SKYPILOT_JOBGROUP_NAME") or None
         ips = tuple(env.get("SKYPILOT_NODE_IPS", "127.0.0.1").split())
-        topology = cls(
-            group=group,
-            node_rank=_number(env, "SKYPILOT_NODE_RANK", 0),
-            num_nodes=_number(env, "SKYPILOT_NUM_NODES", 1),
-            node_ips=ips,
-            gpus_per_node=_number(env, "SKYPILOT_NUM_GPUS_PER_NODE", 0),
-            local_hosts=parse_hosts(env.get("JOBGROUP_HOSTS", "")),
-        )
-        if not topology.node_rank < topology.num_nodes or len(ips) != topology.num_nodes:
-            raise ConfigError(
-                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} "
-                "addresses is impossible",
-                field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
-                value=" ".join(ips),
-                remedy="unset these variables outside SkyPilot",
+        try:
+            topology = cls(
+                group=env.get("SKYPILOT_JOBGROUP_NAME") or None,
+                node_rank=int(env.get("SKYPILOT_NODE_RANK", 0)),
+                num_nodes=int(env.get("SKYPILOT_NUM_NODES", 1)),
+                node_ips=ips,
+                gpus_per_node=int(env.get("SKYPILOT_NUM_GPUS_PER_NODE", 0)),
+                local_hosts=parse_hosts(env.get("JOBGROUP_HOSTS", "")),
             )
+            if not 0 <= topology.node_rank < topology.num_nodes == len(ips):
+                raise ValueError("the rank, the number of nodes and the addresses do not match")
+        except ValueError as error:
+            raise ConfigError(
+                f"a variable that SkyPilot sets is wrong: {error}",
+                field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS, "
+                "SKYPILOT_NUM_GPUS_PER_NODE",
+                remedy="unset these variables outside SkyPilot",
+            ) from None
         return topology
 
     def saved(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ _stage: _Stage | None = None
 _last_deadline = -_REPORT_INTERVAL_S
 _wakeup: tuple[int, int] | None = None
 """The pipe that wakes the watchdog thread."""
-_other_ranks: Callable[[], list[RankWhere]] | None = None
+_other_ranks: Callable[[], list[RankWhere]] = list
 """Asks the other ranks of the trainer; set on rank 0 only."""
 _after_report: Callable[[str], None] | None = None
 
@@ -211,7 +211,7 @@ def interpreter_guarded(stuck_s: float = STUCK_S) -> Iterator[None]:
 def ask_other_ranks_with(ask: Callable[[], list[RankWhere]] | None) -> None:
     """Sets the function that asks the trainer's other ranks where they are; None removes it."""
     global _other_ranks
-    _other_ranks = ask
+    _other_ranks = ask or list
 
 
 def after_report(write: Callable[[str], None] | None) -> None:
@@ -229,7 +229,7 @@ def where() -> Where:
         place=text,
         since_s=since_s,
         awaited=pending(),
-        stacks="\n".join([stacks(), *_tasks()]),
+        stacks=_stacks(),
         pid=os.getpid(),
         time=time.time(),
         version=VERSION,
@@ -240,8 +240,7 @@ def other_ranks() -> list[RankWhere]:
     """Returns what the trainer's other ranks are doing; takes some seconds if one does not answer.
     Empty where this is not rank 0 of several.
     """
-    ask = _other_ranks
-    return [] if ask is None else ask()
+    return _other_ranks()
 
 
 def pending() -> list[Awaited]:
@@ -268,7 +267,11 @@ def awaited() -> list[str]:
 
 def report() -> str:
     """Returns the pending calls and the stacks of all threads and tasks of this process."""
-    return "\n".join([*(f"awaited: {call}" for call in awaited()), stacks(), *_tasks()])
+    return "\n".join([*(f"awaited: {call}" for call in awaited()), _stacks()])
+
+
+def _stacks() -> str:
+    return "\n".join([stacks(), *_tasks()])
 
 
 def _reported(reason: str) -> None:

@@ -1,4 +1,5 @@
-"""What a reader of a response takes for its answer: no thoughts, no comments, nothing taken back.
+"""The part of a response in which its answer is looked for: without thoughts, comments, and what
+the response takes back.
 
 Every step takes time linear in the length of any text: responses are untrusted.
 """
@@ -20,10 +21,10 @@ _THOUGHT = re.compile(
     | <channel\|> | <\|channel\|>final{_MESSAGE} | assistantfinal""",
     re.IGNORECASE | re.VERBOSE,
 )
+# The end of a prompt whose template has begun a thought.
 OPENED_THOUGHT = re.compile(
     rf"(?:<(?:seed:)?{_NAME}>|<\|begin_of_{_NAME}\|>|◁think▷|\[THINK\])\s*\Z", re.IGNORECASE
 )
-"""The end of a prompt whose template has begun a thought."""
 _SIGNS_OF_THOUGHT = (
     "</",
     "<|",
@@ -93,14 +94,14 @@ def without_thoughts(text: str) -> str:
 
 
 def _without_box(code: re.Match[str]) -> str:
-    """Returns code, or nothing if it prints a box. A JSON object is no code."""
+    """Returns "" for code with a box in it, which only prints an answer; JSON objects are kept."""
     is_code = _JSON.match(code.group()) is None and re.search(BOX, code.group())
     return "" if is_code else code.group()
 
 
 def answering_part(text: str) -> str:
     """Returns the text without thoughts, comments, struck out text, code with a box, HTML tags,
-    ends of proofs, stop tokens and everything before a retraction ("Wait, that is wrong").
+    signs such as ∎, stop tokens, and everything before a retraction ("Wait, that is wrong").
     """
     text = _STOP_TOKEN.sub("\n", without_thoughts(text))
     if "<" in text:
@@ -110,8 +111,5 @@ def answering_part(text: str) -> str:
     if "</" in text or "<br" in text:
         text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
     text = _PROOF_ENDS.sub("", text)
-    retracted = 0
-    if any(sign in text for sign in _SIGNS_OF_RETRACTION):
-        for match in _RETRACTED.finditer(text):
-            retracted = match.end()
-    return text[retracted:]
+    is_retracted = any(sign in text for sign in _SIGNS_OF_RETRACTION)
+    return _RETRACTED.split(text)[-1] if is_retracted else text

@@ -1,4 +1,4 @@
-"""Writes the numerals of other scripts in the digits 0 to 9.
+"""Converts numbers in other scripts to the digits 0 to 9.
 
 Every step takes time linear in the length of any text: responses are untrusted.
 """
@@ -9,13 +9,11 @@ from fractions import Fraction
 # Each takes all digits on its left: 3 ten-thousands and 6000.
 _SIZES = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4, "千": 1000, "百": 100, "十": 10}
 _DIGITS = {digit: value for value, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-_FOREIGN_DIGIT = re.compile(r"\d(?<![0-9])")
 _SEPARATORS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "－": "-"})
 _SPACE = re.compile("[\u00a0\u2007\u2009\u202f]")  # those that do not break a line
 _GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_SPACE.pattern}[0-9]{{3}})+(?![0-9])")
 _ONES = "零〇一二两三四五六七八九"
 _TENS = "十百千万萬亿億"
-_SIGN = re.compile(f"[{_ONES}{_TENS}]")
 _NUMERAL = rf"(?:[0-9]{{1,15}}(?:\.[0-9]{{1,15}})?\ ?(?=[{_TENS}]))?[0-9{_ONES}{_TENS}]{{1,20}}"
 _CHINESE = re.compile(
     rf"""(?<![0-9.{_ONES}{_TENS}])(?P<sign>负)?
@@ -29,47 +27,49 @@ _CHINESE = re.compile(
 
 
 def in_digits(text: str) -> str:
-    """Returns the text with foreign digits (٣٧), Chinese numerals (二十四, 3万6000) and grouped
-    digits (1 250, with a space that does not break) as digits.
+    """Converts foreign digits (٣٧), Chinese numerals (二十四, 3万6000), and digits that no-break
+    spaces group (1 250).
     """
     if text.isascii():
         return text
-    text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit.group())), text)
+    text = re.sub(r"\d(?<![0-9])", lambda digit: str(int(digit.group())), text)
     text = text.translate(_SEPARATORS)
     if _SPACE.search(text):
         text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
-    return _CHINESE.sub(_converted, text) if _SIGN.search(text) else text
+    return _CHINESE.sub(_converted, text) if re.search(f"[{_ONES}{_TENS}]", text) else text
 
 
 def _converted(match: re.Match[str]) -> str:
-    numerals = [match[name] for name in ("percent", "below", "above", "whole") if match[name]]
-    values = [_value(numeral.replace(" ", "")) for numeral in numerals]
-    known = [value for value in values if value is not None]
-    if len(known) < len(values) or match.group().isascii():
+    numerals = [match[name] for name in ("whole", "above", "below", "percent") if match[name]]
+    try:
+        values = [_value(numeral.replace(" ", "")) for numeral in numerals]
+    except ValueError:
         return match.group()
-    found = "/".join(map(_decimal, known[::-1]))
+    if match.group().isascii():
+        return match.group()
+    found = "/".join(map(_decimal, values))
     if match["decimals"]:
         found += "." + "".join(str(_DIGITS[digit]) for digit in match["decimals"])
     return ("-" if match["sign"] else "") + found + ("%" if match["percent"] else "")
 
 
-def _value(numeral: str) -> Fraction | None:
-    """Returns the value of a numeral; None for one that leaves out its last size: 三百五, 350."""
+def _value(numeral: str) -> Fraction:
+    """Returns the value of a Chinese numeral. Raises ValueError for one that leaves out its last
+    unit: 三百五 (three hundred five) means 350.
+    """
     if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", numeral):
         return Fraction(numeral)
     if len(numeral) == 1 and numeral in _DIGITS:
         return Fraction(_DIGITS[numeral])
     for name, size in _SIZES.items():
         left, found, right = numeral.rpartition(name)
-        if not found:
-            continue
-        count = _value(left) if left else Fraction(1)
-        is_short = len(right) == 1 and right not in "零〇十" and size > 10
-        rest = _value(right.lstrip("零〇") or "0")
-        if count is None or rest is None or is_short or rest >= size:
-            return None
-        return count * size + rest
-    return None
+        if found:
+            rest = _value(right.lstrip("零〇") or "0")
+            is_short = len(right) == 1 and right not in "零〇十" and size > 10
+            if is_short or rest >= size:
+                break
+            return (_value(left) if left else 1) * size + rest
+    raise ValueError(numeral)
 
 
 def _decimal(value: Fraction) -> str:

@@ -4,8 +4,8 @@ prompt.
     problem ──data.prompt_template──► text ──the chat template, if one is used──► prompt
     ──sampling.prefill──► token ids
 
-Training, evaluation, the Python API and supervised fine-tuning all call `prompt_text` or
-`prompt_ids`.
+Training, evaluation, the Python API and supervised fine-tuning all call `prompt_text` or a
+`Prompter`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,14 +43,9 @@ class PromptStyle:
         """
         template = config.data.prompt_template
         sampling = config.sampling
-        chat: bool | None = None
-        if config.model.chat_template:
-            chat = True
-        elif template:
-            chat = False
         return cls(
             template=template,
-            chat=chat,
+            chat=bool(config.model.chat_template) or (False if template else None),
             chat_template_kwargs=sampling.chat_template_kwargs,
             system_prompt=sampling.system_prompt,
             prefill=sampling.prefill,
@@ -62,30 +57,24 @@ class PromptStyle:
 
     def check(self, tokenizer: Any) -> None:
         """Raises ConfigError for settings that this tokenizer does not support."""
-        if not self.is_chat(tokenizer):
-            unread = {
+        if not tokenizer.chat_template or not self.is_chat(tokenizer):
+            needs_template = {
                 "sampling.system_prompt": self.system_prompt,
                 "sampling.chat_template_kwargs": self.chat_template_kwargs,
+                "model.chat_template": "own" if self.chat else "",
             }
-            for name, value in unread.items():
+            for name, value in needs_template.items():
                 if value:
                     raise ConfigError(
-                        "the model has no chat template, which this setting needs",
+                        "the model has no chat template, or data.prompt_template replaces it, "
+                        "which this setting needs",
                         field=name,
                         value=value,
                         remedy="leave it out and put the text into data.prompt_template, set "
-                        "model.chat_template, or use an instruct model",
+                        "model.chat_template to a Jinja template, or use an instruct model",
                     )
-            return
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                "the model has no chat template",
-                field="model.chat_template",
-                value="own",
-                remedy="give a Jinja template: a file or its text",
-            )
-        if isinstance(tokenizer.chat_template, str) and self.chat_template_kwargs:
-            known = variables(tokenizer.chat_template)
+        elif isinstance(tokenizer.chat_template, str):
+            known = variables(tokenizer.chat_template) if self.chat_template_kwargs else ()
             for name, value in self.chat_template_kwargs.items():
                 if name not in known:
                     hint = did_you_mean(name, [], known)
@@ -101,18 +90,17 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
     """Returns the text of a prompt, prefill included. Raises ConfigError that names the setting or
     the problem.
 
-    A chat needs a chat template, however short it is; a template text can write one message.
+    A chat of several messages needs a chat template; `data.prompt_template` writes one message.
     """
     text = filled(style.template, prompt)
     if style.is_chat(tokenizer):
         messages = conversation(prompt, style.system_prompt, text)
         return _rendered(messages, style, tokenizer) + style.prefill
     if prompt.chat and not (style.template and len(prompt.chat) == 1):
-        no_chat = "data.prompt_template writes only one message"
-        if not style.template:
-            no_chat = "the model has no chat template"
+        one_message = "data.prompt_template writes only one message"
+        no_template = "the model has no chat template"
         raise ConfigError(
-            f"a problem is a chat, but {no_chat}",
+            f"a problem is a chat, but {one_message if style.template else no_template}",
             field="model.chat_template",
             value=tokenizer.name_or_path,
             remedy="set a chat template, use an instruct model, or give problems as text",
@@ -120,19 +108,13 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
     return text + style.prefill
 
 
-def prompt_ids(prompts: Sequence[Prompt], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
-    """Returns the token ids of several prompts, for which one tokenizer call costs hardly more than
-    for one.
+def text_ids(texts: Sequence[str], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
+    """Returns the token ids of several texts that begin with a prompt, for which one tokenizer call
+    costs hardly more than for one.
 
     A chat's text already has its special tokens. Any other text gets the special tokens that the
     tokenizer prepends, unless it begins with them, and none at the end.
     """
-    texts = [prompt_text(prompt, style, tokenizer) for prompt in prompts]
-    return text_ids(texts, style, tokenizer)
-
-
-def text_ids(texts: Sequence[str], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
-    """Returns the token ids of texts that begin with a prompt; see `prompt_ids`."""
     plain: list[list[int]] = tokenizer(texts, add_special_tokens=False).input_ids
     if style.is_chat(tokenizer):
         return plain
@@ -150,17 +132,16 @@ def answered_text(
     does not write its calls.
     """
     before = prompt_text(prompt, style, tokenizer)
+    calls = answer.get("tool_calls", ())
     if style.is_chat(tokenizer):
-        chat: list[dict[str, Any]] = [
-            *conversation(prompt, style.system_prompt, filled(style.template, prompt)),
-            dict(answer),
-        ]
+        text = filled(style.template, prompt)
+        chat = [*conversation(prompt, style.system_prompt, text), dict(answer)]
         whole = _rendered(chat, style, tokenizer, open_end=False)
         written = whole[len(before) :]
-        names = [str(call["function"]["name"]) for call in answer.get("tool_calls", ())]
-        if whole.startswith(before) and all(name in written for name in names):
+        is_written = all(str(call["function"]["name"]) in written for call in calls)
+        if whole.startswith(before) and is_written:
             return before, written
-    if answer.get("tool_calls"):
+    if calls:
         raise ConfigError(
             "the model's chat template does not write tool calls",
             field="model.chat_template",
@@ -198,7 +179,7 @@ class Prompter:
         self.style.check(self.tokenizer)
 
     def token_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt; see `prompt_text`."""
+        """Returns the token ids of a prompt; see `prompt_text` and `text_ids`."""
         return self.all_token_ids([prompt])[0]
 
     def answer_start(self, prompt: Prompt) -> str:
@@ -213,14 +194,15 @@ class Prompter:
         """Returns `token_ids` of several prompts. Raises ConfigError for a token that the model
         lacks.
         """
-        found = prompt_ids(prompts, self.style, self.tokenizer)
+        texts = [prompt_text(prompt, self.style, self.tokenizer) for prompt in prompts]
+        found = text_ids(texts, self.style, self.tokenizer)
         for prompt, token_ids in zip(prompts, found, strict=True):
             largest = max(token_ids, default=0)
             if self.vocabulary is not None and largest >= self.vocabulary:
+                text = self.tokenizer.decode([largest])
                 raise ConfigError(
-                    f"the tokenizer has more tokens than the model, which knows {self.vocabulary}: "
-                    f"the prompt of {prompt.id} has the token {largest} "
-                    f"({self.tokenizer.decode([largest])!r})",
+                    f"the prompt of {prompt.id} has the token {largest} ({text!r}), but the model "
+                    f"knows only {self.vocabulary}",
                     field="model.name",
                     value=self.tokenizer.name_or_path,
                     remedy="call model.resize_token_embeddings(len(tokenizer)) and save both, or "
@@ -253,11 +235,11 @@ def _rendered(
 
 
 def _without_end(marked: list[int], bare: list[int]) -> list[int]:
-    """Returns `marked` without the special tokens after `bare`, and without those before it that
-    begin `bare`.
+    """Returns the token ids of a text with special tokens (`marked`) without those that the
+    tokenizer appends, and without prepended ones that the text itself (`bare`) begins with.
     """
     for start in range(len(marked) - len(bare) + 1):
         if marked[start : start + len(bare)] == bare:
             before = marked[:start]
-            return bare if before and bare[: len(before)] == before else before + bare
+            return bare if bare[:start] == before else before + bare
     return marked

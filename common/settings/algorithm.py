@@ -2,8 +2,8 @@
 names.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from common.settings.section import InHelp, Section
+from common.settings.section import InHelp, Section, among
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -43,17 +43,33 @@ RECIPES: dict[str, dict[str, Any]] = {
 """The settings of each named algorithm, where they differ from the defaults of
 `AlgorithmSection`."""
 
+
+def preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the recipe of these settings sets, and what `kl_in` reward does."""
+    name = given.get("name", "grpo")
+    estimator = {"kl_estimator": "k1"} if given.get("kl_in") == "reward" else {}
+    return (RECIPES.get(name, {}) if isinstance(name, str) else {}) | estimator
+
+
 _Published = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"
 ]
 _Recent = Literal["dppo", "icepop", "geo_rs", "gdpo", "maxrl", "sapo", "alp", "opd"]
 Recipe = Literal[_Published, _Recent]
-_OfTheSum = Literal[
-    "group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"
-]
-_Others = Literal["mean_normalised", "reward_normalised", "gae", "none"]
-CORRECTION = ("correction_level", "correction_cap", "correction_floor")
-"""The settings of a rollout_correction."""
+ADVANTAGES = (
+    "group_normalised",
+    "group_centred",
+    "leave_one_out",
+    "batch_normalised",
+    "length_weighted",
+    "mean_normalised",
+    "reward_normalised",
+    "gae",
+    "none",
+)
+"""The built-in advantages (`trainer/algorithms/advantages.py`)."""
+LOSSES = ("clip", "cispo", "dppo", "sapo")
+"""The built-in losses (`trainer/algorithms/losses.py`)."""
 
 
 def _recipe_help(name: str) -> str:
@@ -76,20 +92,21 @@ class AlgorithmSection(Section):
     """
 
     name: InHelp[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
-    advantage: Literal[_OfTheSum, _Others] = "group_normalised"
+    advantage: Annotated[str, among(*ADVANTAGES)] = "group_normalised"
     """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's
     values. `reward_normalised` (GDPO) normalises the scores of each reward function separately.
-    `none`: learn only from the teacher (`teacher.url`)."""
+    `none`: learn only from the teacher (`teacher.url`). `package.module:name`: a function of yours
+    (docs/how-to/add-an-algorithm.md)."""
     advantage_eps: PositiveFloat = 1e-6
     """Added to the standard deviation (group_normalised, reward_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token (`gae`), above 0 and at most 1."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """λ of `gae`, 0 to 1: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
-    policy_loss: Literal["clip", "cispo", "dppo", "sapo"] = "clip"
+    policy_loss: Annotated[str, among(*LOSSES)] = "clip"
     """PPO's clipped surrogate; CISPO, where clipped tokens keep their gradient; DPPO, which leaves
-    out tokens whose probability moved by more than clip_low or clip_high; or SAPO's sigmoid of the
-    ratio."""
+    out tokens whose probability moved by more than clip_low or clip_high; SAPO's sigmoid of the
+    ratio; or `package.module:name`, a function of yours (docs/how-to/add-an-algorithm.md)."""
     importance_level: Literal["token", "sequence"] = "token"
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -153,8 +170,6 @@ class AlgorithmSection(Section):
     """Old log-probabilities of the ratio and its clipping: the `engine`'s, or the `trainer`'s own
     before the update. `auto`: the trainer's with a rollout_correction, and in bfloat16 with
     importance_level sequence."""
-    correction_level: Literal["token", "sequence"] = "token"
-    """Importance weight of each token, or one for the whole completion."""
     correction_cap: float = Field(2.0, gt=1)
     """Bound above 1: `truncate` cuts weights at it, `mask` drops those above it."""
     correction_floor: float | None = Field(None, gt=0, lt=1)
@@ -168,37 +183,11 @@ class AlgorithmSection(Section):
     """Mean log ratio behaviour/policy above which completions with negative advantage are dropped
     (OPSM). Unset: none."""
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _recipe(cls, data: Any, handler: Callable[[Any], "AlgorithmSection"]) -> "AlgorithmSection":
-        if not isinstance(data, dict):
-            return handler(data)
-        name = data.get("name", "grpo")
-        preset = RECIPES.get(name, {}) if isinstance(name, str) else {}
-        if data.get("kl_in") == "reward":
-            preset = preset | {"kl_estimator": "k1"}
-        section = handler({**preset, **data})
-        defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
-        for names, reason in section._unread():
-            for setting in names:
-                if setting in data and getattr(section, setting) != defaults[setting]:
-                    raise ValueError(
-                        f"algorithm.{setting} is set but not read, since {reason}: leave it out"
-                    )
-        if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
-            raise ValueError(
-                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, "
-                "where only k1, the log ratio, has the gradient of the KL divergence, and the "
-                "others can push the policy away from the reference: use k1, or algorithm.kl_in "
-                "loss"
-            )
-        if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":
-            raise ValueError(
-                "algorithm.kl_estimator k1 with algorithm.kl_in loss has an expected gradient of "
-                "0: use k2 (the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ "
-                "policy)), or algorithm.kl_in reward"
-            )
-        return section
+    def _recipe(cls, given: Any) -> Any:
+        """Adds the recipe's settings to those that are given."""
+        return {**preset(given), **given} if isinstance(given, dict) else given
 
     @property
     def caution(self) -> str | None:
@@ -240,44 +229,3 @@ class AlgorithmSection(Section):
     @property
     def updates_per_batch(self) -> int:
         return self.update_epochs * self.mini_batches
-
-    def _unread(self) -> Iterator[tuple[Sequence[str], str]]:
-        """Yields settings that others make pointless, and why."""
-        advantage = self.advantage
-        if advantage not in ("group_normalised", "reward_normalised"):
-            yield (
-                ("advantage_eps",),
-                f"advantage is {advantage}, not group_normalised or reward_normalised",
-            )
-        if advantage != "gae":
-            yield ("gamma", "gae_lambda"), f"advantage is {advantage}, not gae"
-        if advantage == "none":
-            yield (
-                ("dynamic_sampling", "overlong_buffer", "length_penalty"),
-                "advantage is none, so the rewards are not used",
-            )
-        if self.policy_loss != "clip":
-            yield ("dual_clip",), f"policy_loss is {self.policy_loss}"
-        if self.policy_loss == "sapo":
-            yield ("clip_low", "clip_high"), "policy_loss is sapo, which does not clip"
-        else:
-            yield (
-                ("sapo_tau_positive", "sapo_tau_negative"),
-                f"policy_loss is {self.policy_loss}, not sapo",
-            )
-        if self.updates_per_batch == 1:
-            yield ("early_stop_kl",), "update_epochs and mini_batches are 1"
-        if self.kl_coef == 0:
-            yield (
-                ("kl_estimator", "kl_in", "kl_target", "reference_refresh"),
-                "kl_coef is 0, so there is no reference model",
-            )
-        if not self.dynamic_sampling:
-            yield ("dynamic_sampling_rounds",), "dynamic_sampling is off"
-        if self.rollout_correction == "none":
-            yield CORRECTION, "rollout_correction is none"
-        if self.rollout_correction != "mask":
-            yield (
-                ("correction_floor",),
-                f"rollout_correction is {self.rollout_correction}, not mask",
-            )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import reduce
 
-from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
+from common.settings.algorithm import LOSSES, TURN_ADVANTAGES, AlgorithmSection, preset
 from common.settings.lr_schedules import wrong_arguments
 from common.settings.rewards import JudgeReward, ModelReward, OwnReward
 from common.settings.section import Section
@@ -43,6 +43,10 @@ _SINGLE = (
     "trainer.routing_replay",
 )
 """Settings that need single completions where they are set."""
+_UNRECORDED = re.compile(
+    r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
+)
+"""SGLang arguments for kernels that choose the experts themselves (of 0.5.21)."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
 """SGLang arguments that spread an engine over nodes."""
 _NOT_WITH_BROADCASTS = {
@@ -88,20 +92,26 @@ def check(config: Settings) -> None:
 
     The message names the settings, their values and the remedy.
     """
+
+    def shown(name: re.Match[str]) -> str:
+        value = reduce(getattr, name[1].split("."), config)
+        return f"{name[1]} {value:g}" if isinstance(value, float) else f"{name[1]} {value}"
+
+    def filled(text: str) -> str:
+        return _NAME.sub(shown, text)
+
     for message in _conflicts(config):
-        raise ValueError(_NAME.sub(lambda name: _shown(config, name[1]), message))
+        raise ValueError(filled(message))
+    # What a recipe sets is no mistake of the user's.
+    presets = {"algorithm": preset(config.algorithm.model_dump())}
     for names, reason in _unread(config):
         for name in names:
             section, _, field = name.partition(".")
             holder = getattr(config, section)
-            if getattr(holder, field) != type(holder).model_fields[field].default:
-                raise ValueError(f"{name} is set but not read, since {reason}: leave it out")
-
-
-def _shown(config: Settings, name: str) -> str:
-    """Returns the name of a setting and its value."""
-    value = reduce(getattr, name.split("."), config)
-    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            default = type(holder).model_fields[field].default
+            if getattr(holder, field) != presets.get(section, {}).get(field, default):
+                message = f"{name} is set but not read, since {filled(reason)}: leave it out"
+                raise ValueError(message)
 
 
 def _conflicts(config: Settings) -> Iterator[str]:
@@ -138,6 +148,18 @@ def _conflicts(config: Settings) -> Iterator[str]:
         )
     if algorithm.advantage == "reward_normalised":
         yield from _gdpo(config)
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        yield (
+            "{algorithm.kl_estimator} with {algorithm.kl_in}, where only k1, the log ratio, has "
+            "the gradient of the KL divergence, and the others can push the policy away from the "
+            "reference: use k1, or algorithm.kl_in loss"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (
+            "{algorithm.kl_estimator} with {algorithm.kl_in} has an expected gradient of 0: use k2 "
+            "(the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), or "
+            "algorithm.kl_in reward"
+        )
     if config.teacher.url and sampling.truncation():
         yield (
             f"sampling.{next(iter(sampling.truncation()))} removes tokens from the policy's "
@@ -305,6 +327,13 @@ def _sampling(config: Settings) -> Iterator[str]:
             "{rollout.router} removes that field from requests: leave rollout.router or "
             "trainer.routing_replay out"
         )
+    unrecorded = _UNRECORDED.search(" ".join(config.rollout.engine_args))
+    if replays and unrecorded:
+        yield (
+            "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
+            f"its kernels {unrecorded[1]} do not record them: leave --moe-runner-backend out of "
+            "{rollout.engine_args}, or name triton"
+        )
 
 
 def _colocate(config: Settings) -> Iterator[str]:
@@ -455,17 +484,18 @@ def _all(section: type[Section], name: str, but: tuple[str, ...] = ()) -> list[s
 
 
 def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
-    """Yields settings that others make pointless, and why."""
-    algorithm = config.algorithm
+    """Yields settings that others make pointless, and why; `{name}` stands for a setting and its
+    value.
+    """
+    yield from _unread_of_algorithm(config.algorithm)
     data = config.data
     if data.is_built_in:
-        yield ("data.hub_config",), f"data.source is {data.source}, whose columns are known"
+        yield ("data.hub_config",), "the columns of {data.source} are known"
     if data.is_built_in or data.is_math:
         own = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
-        names = [f"data.{name}" for name in own]
-        yield names, f"data.source is {data.source}, whose columns are known"
+        yield [f"data.{name}" for name in own], "the columns of {data.source} are known"
     if not data.is_math:
-        yield ("data.levels", "data.subjects"), f"data.source is {data.source}, not math"
+        yield ("data.levels", "data.subjects"), "{data.source} is not math"
     if data.messages_field:
         yield ("data.prompt_field",), "data.messages_field is set"
     if data.prompt_template and not config.model.chat_template:
@@ -483,44 +513,25 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
     if not config.trackers.names:
         yield _all(TrackersSection, "trackers", ("names",)), "trackers.names is empty"
     if config.environment.name:
-        yield (
-            _OF_COMPLETIONS,
-            "it applies to single completions and environment.name makes episodes",
-        )
+        reason = "it applies to single completions and environment.name makes episodes"
+        yield _OF_COMPLETIONS, reason
     else:
         # A port may be set once for all runs.
         names = _all(EnvironmentSection, "environment", ("name", "port"))
         yield names, "environment.name is empty"
     if config.environment.name.partition(":")[0] not in ("agent", "harbor"):
-        names = _all(RuntimeSection, "runtime", ())
-        yield names, "environment.name starts no agent:COMMAND or harbor:COMMAND"
-    if not algorithm.needs_critic:
-        names = _all(CriticSection, "critic", ("port",))
-        yield names, f"algorithm.advantage {algorithm.advantage} has no critic"
+        reason = "environment.name starts no agent:COMMAND or harbor:COMMAND"
+        yield _all(RuntimeSection, "runtime"), reason
+    if not config.algorithm.needs_critic:
+        yield _all(CriticSection, "critic", ("port",)), "{algorithm.advantage} has no critic"
     if config.model.dtype == "float32":
         yield ("model.fp32_head",), "model.dtype is float32"
-    if algorithm.kl_coef == 0:
+    if config.algorithm.kl_coef == 0:
         yield ("model.reference", "parallel.offload_reference"), "algorithm.kl_coef is 0"
-    if algorithm.rollout_correction == "none":
-        yield (
-            [f"algorithm.{name}" for name in CORRECTION],
-            "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and "
-            "engines on CPUs",
-        )
-    if algorithm.old_logprobs == "engine" and algorithm.rejects:
-        yield (
-            ("algorithm.old_logprobs",),
-            "algorithm.geometric_low and geometric_high always use the trainer's own",
-        )
-    elif algorithm.old_logprobs == "engine" and algorithm.correction is not None:
-        yield (
-            ("algorithm.old_logprobs",),
-            f"algorithm.rollout_correction is {algorithm.correction}",
-        )
     if config.sampling.ignore_eos:
         yield ("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set"
     if config.evaluation.samples == 0:
-        when = ("samples", "every", "k", "pass_samples")
+        when = ("samples", "every", "pass_samples")
         yield _all(EvaluationSection, "evaluation", when), "evaluation.samples is 0"
     if config.lora.rank == 0:
         yield _all(LoraSection, "lora"), "lora.rank is 0"
@@ -536,3 +547,56 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
             ("replay.priority", "replay.max_times_sampled", "replay.max_reuse_staleness"),
             "replay.reuse_ratio is 0",
         )
+
+
+def _unread_of_algorithm(algorithm: AlgorithmSection) -> Iterator[tuple[Sequence[str], str]]:
+    # A function of the user may read any setting.
+    is_own = ":" in algorithm.advantage
+    if not is_own and algorithm.advantage not in ("group_normalised", "reward_normalised"):
+        yield (
+            ("algorithm.advantage_eps",),
+            "{algorithm.advantage} does not divide by a standard deviation",
+        )
+    if algorithm.advantage != "gae":
+        yield ("algorithm.gamma", "algorithm.gae_lambda"), "{algorithm.advantage} is not gae"
+    if algorithm.advantage == "none":
+        yield (
+            (
+                "algorithm.dynamic_sampling",
+                "algorithm.overlong_buffer",
+                "algorithm.length_penalty",
+            ),
+            "with {algorithm.advantage} the rewards are not used",
+        )
+    if algorithm.policy_loss in LOSSES and algorithm.policy_loss != "clip":
+        yield ("algorithm.dual_clip",), "{algorithm.policy_loss} is not clip"
+    if algorithm.policy_loss == "sapo":
+        yield ("algorithm.clip_low", "algorithm.clip_high"), "{algorithm.policy_loss} clips nothing"
+    elif algorithm.policy_loss in LOSSES:
+        yield (
+            ("algorithm.sapo_tau_positive", "algorithm.sapo_tau_negative"),
+            "{algorithm.policy_loss} is not sapo",
+        )
+    if algorithm.updates_per_batch == 1:
+        yield ("algorithm.early_stop_kl",), "algorithm.update_epochs and mini_batches are 1"
+    if algorithm.kl_coef == 0:
+        of_kl = ("kl_in", "kl_estimator", "kl_target", "reference_refresh")
+        reason = "algorithm.kl_coef is 0, so there is no reference model"
+        yield [f"algorithm.{name}" for name in of_kl], reason
+    if not algorithm.dynamic_sampling:
+        yield ("algorithm.dynamic_sampling_rounds",), "algorithm.dynamic_sampling is off"
+    if algorithm.rollout_correction == "none":
+        yield (
+            ("algorithm.correction_cap", "algorithm.correction_floor"),
+            "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and "
+            "engines on CPUs",
+        )
+    if algorithm.rollout_correction != "mask":
+        yield ("algorithm.correction_floor",), "{algorithm.rollout_correction} is not mask"
+    if algorithm.old_logprobs == "engine" and algorithm.rejects:
+        yield (
+            ("algorithm.old_logprobs",),
+            "algorithm.geometric_low and geometric_high always use the trainer's own",
+        )
+    elif algorithm.old_logprobs == "engine" and algorithm.correction is not None:
+        yield ("algorithm.old_logprobs",), "{algorithm.rollout_correction} is set"

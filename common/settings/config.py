@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -19,13 +19,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from common.errors import ConfigError, did_you_mean, shorten
+from common.errors import ConfigError, shorten
 from common.process.cli import fail
 from common.process.topology import Topology, setting_status
 from common.settings.checks import check
 from common.settings.explain import explained
 from common.settings.help import print_help
-from common.settings.rewards import BUILT_IN, OwnReward
+from common.settings.rewards import BUILT_IN, OwnReward, Reward
 from common.settings.settings import IN_RUN_DIR, Settings
 from common.settings.sources import (
     PREFIX,
@@ -59,14 +59,18 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _resolved(self) -> "Config":
-        """Resolves defaults that depend on other settings, so that no reader has to."""
-        if self.state_dir == IN_RUN_DIR:
+        """Resolves defaults that depend on other settings, so that no reader has to, and checks
+        that all fit one another.
+        """
+        if self.state_dir == IN_RUN_DIR:  # unset: each run keeps its own state
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
+        # Engines on GPUs round differently from the trainer, and with staleness weights differ too.
         if self.algorithm.rollout_correction == "auto":
             correction = (
                 "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
             )
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
+        check(self)
         return self
 
     def with_memory_use(self, checkpointing: bool | str, reshards: bool) -> "Config":
@@ -77,17 +81,12 @@ class Config(Settings):
         parallel = self.parallel.model_copy(update={"reshard_after_forward": reshards})
         return self.model_copy(update={"trainer": trainer, "parallel": parallel})
 
-    @model_validator(mode="after")
-    def _fits(self) -> "Config":
-        check(self)
-        return self
-
 
 @dataclass(frozen=True)
 class SettingsSubset:
     """A program that reads only some of the settings and has its own defaults for some of them."""
 
-    about: str
+    about: str | None
     """The first text of its `--help`."""
     does: str
     """Why it does not read the other settings, for error messages."""
@@ -100,9 +99,11 @@ class SettingsSubset:
         """Raises ConfigError for a setting that is not read."""
         plain = Config()
         for name in names():
+            if name in self.reads:
+                continue
             value = reduce(getattr, name.split("."), config)
             default = reduce(getattr, name.split("."), plain)
-            if name not in self.reads and value != default:
+            if value != default:
                 problem = f"{name} is set but not read, since {self.does}"
                 raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
 
@@ -124,23 +125,23 @@ def load(
     env = os.environ if env is None else env
     path, rest = take_config_option(list(argv))
     known = names()
+    subset = subset or SettingsSubset(about, does="", reads=known, defaults={}, meanings={})
     everything = "--help-all" in rest
     if everything or not {"-h", "--help"}.isdisjoint(rest):
-        reads = {name: field for name, field in known.items() if not subset or name in subset.reads}
         print_help(
             prog,
-            subset.about if subset else about,
-            reads,
+            subset.about,
+            {name: field for name, field in known.items() if name in subset.reads},
             everything=everything,
-            defaults=subset.defaults if subset else {},
-            meanings=subset.meanings if subset else {},
+            defaults=subset.defaults,
+            meanings=subset.meanings,
         )
         raise SystemExit(0)
     path = path or env.get("RUN_CONFIG") or None
     try:
         run_dir = f"runs/{Topology.from_env(env).group or 'local'}"
         values: dict[str, Any] = {"trainer": {"run_dir": run_dir}}
-        for name, own in (subset.defaults if subset else {}).items():
+        for name, own in subset.defaults.items():
             put(values, tuple(name.split(".")), own)
 
         # Later ones win: file, environment, command line.
@@ -149,8 +150,7 @@ def load(
         values = merge(values, from_env(env, known))
         values = merge(values, from_words(rest, known))
         config = Config(**values)
-        if subset:
-            subset.check(config)
+        subset.check(config)
         return config
     except ValidationError as error:
         raise from_validation(error) from None
@@ -195,24 +195,13 @@ def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
     # Without list indices.
-    parts = [str(part) for part in first["loc"] if not isinstance(part, int)]
-    place = ".".join(parts)
+    place = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     name = next((setting for setting in names() if place.startswith(f"{setting}.")), place)
-    if name == "reward.functions":
+    if name == "reward.functions":  # has arguments below its name, unlike other lists
         name = place
-        if first["type"] == "extra_forbidden":
-            _, _, function, argument = parts
-            return ConfigError(
-                f"the reward function {function} has no argument {argument}",
-                field=name,
-                value=shorten(first["input"]),
-                remedy=did_you_mean(argument, BUILT_IN.get(function, OwnReward).model_fields),
-            )
     if first["type"] == "extra_forbidden":
-        return unknown(names(), name, name, first["input"])
+        return unknown([*names(), *_reward_arguments()], name, name, first["input"])
     message, remedy = explained(first)
-    if first["type"] == "list_type" and name.startswith("reward.functions."):
-        remedy = "give a list, such as [first, second]"  # a pattern may have commas
     # A whole section explains nothing and might hold a credential.
     if isinstance(first["input"], dict | BaseModel):
         words = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
@@ -223,22 +212,27 @@ def from_validation(error: ValidationError) -> ConfigError:
     return ConfigError(message, field=field, value=shorten(first["input"]), remedy=remedy)
 
 
+def _reward_arguments() -> Iterator[str]:
+    """Yields the arguments of all reward functions, such as `reward.functions.judge.url`."""
+    kinds: dict[str, type[Reward]] = {**BUILT_IN, "own": OwnReward}
+    for name, kind in kinds.items():
+        for argument in kind.model_fields:
+            yield f"reward.functions.{name}.{argument}"
+
+
 def misspelt(variable_name: str) -> str:
     """Returns the variable that was probably meant; empty when the name exists or resembles none of
     ours.
     """
+    known = names()
     if variable_name in _VARIABLES:
         return ""
     if variable_name.startswith(PREFIX):
         name = variable_name.removeprefix(PREFIX).lower().replace("__", ".")
-        return (
-            ""
-            if name in names()
-            else " or ".join(map(variable, near(name, names()))) or "RLHF_SECTION__FIELD"
-        )
-    meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
+        meant = [] if name in known else list(map(variable, near(name, known)))
+        return " or ".join(meant) if meant or name in known else "RLHF_SECTION__FIELD"
     leaf = variable_name.lower()
-    return " or ".join(
-        meant
-        or [variable(name) for name in names() if "_" in leaf and name.rpartition(".")[2] == leaf]
-    )
+    meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
+    if not meant and "_" in leaf:
+        meant = [variable(name) for name in known if name.rpartition(".")[2] == leaf]
+    return " or ".join(meant)

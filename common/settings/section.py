@@ -1,8 +1,11 @@
 """What every section of the settings is made of."""
 
+import re
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from common.errors import did_you_mean
 
 _T = TypeVar("_T")
 IN_HELP = "in help"
@@ -16,3 +19,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+
+def among(*names: str, path: str = "package.module:name") -> AfterValidator:
+    """Returns a validator: the text must be one of `names` or an import path."""
+
+    def check(text: str) -> str:
+        if text in names or re.fullmatch(r"[\w.]+:\w+", text):
+            return text
+        raise ValueError(
+            f"there is no {text}: "
+            f"{did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
+        )
+
+    return AfterValidator(check)

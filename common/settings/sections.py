@@ -25,23 +25,9 @@ from common.settings.chat_templates import read_chat_template, read_template_var
 from common.settings.lr_schedules import LrSchedule
 from common.settings.prompt_templates import read_template
 from common.settings.rewards import OwnReward, Reward, RewardEntry
-from common.settings.section import InHelp, Section
+from common.settings.section import InHelp, Section, among
 
 _Entry = TypeVar("_Entry", bound=Reward)
-
-
-def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
-    """Returns a validator: the text must be one of `names` or an import path."""
-
-    def check(text: str) -> str:
-        if text in names or re.fullmatch(r"[\w.]+:\w+", text):
-            return text
-        raise ValueError(
-            f"there is no {text}: "
-            f"{did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
-        )
-
-    return AfterValidator(check)
 
 
 _MAX_NAME = 512
@@ -51,7 +37,8 @@ HARBOR_COLUMN = "harbor_task"
 read."""
 
 
-def _environment(text: str) -> str:
+def _checked_environment(text: str) -> str:
+    # A class of the user, or a kind of environment with its argument.
     if text in ("", "python") or re.fullmatch(
         r"python:[\w.]+[:.]\w+|(agent|harbor|openenv|verifiers):\s*\S.*", text, re.DOTALL
     ):
@@ -69,7 +56,7 @@ def _environment(text: str) -> str:
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 TrackerName = Annotated[
-    str, _among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")
+    str, among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")
 ]
 
 
@@ -77,8 +64,8 @@ class ModelSection(Section):
     """The policy."""
 
     name: InHelp[str] = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model on the Hugging Face hub, or a local directory. `rlhf tiny-model DIR` makes
-    the built-in one."""
+    """Model on the Hugging Face hub, or a local directory. `rlhf tiny-model DIR` makes the built-in
+    one."""
     dtype: InHelp[Literal["float32", "bfloat16"]] = "bfloat16"
     """Compute precision on a GPU. Master weights are always float32; a CPU always computes in
     float32."""
@@ -153,7 +140,7 @@ class DataSection(Section):
     task_field: str = ""
     """Column with the task of each row, which selects its reward functions (`tasks` in
     `reward.functions`)."""
-    map: Annotated[str, _among("", path="package.module:function")] = ""
+    map: Annotated[str, among("", path="package.module:function")] = ""
     """Function `package.module:function` that transforms every row before it is used. It gets the
     columns and returns columns, or None to skip the row."""
     levels: list[int | str] = []
@@ -212,7 +199,7 @@ class RewardSection(Section):
         return next((entry for entry in self.functions if isinstance(entry, kind)), None)
 
     @model_validator(mode="after")
-    def _are_different(self) -> "RewardSection":
+    def _names_differ(self) -> "RewardSection":
         names = [entry.name for entry in self.functions]
         for name in names:
             if names.count(name) > 1:
@@ -229,9 +216,9 @@ class TeacherSection(Section):
     """
 
     url: InHelp[str] = ""
-    """Its endpoint: SGLang or this system's own engine, such as http://127.0.0.1:30000, or, if the
-    URL ends with /v1, an OpenAI-compatible endpoint that returns log-probabilities of prompts. Its
-    key comes from TEACHER_API_KEY. Empty: no teacher."""
+    """URL of the teacher: SGLang or this system's own engine, such as http://127.0.0.1:30000, or,
+    if the URL ends with /v1, an OpenAI-compatible endpoint that returns log-probabilities of
+    prompts. The key comes from TEACHER_API_KEY. Empty: no teacher."""
     model: str = ""
     """Name of the model at an OpenAI-compatible endpoint."""
     coef: PositiveFloat = 1.0
@@ -280,7 +267,7 @@ class ReplaySection(Section):
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, from 0 to
     below 1."""
-    priority: Annotated[str, _among("advantage", "reward")] = "advantage"
+    priority: Annotated[str, among("advantage", "reward")] = "advantage"
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own
     function `package.module:name` of (group, advantages) returns, at least 0."""
     max_reuse_staleness: NonNegativeInt = 8
@@ -308,10 +295,10 @@ class CriticSection(Section):
     clipping."""
 
 
+# SGLang's arguments for the sizes of an engine, besides that of tensor parallelism.
 _PIPELINE = ("--pp", "--pp-size", "--pipeline-parallel-size")
 DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
 _EXPERT = ("--ep", "--ep-size", "--expert-parallel-size")
-"""SGLang's arguments for the sizes of an engine, besides that of tensor parallelism."""
 
 
 class RolloutSection(Section):
@@ -389,7 +376,9 @@ class RolloutSection(Section):
 
     @property
     def has_dp_attention(self) -> bool:
-        """Whether groups of an engine's ranks each hold all of attention, and share the rest."""
+        """Whether each group of an engine's ranks has all weights of attention; all ranks of the
+        engine share the other weights.
+        """
         return "--enable-dp-attention" in self.engine_args
 
     @property
@@ -501,7 +490,7 @@ class SamplingSection(Truncation):
     """Start of every answer, such as `<think>`: the model continues from there, and graders get it
     with the answer."""
     request_timeout_s: PositiveFloat = 600.0
-    """Seconds for generating one group, retries included."""
+    """Seconds for generating one group: retries, and the wait in the queue of the engines, included."""
 
     def training_truncation(self) -> dict[str, float]:
         """Returns `truncation` for training, where the kept tokens are sent with every token."""
@@ -527,10 +516,9 @@ class EvaluationSection(Truncation):
     """Steps between evaluations on held-out problems. 0: only before and after training."""
     samples: InHelp[NonNegativeInt] = 256
     """Held-out problems per evaluation. 0: no evaluation."""
-    k: PositiveInt = 8
-    """k of pass@k in the first and the last evaluation."""
     pass_samples: NonNegativeInt = 64
-    """Held-out problems for pass@k. Each is answered k times."""
+    """Held-out problems for pass@8 in the first and the last evaluation. Each is answered eight
+    times."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of the answers that count for the accuracy. 0: greedy."""
@@ -584,8 +572,7 @@ class TrainerSection(Section):
     on GPUs, if there is a C compiler."""
     keep_groups_mb: NonNegativeInt = 4096
     """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The
-    oldest steps are
-    removed first. 0: keep none."""
+    oldest steps are removed first. 0: keep none."""
     audit: bool = False
     """Record what `rlhf audit` needs to re-execute any step of the run and compare it bit for bit,
     in `run_dir/audit.jsonl` beside `run_dir/groups`."""
@@ -627,8 +614,8 @@ class ParallelSection(Section):
 
     shard_size: int | None = Field(None, gt=0)
     """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A
-    divisor of the number
-    of ranks in between: HSDP. A single process on a CPU always holds everything."""
+    divisor of the number of ranks in between: HSDP. A single process on a CPU always holds
+    everything."""
     context_size: PositiveInt = 1
     """Ranks that compute each completion together, for contexts too long for one. A divisor of the
     number of ranks and of the model's attention heads."""
@@ -661,14 +648,14 @@ class CheckpointSection(Section):
 
 
 class LimitsSection(Section):
-    """How long the trainer waits for what, and which faults end the run."""
+    """How long the trainer waits, and which faults end the run."""
 
     stuck_after_s: PositiveFloat = 1800.0
-    """Seconds without progress after which the run ends with the reason: of the other tasks before
-    they are healthy, of a batch (graded groups), or of all ranks."""
+    """Seconds without progress after which the run ends and says what stands still: another task
+    that is not healthy yet, a batch (its graded groups), or all ranks."""
     service_timeout_s: PositiveFloat = 600.0
-    """Seconds for one call to a service, retries included; they begin again whenever more of a
-    large body has arrived or was sent. Should exceed the time of a restart of its pod."""
+    """Seconds for one call to a service, retries included. The time begins anew whenever more of a
+    large body was received or sent. Should exceed the time in which the service's pod restarts."""
     fence_after_s: PositiveFloat = 900.0
     """Seconds without progress (bytes fetched, an engine that loads) after which a rollout node
     that does not serve the newest weights is fenced from traffic. Should exceed
@@ -685,10 +672,10 @@ class EnvironmentSection(Section):
 
     port: Port = 8006
     """Port of the environment-server."""
-    name: InHelp[Annotated[str, AfterValidator(_environment)]] = ""
+    name: InHelp[Annotated[str, AfterValidator(_checked_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
-    talks to a model; `harbor:COMMAND`, one that works in the container of a Harbor task;
+    talks to a model; `harbor:COMMAND`, such a program in the container of a Harbor task;
     `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID` or `verifiers:FILE.toml`
     (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: PositiveInt = 8
@@ -699,20 +686,20 @@ class EnvironmentSection(Section):
     `rollout.max_context_tokens`."""
     turn_discount: float | None = Field(None, ge=0, le=1)
     """Discount per turn for rewards that an environment gives for single answers
-    (`get_turn_rewards`): an answer is
-    then credited only with the rewards that follow it, not with earlier ones. Unset: they count for
-    the whole episode."""
+    (`get_turn_rewards`): an answer is then credited only with the rewards that follow it, not with
+    earlier ones. Unset: they count for the whole episode."""
     deadline_s: PositiveFloat = 600.0
     """Seconds for one episode. One that takes longer is lost: it has no reward."""
     tool_timeout_s: PositiveFloat | None = None
-    """Seconds for one tool call of a class, or one step of an OpenEnv server. For one that takes
-    longer, the model is told an error, and the episode goes on. Unset: as long as the episode."""
+    """Seconds for one tool call of a class, or one step of an OpenEnv server. If it takes longer,
+    the model gets an error as its result, and the episode goes on. Unset: as long as the
+    episode."""
     step_rewards: Literal["sum", "last", "max"] = "sum"
-    """What of the rewards of an OpenEnv server's steps is the episode's reward: the sum for
-    increments, the last for a score so far, the maximum for the best attempt."""
+    """How the rewards of an OpenEnv server's steps make the episode's reward: `sum` for increments,
+    `last` for a score so far, `max` for the best attempt."""
     min_episodes: int | None = Field(None, ge=2)
-    """Fewest whole episodes with which a group is trained. A group with fewer plays other episodes
-    in place of those that were lost, once, and is dropped if that does not suffice. Unset: all of
+    """Fewest whole episodes with which a group is trained on. A group with fewer plays new episodes
+    in place of the lost ones, once, and is dropped if there are still too few. Unset: all of
     `sampling.group_size`."""
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
@@ -730,8 +717,8 @@ class RuntimeSection(Section):
 
     kind: Literal["local", "sandbox", "docker", "kubernetes"] = "local"
     """`local`: processes of the environment-server's user. Otherwise every episode has a container,
-    which reaches only the gateway: `sandbox`, bubblewrap on this machine; `docker`; `kubernetes`,
-    a pod."""
+    which reaches only the gateway: `sandbox`, bubblewrap on this machine; `docker`; `kubernetes`, a
+    pod."""
     image: str = ""
     """Image of the containers of Docker and Kubernetes; `{task}` in it is replaced by the name of a
     Harbor task's folder. A task that names its own image has that one."""

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 from pydantic.fields import FieldInfo
 
 from common.settings.algorithm import AlgorithmSection
-from common.settings.section import InHelp
+from common.settings.section import InHelp, Section
 from common.settings.sections import (
     CheckpointSection,
     CriticSection,
@@ -34,16 +34,10 @@ IN_RUN_DIR = Path("RUN_DIR/state")
 """Placeholder for `state` in the run directory, because the state belongs to its run."""
 
 
-class Settings(BaseModel):
+class Settings(Section):
     """Every section, and the settings of no section."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        validate_default=True,
-    )
+    model_config = ConfigDict(validate_default=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -68,7 +68,7 @@ def from_words(words: Iterable[str], known: Mapping[str, FieldInfo]) -> dict[str
         name = option.removeprefix("--")
         if not word.startswith("--"):
             raise ConfigError("this is not an option", field=word, remedy=_FORM)
-        if not equals:
+        if not equals:  # the next word is the value; a missing one looks like an option
             text = next(given, "--")
         if name not in known:
             raise unknown(known, name, option, None if text == "--" else text)
@@ -92,7 +92,7 @@ def read_text(field: FieldInfo, text: str, name: str) -> Any:
 
     Raises ConfigError for text that begins like a list or mapping but is none.
     """
-    if field.annotation is str:
+    if field.annotation is str:  # "None" and "[a]" are texts too
         return text
     if text in ("None", "null"):
         return None

@@ -1,4 +1,6 @@
-"""Checksums of files, as used in weight manifests."""
+"""Checksums of files, as used in weight manifests: `trainer.weights.versions` writes them,
+`services.rollout.weights.store` compares them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -11,6 +11,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar, get_args
 
 import msgpack
@@ -45,19 +46,14 @@ MAX_JSON_ITEMS = 2_000_000
 memory."""
 _CHUNK = 256 << 10
 _BACKSLASHES = re.compile(rb"\\*.?", re.DOTALL)
-_NOT_FINITE = re.compile("NaN|-?Infinity")
-_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
-_MAX_SEARCHED = 1 << 20
-"""Characters of a body that are searched for the place of an error: the search holds the
-interpreter."""
 MAX_ITEMS = 4_000_000
 """Limit on the items of all lists and mappings of a msgpack body. An empty mapping takes one byte
 there but 64 in Python, so a body of the permitted size could otherwise fill the memory. Real bodies
 have few items, since arrays are raw bytes."""
 _ARRAYS: dict[Any, tuple[np.dtype[Any], Any]] = {
-    np.int32: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
+    np.int32: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]),
     np.float32: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
-    np.uint8: (np.dtype("u1"), list[Annotated[int, Meta(ge=0, lt=256)]]),
+    np.uint8: (np.dtype("u1"), list[Annotated[int, Meta(ge=0, le=255)]]),
 }
 """For each number type of the arrays in `common.wire.schemas`: its msgpack dtype and its JSON type.
 Integers are token ids."""
@@ -93,13 +89,8 @@ def decode_groups(body: bytes) -> list[Group]:
     return decode(body, Groups).groups
 
 
-def group_json(group: Group) -> dict[str, Any]:
-    """Converts a group to plain lists and numbers, for `GET /groups/{id}` and sample files."""
-    return plain(group)
-
-
-def plain(value: msgspec.Struct) -> dict[str, Any]:
-    """Converts a struct to mappings, lists and numbers."""
+def plain(value: msgspec.Struct | dict[str, Any]) -> dict[str, Any]:
+    """Converts a struct, or its fields, to mappings, lists and numbers, for JSON."""
     found: dict[str, Any] = msgspec.to_builtins(
         value, builtin_types=(bytes,), enc_hook=lambda array: array.tolist()
     )
@@ -150,56 +141,29 @@ def parse_json(body: bytes) -> Any:
             value=len(body),
             remedy=remedy,
         )
-    collects = gc.isenabled()
-    gc.disable()  # while a million lists are created, the collector would scan them again and again
     try:
-        return orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
+        with without_collection():
+            return orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
     except orjson.JSONDecodeError as error:
-        raise _not_json(error) from None
-    finally:
-        if collects:
-            gc.enable()
+        raise InvalidInput(
+            f"the body is not JSON: {error}",
+            field="body",
+            remedy="send JSON in UTF-8, which has neither NaN nor Infinity",
+        ) from None
 
 
-def _not_json(error: orjson.JSONDecodeError) -> InvalidInput:
-    """Returns the error of a body that is not JSON. NaN and infinity, which Python's own `json`
-    writes, are named with their place.
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pauses the garbage collector: while a million lists are created, it would scan the whole heap
+    again and again, which took ten times as long as the parsing (`python -m benchmarks.collector`).
     """
-    begin = error.pos - (error.doc[max(0, error.pos - 1) : error.pos] == "-")
-    number = _NOT_FINITE.match(error.doc, begin)
-    if number is None or begin > _MAX_SEARCHED:
-        return InvalidInput(
-            f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8"
-        )
-    return InvalidInput(
-        "JSON has no such number",
-        field=_path_at(error.doc, begin) or "body",
-        value=number[0],
-        remedy="send a finite number",
-    )
-
-
-def _path_at(text: str, end: int) -> str:
-    """Returns the path of the value that begins at `end` of a JSON text: `items[3].scores[0]`."""
-    path = list[str | int]()
-    name = ""
-    for found in _TOKENS.finditer(text, 0, end):
-        part = found[0]
-        if part == "{":
-            path.append("")
-        elif part == "[":
-            path.append(0)
-        elif part in "}]":
-            path.pop()
-        elif part == ",":
-            last = path[-1]
-            path[-1] = "" if isinstance(last, str) else last + 1
-        elif part == ":":
-            path[-1] = name
-        else:
-            name = json.loads(part)
-    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
-    return "".join(parts).removeprefix(".")
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _json_items(body: bytes) -> int:
@@ -261,12 +225,13 @@ def _array(kind: Any, value: object) -> Any:
     dtype, numbers = _ARRAYS[number]
     if not isinstance(value, bytes):
         try:
-            return np.array(msgspec.convert(value, numbers), dtype.newbyteorder("="))
+            return np.array(msgspec.convert(value, numbers), dtype)
         except ValidationError as error:
             raise ValueError(error) from None  # msgspec adds no path to its own errors
     if len(value) % dtype.itemsize:
         raise ValueError(f"raw arrays have {dtype.itemsize} bytes a number, got {len(value)} bytes")
-    array = np.frombuffer(value, dtype).astype(dtype.newbyteorder("="), copy=False)
+    array = np.frombuffer(value, dtype)
+    # The limits that JSON's types state above; bytes have no types, so they are checked here.
     if dtype.kind == "f":
         if not np.isfinite(array).all():
             raise ValueError("numbers have to be finite, got NaN or infinity")
@@ -361,6 +326,7 @@ def _of_completion(completion: Completion) -> _Problems:
     )
     yield from _of_kept_tokens(completion)
 
+    # Each span begins where the one before it ends: [[3, 0, 5], [4, 5, 9]] covers 9 tokens.
     reached = 0
     for _, start, end in completion.weight_versions:
         if start != reached or end <= start:
@@ -398,6 +364,8 @@ def _of_kept_tokens(completion: Completion) -> _Problems:
     if counts.min() < 0 or counts.sum(dtype=np.int64) != len(kept):
         yield ".kept_counts", "their sum is the length of kept_tokens"
 
+    # With counts [2, 0, 3], `kept` has the tokens of the first, then those of the third: the token
+    # itself, repeated as often, is compared with them, and each stretch needs one hit.
     hits = np.repeat(completion.token_ids, counts) == kept
     first = np.cumsum(counts) - counts
     if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():

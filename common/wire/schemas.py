@@ -351,14 +351,13 @@ class WeightChecksums(Wire):
 class WeightVerdict(Wire):
     """Confirms that the engine's weights match the reference; otherwise the response is 409."""
 
-    checksum: str
-    """Checksum over all weights of the engine."""
     compared: str
-    """The reference of the comparison: the trainer's own tensors, or the other engines."""
+    """How many of the trainer's own tensors the engine's were compared with."""
 
 
 MAX_DETAIL_CHARS = 4000
 _Name = Annotated[str, StringConstraints(max_length=500)]
+_Words = Annotated[str, StringConstraints(max_length=5000)]
 WorkerState = Literal["starting", "ready", "updating", "asleep", "stale", "failed"]
 
 
@@ -367,7 +366,7 @@ class WorkerReport(Wire):
 
     name: _Name
     """`rollout-server-1`"""
-    url: Annotated[str, StringConstraints(max_length=2000)]
+    url: _Words
     """URL of the engine, as the router knows it."""
     num_nodes: int
     """Rollout nodes of the job group."""
@@ -375,7 +374,7 @@ class WorkerReport(Wire):
     version: int | None
     """Weight version the engine serves; None before the first."""
     run_id: _Name | None = None
-    detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
+    detail: _Words = ""
     """The reason, when the state is `stale` or `failed`; what the node is doing, while it
     updates."""
     progress: NonNegativeInt = 0
@@ -389,15 +388,13 @@ class WorkerReport(Wire):
     incarnation: _Name = ""
     """Changes when the engine must join a new group, because it was restarted or a broadcast to it
     failed."""
-    checksum: _Name = ""
-    """Checksum of the engine's weights, if they were broadcast and verified."""
 
 
 class EngineWeights(Wire):
     """Weights that every node of an engine larger than one node must have on its disk."""
 
     manifest: WeightManifest
-    path: Annotated[str, StringConstraints(max_length=4000)] = ""
+    path: _Words = ""
     """Where the engine reads them, the same on every node; empty while the first node fetches
     them."""
 
@@ -413,7 +410,7 @@ class EngineStart(Wire):
     id: _Name
     dist_init_addr: _Name
     """`host:port` on the first node, where the processes find each other."""
-    model_path: Annotated[str, StringConstraints(max_length=4000)]
+    model_path: _Words
     weight_version: _Name
     weights: EngineWeights | None = None
     """What `model_path` names; None for the base model."""
@@ -433,9 +430,7 @@ class EngineOrder(Wire):
 
 
 class EngineNodeReport(Wire):
-    """State of a further node of an engine (`POST /engine/nodes/{name}` of the first node's
-    agent).
-    """
+    """State of a further node of an engine (`POST /engine/nodes` of the first node's agent)."""
 
     name: _Name
     prepared: _Name = ""
@@ -444,11 +439,11 @@ class EngineNodeReport(Wire):
     """The last start whose weights this node cannot get; `detail` says why."""
     start: _Name = ""
     """The start of the process that runs or ran here."""
-    ended: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
+    ended: _Words = ""
     """Why that process has ended; empty while it runs."""
-    holds: Annotated[str, StringConstraints(max_length=5000)] = ""
+    holds: _Words = ""
     """The `key` of the ordered weights that can be read here."""
-    detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
+    detail: _Words = ""
     progress: NonNegativeInt = 0
     """A number that grows as long as the node gets nearer to what is wanted of it."""
 
@@ -756,7 +751,7 @@ class TakeRequest(Wire):
     request_id: RequestId
     """A retry with the same id gets the same answer, so a new request makes a new id. Once the
     groups were acknowledged, or the answer was empty, it gets no groups."""
-    run_id: Annotated[str, StringConstraints(max_length=128)] = ""
+    run_id: _Name = ""
     """The run that takes the groups; its request ids begin with this id. Leases of all other
     requests end, because only one run trains."""
 

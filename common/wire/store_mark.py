@@ -25,3 +25,7 @@ class StoreMark(NamedTuple):
         if not (identity.isdecimal() and changes.isdecimal()):
             return None
         return cls(int(identity), int(changes))
+
+    def is_behind(self, seen: "StoreMark | None") -> bool:
+        """Whether this moment is before one that a client has seen of the same store."""
+        return seen is not None and self.identity == seen.identity and self.changes < seen.changes

@@ -20,7 +20,7 @@ from common.process.security import SecretRedactor
 from jobgroup.doctor import availability, gpus, machine, memory, network, sizes, software, storage
 from jobgroup.doctor.ground_truths import check_ground_truths
 from jobgroup.doctor.plan import Plan, make
-from jobgroup.doctor.report import Check, Result, failed, perform
+from jobgroup.doctor.report import STATES, Check, Result, perform
 from jobgroup.spec import assignments
 
 _CHECKS = {
@@ -41,12 +41,12 @@ _CHECKS = {
 def results(plan: Plan) -> Iterator[Result]:
     """Runs all checks; the models come first, since disk and memory need their sizes."""
     yield from plan.problems
-    loading = [Check("data set", partial(availability.check_dataset, plan))]
+    loading: dict[str, Check] = {"data set": partial(availability.check_dataset, plan)}
     for name, job in availability.models(plan).items():
-        loading.append(Check(f"model {name}", partial(availability.check_model, plan, name, job)))
+        loading[f"model {name}"] = partial(availability.check_model, plan, name, job)
     yield from perform(loading)
 
-    yield from perform([Check(name, partial(check, plan)) for name, check in _CHECKS.items()])
+    yield from perform({name: partial(check, plan) for name, check in _CHECKS.items()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(error)
 
     if options.data:
-        return _report(_of_data(plan), redactors, options.json)
+        graded = perform({"data set": partial(check_ground_truths, plan)}, limit_s=None)
+        return _report([*plan.problems, *graded], redactors, options.json)
 
     plan.gpus, plan.no_gpus = gpus.visible(env)
     redactors += [SecretRedactor(job.env) for job in plan.here]
@@ -86,14 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _report(results(plan), redactors, options.json)
 
 
-def _of_data(plan: Plan) -> Iterator[Result]:
-    yield from plan.problems
-    try:
-        yield from check_ground_truths(plan)
-    except ConfigError as error:
-        yield failed("data set", error)
-
-
 def _report(
     results: Iterable[Result],
     redactors: list[SecretRedactor],
@@ -103,18 +96,17 @@ def _report(
 ) -> int:
     """Prints the results as they arrive; returns the exit status, always 0 with `may_fail`."""
     found = []
-    counts = {"ok": 0, "warn": 0, "fail": 0}
     for result in results:
         found.append(result.redacted(redactors))
-        counts[result.state] += 1
         if not as_json:
             print(found[-1].text(), flush=True)
+    states = [result.state for result in found]
     if as_json:
-        report = {"ok": not counts["fail"], "checks": [vars(result) for result in found]}
+        report = {"ok": "fail" not in states, "checks": [vars(result) for result in found]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
-        print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
-    return 1 if counts["fail"] and not may_fail else 0
+        print(f"\n{', '.join(f'{states.count(state)} {state}' for state in STATES)}")
+    return 1 if "fail" in states and not may_fail else 0
 
 
 _EPILOG = """\

@@ -71,16 +71,15 @@ def check_dataset(plan: Plan) -> Iterator[Result]:
     source = job.config.data.source
     title = f"data set {source}"
     name = _ON_HUB.get(source, source.removeprefix("math:"))
-    path = job.path(name)
     if source == "tiny":
         yield Result(title, "ok", "generated on the spot")
-    elif source not in _ON_HUB and path.exists():
+    elif source not in _ON_HUB and job.path(name).exists():
         yield Result(title, "ok", "here in files")
-    elif not is_hub_name(name):
-        fix = "correct data.source: a file, a folder, or org/name on the hub"
-        yield Result(title, "fail", f"there is no {path}", fix)
-    else:
+    elif is_hub_name(name):
         yield _on_hub(title, name)
+    else:
+        fix = "correct data.source: a file, a folder, or org/name on the hub"
+        yield Result(title, "fail", f"there is no {job.path(name)}", fix)
 
 
 def _on_hub(title: str, name: str) -> Result:

@@ -43,12 +43,12 @@ def check_ground_truths(plan: Plan) -> Iterator[Result]:
 
 
 async def _checked(reward: PlannedTask, prompts: list[Prompt]) -> tuple[dict[str, str], int]:
-    from services.reward.scorer import RewardScorer
+    from services.reward.service import RewardService
     from trainer.rollouts.ground_truths import PAGE, check_prompts
 
     unsolvable: dict[str, str] = {}
     repaired = 0
-    async with RewardScorer(reward.config.reward) as scorer:
+    async with RewardService(reward.config.reward) as scorer:
         for begin in range(0, len(prompts), PAGE):
             page = prompts[begin : begin + PAGE]
             found, count = await check_prompts(page, scorer.check_ground_truths)

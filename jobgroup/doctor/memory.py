@@ -1,9 +1,8 @@
-"""Whether the model fits the GPUs, or the CPU memory, of the tasks, using the estimates of
+"""Whether the model fits the GPUs of the tasks, and the CPU memory beside them, by the estimates of
 `common.models.memory`.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from common.errors import ConfigError
 from common.models.memory import (
@@ -13,12 +12,12 @@ from common.models.memory import (
     critic_only,
     engine_memory,
     fastest_fit,
+    form,
     trainer_host_bytes,
     trainer_memory,
 )
 from common.process.topology import CRITIC, ROLLOUT, TRAINER
 from common.settings.config import Config
-from jobgroup.doctor.gpus import needs_cuda
 from jobgroup.doctor.machine import available_memory
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, failed, fits, gb
@@ -29,9 +28,6 @@ _STATIC = 0.85
 sets it."""
 _PROMPT = 512
 """Tokens of a long prompt."""
-_PROCESS = 600 << 20
-"""Bytes of a torch process on a CPU before it loads a model (docs/how-to/clusters.md)."""
-_FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "
     "parallel.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"
@@ -44,12 +40,11 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     if not jobs:
         return
     name = jobs[0].config.model.name
-    if name not in plan.shapes and plan.makes_model(jobs[0]):
-        yield Result(TITLE, "ok", "not estimated: the built-in model is made later, and is small")
-        return
     if name not in plan.shapes:
-        found = f"not estimated: the config.json of {name} cannot be read"
-        yield Result(TITLE, "warn", found, "see the line of the model")
+        # Otherwise the line of the model says why its config.json cannot be read.
+        if plan.makes_model(jobs[0]):
+            found = "not estimated: the built-in model is made later, and is small"
+            yield Result(TITLE, "ok", found)
         return
     try:
         shape = ModelShape.of(plan.shapes[name])
@@ -65,28 +60,9 @@ def check_fit(plan: Plan) -> Iterator[Result]:
                 yield from _on_gpu(job, shape, plan)
             except ConfigError as error:
                 yield failed(f"memory of {job.name}", error)
-    elif needs_cuda(plan):
-        fix = "--plan judges a model for a cluster's GPUs"
-        yield Result(TITLE, "warn", "not judged: there is no GPU here", fix)
-    elif not plan.inside:  # else the group's processes already have their memory
-        yield _on_cpu(jobs, shape)
-
-
-def _estimate(
-    job: PlannedTask,
-    shape: ModelShape,
-    ranks: int,
-    *,
-    width: int | None = None,
-    size: int | None = None,
-) -> TrainerMemory:
-    """Estimates a process of the trainer or of critic-server, on a GPU of `size` bytes unless it
-    runs on a CPU.
-    """
-    config = job.config if job.name == TRAINER else critic_only(job.config)
-    if size is not None:
-        config = fastest_fit(shape, config, ranks, FITS_SHARE * size)
-    return trainer_memory(shape, config, ranks, width=width)
+    else:
+        found = "not judged: there is no GPU here, and --plan judges a model for a cluster's"
+        yield Result(TITLE, "ok", found)
 
 
 def parts(estimate: TrainerMemory) -> str:
@@ -102,12 +78,12 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
         return
 
     ranks = 1
+    config = critic_only(job.config)
     if job.name == TRAINER:
         ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
-    estimate = _estimate(job, shape, ranks, size=size)
-    found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {parts(estimate)}"
+        config = job.config
     title = f"memory of {job.name}"
-    yield fits(title, found, needed=estimate.total, available=size, fix=_SMALLER)
+    yield judge_trainer(title, shape, config, ranks, room=size, fix=_SMALLER)
 
     if job.name == TRAINER and not plan.inside:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
@@ -115,6 +91,19 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
         fix = "less offloading, LoRA, or a machine with more"
         yield fits(f"CPU {title}", found, needed=needed, available=left, fix=fix)
+
+
+def judge_trainer(
+    name: str, shape: ModelShape, config: Config, ranks: int, *, room: int, fix: str
+) -> Result:
+    """Judges an update on `ranks` GPUs of `room` bytes."""
+    decided = fastest_fit(shape, config, ranks, FITS_SHARE * room)
+    estimate = trainer_memory(shape, decided, ranks)
+    found = (
+        f"{gb(estimate.total)} of {gb(room)} on each of {ranks} GPUs with {form(decided)}: "
+        f"{parts(estimate)}"
+    )
+    return fits(name, found, needed=estimate.total, available=room, fix=fix)
 
 
 def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Result:
@@ -147,31 +136,3 @@ def _static_share(config: Config) -> float:
     if "--mem-fraction-static" not in arguments[:-1]:
         return _STATIC
     return float(arguments[arguments.index("--mem-fraction-static") + 1])
-
-
-def _on_cpu(jobs: list[PlannedTask], shape: ModelShape) -> Result:
-    """Judges all processes of all tasks in the memory of this machine, where everything is
-    float32.
-    """
-    left, bound = available_memory()
-    lines = []
-    total = 0
-    for job in jobs:
-        if job.name == ROLLOUT:
-            rollout = job.config.rollout
-            tokens = rollout.max_running_requests * rollout.max_context_tokens
-            weights = _FP32 * shape.parameters
-            cache = 2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim * tokens
-            needed = _PROCESS + weights + cache
-            found = f"weights {gb(weights)}, KV cache of {tokens:,} tokens"
-        else:
-            # The overhead of a GPU is no part of a process on a CPU.
-            ranks = job.num_nodes if job.name == TRAINER else 1
-            estimate = replace(_estimate(job, shape, ranks, width=_FP32), overhead=0)
-            needed = estimate.total + _PROCESS
-            found = parts(estimate)
-        lines.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")
-        total += job.num_nodes * needed
-    fix = f"{_SMALLER}; lower rollout.max_running_requests, or use fewer nodes"
-    found = f"{gb(total)} of {gb(left)} {bound}: {'; '.join(lines)}"
-    return fits(TITLE, found, needed=total, available=left, fix=fix)

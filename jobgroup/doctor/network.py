@@ -7,32 +7,14 @@ from operator import attrgetter
 
 import psutil
 
-from common.process.topology import ROLLOUT
 from common.settings.sources import variable
-from jobgroup.doctor.plan import Plan, PlannedTask
+from jobgroup.doctor.plan import Plan
 from jobgroup.doctor.report import Result
-from jobgroup.scrape import SECTIONS
+from jobgroup.scrape import PORTS
 
-_ROLLOUT_PORTS: tuple[str, ...] = (
-    "rollout.router_port",
-    "rollout.engine_port",
-    "rollout.agent_port",
-    "rollout.router_metrics_port",
-)
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
 """Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on
 this address only."""
-
-
-def _ports(job: PlannedTask) -> dict[str, int]:
-    """Returns the ports on which a node of the task listens, by setting."""
-    if job.name == ROLLOUT:
-        settings = _ROLLOUT_PORTS
-    elif job.name in SECTIONS:
-        settings = (f"{SECTIONS[job.name]}.port",)
-    else:
-        return {}
-    return {setting: attrgetter(setting)(job.config) for setting in settings}
 
 
 def check_ports(plan: Plan) -> Iterator[Result]:
@@ -41,7 +23,8 @@ def check_ports(plan: Plan) -> Iterator[Result]:
         return
     free = []
     for job in plan.here:
-        for setting, port in _ports(job).items():
+        for setting in PORTS.get(job.name, ()):
+            port = attrgetter(setting)(job.config)
             try:
                 # With SO_REUSEADDR: connections that just ended do not count.
                 socket.create_server((_NODE, port)).close()

@@ -60,7 +60,7 @@ class PlannedTask(spec.Task):
 
 
 _MAKE_TINY = "trainer.tiny_model"
-"""In the setup of a task that makes the built-in model."""
+"""The setup of a task that makes the built-in model has this word."""
 
 
 @dataclass
@@ -75,8 +75,6 @@ class Plan:
     demo: bool
     problems: Sequence[Result]
     """Errors of the YAML and the settings."""
-    env: Mapping[str, str]
-    """Environment of this process and of the first task here."""
     gpus: Sequence[Gpu] = ()
     no_gpus: str = "not looked for"
     """The reason for empty `gpus`."""
@@ -112,8 +110,8 @@ def make(
     in_pod = inside and not env.get("JOBGROUP_HOSTS")
     demo = path is None and not inside
     jobs: list[PlannedTask] = []
-    errors: dict[str, tuple[ConfigError, list[str]]] = {}
-    """By text: an error, and the tasks that have it; none for an error of the whole group."""
+    problems: dict[str, Result] = {}
+    """By the text of an error, which several tasks may have."""
     try:
         found = spec.load(path or DEMO, {**_DEMO_ENV, **overrides} if demo else overrides)
         group = group or found.name
@@ -125,25 +123,18 @@ def make(
                 task_of_pod = {**vars(each), "env": own}
                 jobs.append(PlannedTask(**task_of_pod, config=each.settings(own)))
             except ConfigError as error:
-                errors.setdefault(str(error), (error, []))[1].append(each.name)
+                problems.setdefault(str(error), failed(f"settings of {each.name}", error))
     except ConfigError as error:
-        errors[str(error)] = error, []
+        problems[str(error)] = failed("job group", error)
 
     names = [job.name for job in jobs]
-    if task is not None and not errors and task not in names:
+    if task is not None and not problems and task not in names:
         remedy = did_you_mean(task, names)
         raise ConfigError("there is no such task", field="--task", value=task, remedy=remedy)
-
-    here = [job for job in jobs if job.name == task or (task is None and not inside)]
-    problems = []
-    for problem, tasks in errors.values():
-        title = f"settings of {', '.join(tasks)}" if tasks else "job group"
-        problems.append(failed(title, problem))
     return Plan(
         group=group,
-        here=here,
+        here=[job for job in jobs if job.name == task or (task is None and not inside)],
         inside=inside,
         demo=demo,
-        problems=problems,
-        env={**env, **(here[0].env if here else {})},
+        problems=list(problems.values()),
     )

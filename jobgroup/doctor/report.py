@@ -3,17 +3,18 @@ the others.
 """
 
 import subprocess
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal, get_args
 
 from common.errors import ConfigError, ServiceError
 from common.models.memory import FITS_SHARE
+from common.process.daemon_threads import in_daemon_thread
 from common.process.security import SecretRedactor
 
 State = Literal["ok", "warn", "fail"]
+STATES: tuple[State, ...] = get_args(State)
 _SLOW = "whatever it queries does not answer, or this machine is overloaded"
 
 
@@ -63,44 +64,33 @@ def failed(name: str, error: ServiceError) -> Result:
     return Result(name, "fail", found, error.remedy or f"change {error.field or 'it'}")
 
 
-class Check(NamedTuple):
-    """A named function that yields results; a ConfigError that it raises is a failed line."""
-
-    name: str
-    run: Callable[[], Iterable[Result]]
-    limit_s: float = 100.0
+Check = Callable[[], Iterable[Result]]
+"""Yields results. A ConfigError that it raises is a failed line."""
 
 
-def perform(checks: Sequence[Check]) -> Iterator[Result]:
-    """Runs all checks at once and yields their results in order. A check that raises or times out
-    is a failed line.
+def perform(checks: Mapping[str, Check], limit_s: float | None = 100.0) -> Iterator[Result]:
+    """Runs all checks at once and yields their results in order. A check that raises, or is not
+    done within `limit_s` seconds, is a failed line with its name.
     """
-    running = []
-    for check in checks:
-        future = Future[list[Result]]()
-        # A daemon thread: one that hangs in the kernel (a dead network disk) must not keep the
-        # command from ending.
-        threading.Thread(target=_run, args=(check, future), daemon=True).start()
-        running.append((check, future))
-    for check, future in running:
+    running = {name: in_daemon_thread(partial(_run, name, checks[name]), name) for name in checks}
+    for name, future in running.items():
         try:
-            yield from future.result(check.limit_s)
+            yield from future.result(limit_s)
         except TimeoutError:
-            yield Result(check.name, "fail", f"not done after {check.limit_s:.0f} s", _SLOW)
+            yield Result(name, "fail", f"not done after {limit_s:.0f} s", _SLOW)
 
 
-def _run(check: Check, future: Future[list[Result]]) -> None:
+def _run(name: str, check: Check) -> list[Result]:
     found = []
     try:
-        for result in check.run():
+        for result in check():
             found.append(result)
     except ServiceError as error:
-        found.append(failed(check.name, error))
+        found.append(failed(name, error))
     except Exception as error:
         reason = f"the check itself failed: {type(error).__name__}: {error}"
-        fix = "check this by hand, and report this line"
-        found.append(Result(check.name, "fail", reason, fix))
-    future.set_result(found)
+        found.append(Result(name, "fail", reason, "check this by hand, and report this line"))
+    return found
 
 
 def ask(

@@ -4,6 +4,7 @@ if it does not fit.
 Uses the estimates of `common.models.memory`; needs neither the model's weights nor a GPU.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -14,13 +15,12 @@ from common.models.memory import (
     ModelShape,
     TrainerMemory,
     fastest_fit,
-    form,
     trainer_host_bytes,
     trainer_memory,
 )
 from common.settings.config import load
-from jobgroup.doctor.memory import judge_engine, parts
-from jobgroup.doctor.report import Result, fits, gb
+from jobgroup.doctor.memory import judge_engine, judge_trainer
+from jobgroup.doctor.report import Result, gb
 
 SIZES = (24, 40, 48, 80, 141, 180)
 """GB of usual GPUs: 4090 and L4, A100, L40S, A100 and H100, H200, B200."""
@@ -35,8 +35,6 @@ _TOGETHER = "RLHF_PARALLEL__CONTEXT_SIZE"
 _EXPERTS = "RLHF_PARALLEL__EXPERT_SIZE"
 _OFFLOAD = "RLHF_PARALLEL__OFFLOAD_OPTIMIZER"
 _LORA = "RLHF_LORA__RANK"
-_MOST_TIMES = 16
-"""Up to this many times the GPUs are looked for when none of the settings suffices."""
 
 
 def predict(
@@ -64,15 +62,7 @@ def predict(
 
     for size in (only_gb,) if only_gb else SIZES:
         room = int(size * 1e9)
-        decided = fastest_fit(shape, config, gpus, FITS_SHARE * room)
-        estimate = trainer_memory(shape, decided, gpus)
-        result = fits(
-            f"trainer on {size:g} GB",
-            f"{gb(estimate.total)} with {form(decided)}: {parts(estimate)}",
-            needed=estimate.total,
-            available=room,
-            fix="",
-        )
+        result = judge_trainer(f"trainer on {size:g} GB", shape, config, gpus, room=room, fix="")
         if result.state != "ok":
             result = replace(result, fix=_changes(shape, env, gpus, room=room))
         yield result
@@ -117,56 +107,24 @@ def _estimate(
         return None
 
 
-def _of_host(
-    shape: ModelShape, env: Mapping[str, str], gpus: int, changes: Mapping[str, str]
-) -> str:
-    """Returns what offloading needs in CPU memory; empty without it."""
-    if _OFFLOAD not in changes:
-        return ""
-    needed = trainer_host_bytes(shape, load([], {**env, **changes}), gpus, min(gpus, _NODE))
-    return f", and {gb(needed)} of CPU memory on a node"
-
-
 def _changes(shape: ModelShape, env: Mapping[str, str], gpus: int, *, room: int) -> str:
-    """Returns the settings with which the trainer fits with a tenth to spare, after cheaper ones
-    that fit tightly; or how much is missing and how many GPUs would do.
+    """Returns the cheapest settings with which the trainer fits with a tenth to spare, after
+    cheaper ones that fit tightly; or how much is missing.
     """
-    found: list[tuple[int, str, Mapping[str, str]]] = []
     tight = ""
+    smallest = math.inf
     for changes in _savings(shape, env, gpus):
         estimate = _estimate(shape, env, gpus, changes, room=room)
         if estimate is None:
             continue
+        words = " ".join(f"--env {name}={value}" for name, value in changes.items())
+        found = f"{words} ({gb(estimate.total)})"
         if estimate.total <= FITS_SHARE * room:
-            host = _of_host(shape, env, gpus, changes)
-            return f"{tight}{_words(changes)} ({gb(estimate.total)}{host})"
+            return f"{tight}{found}"
         if estimate.total <= room and not tight:
-            tight = f"tight: {_words(changes)} ({gb(estimate.total)}); or "
-        found.append((estimate.total, f"{gb(estimate.held)} between updates", changes))
-    total, held, smallest = min(found, key=lambda each: each[0])
-    missing = (
-        f"{tight}nothing fits with a tenth to spare: the smallest is {gb(total)}, {held}, "
-        f"with {_words(smallest)}"
+            tight = f"tight: {found}; or "
+        smallest = min(smallest, estimate.total)
+    return (
+        f"{tight}nothing fits with a tenth to spare, the smallest takes {gb(smallest)}: use more "
+        "or larger GPUs, or a smaller model"
     )
-    enough = _enough(shape, env, gpus, room=room)
-    more = f"{enough} such GPUs fit" if enough else "use a smaller model"
-    return f"{missing}; {more}, or larger GPUs"
-
-
-def _words(changes: Mapping[str, str]) -> str:
-    return " ".join(f"--env {name}={value}" for name, value in changes.items())
-
-
-def _enough(shape: ModelShape, env: Mapping[str, str], gpus: int, *, room: int) -> str:
-    """Returns how many GPUs fit without offloading or an adapter, and with what settings; empty
-    when even many more do not.
-    """
-    step = _NODE if gpus >= _NODE else gpus
-    for more in range(gpus + step, _MOST_TIMES * gpus + 1, step):
-        for changes in _savings(shape, env, more):
-            if _OFFLOAD in changes or _LORA in changes:
-                continue
-            estimate = _estimate(shape, env, more, changes, room=room)
-            if estimate is not None and estimate.total <= FITS_SHARE * room:
-                return f"{more} ({_words(changes)}: {gb(estimate.total)})"
-    return ""

@@ -7,11 +7,11 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
-from jobgroup.doctor.plan import ROOT, Gpu, Plan
+from jobgroup.doctor.plan import ROOT, Plan
 from jobgroup.doctor.report import Result, ask, expect
 from services.rollout.engine_client import toolkit_env
 from services.rollout.router import chosen_router
@@ -19,7 +19,6 @@ from services.rollout.router import chosen_router
 _EXTRA = dict.fromkeys((DATA, REWARD, REPLAY, ENVIRONMENT), "services")
 _EXTRA |= {ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
-_SHOWN = 6
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
 _CUDA = 13
 """CUDA version of the pinned wheels."""
@@ -71,9 +70,7 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
         # Builds (`+cpu`) are ignored.
         if installed.get(name, pin).partition("+")[0] != pin:
             other.append(f"{name} {installed[name]} ({pin} is pinned)")
-    found = ", ".join(other[:_SHOWN]) or "in the pinned versions"
-    if len(other) > _SHOWN:
-        found += f" and {len(other) - _SHOWN} more"
+    found = ", ".join(other) or "in the pinned versions"
     yield expect("packages", not other, found, fix, otherwise="warn")
 
 
@@ -110,7 +107,12 @@ def check_toolkit(plan: Plan) -> Iterator[Result]:
     if not plan.gpus:  # `check_gpus` says so
         return
     if any(each.needs_torch or each.uses_sglang for each in plan.here):
-        yield _driver(plan.gpus)
+        driver = plan.gpus[0].driver  # all GPUs of a machine have the same
+        series = driver.partition(".")[0]
+        new_enough = series.isdecimal() and int(series) >= _DRIVER
+        found = f"{driver!r}; the CUDA {_CUDA} wheels of torch and SGLang need {_DRIVER} or newer"
+        fix = f"update the driver of the node to the {_DRIVER} series"
+        yield expect("NVIDIA driver", new_enough, found, fix)
 
     job = plan.job(ROLLOUT)
     if job is None or not job.uses_sglang or job.config.rollout.device == "cpu":
@@ -142,17 +144,6 @@ def _nvcc(env: Mapping[str, str]) -> Result:
         found += f"; there is no {library}, with which the kernels are linked"
     good = release.startswith(f"{_CUDA}.") and library.exists()
     return expect("nvcc", good, found, fix)
-
-
-def _driver(gpus: Sequence[Gpu]) -> Result:
-    """Judges the driver version from nvidia-smi; all GPUs of a machine have the same."""
-    series = gpus[0].driver.partition(".")[0]
-    new_enough = series.isdecimal() and int(series) >= _DRIVER
-    found = (
-        f"{gpus[0].driver!r}; the CUDA {_CUDA} wheels of torch and SGLang need {_DRIVER} or newer"
-    )
-    fix = f"update the driver of the node to the {_DRIVER} series"
-    return expect("NVIDIA driver", new_enough, found, fix)
 
 
 def _pins(path: Path) -> dict[str, str]:

@@ -47,34 +47,32 @@ def needs(plan: Plan) -> Iterator[Need]:
     for job in plan.here:
         folder = job.path(job.config.state_dir)
         yield Need(folder, f"{job.name}'s logs", _LOGS * job.num_nodes)
-        if job.name == TRAINER:
-            folder = job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
         shape = None
         # Without a config.json, or for an architecture that the memory check reports as unknown.
         with suppress(KeyError, ConfigError):
             shape = ModelShape.of(plan.shapes[job.config.model.name])
-        for what, size in _sizes(job, shape).items():
-            yield Need(folder, what, size)
+        parameters = shape.parameters if shape else 0
+
+        adapter_only = job.config.lora.publishes_adapter
+        if job.name == REPLAY:
+            tokens = job.config.replay.capacity * job.config.sampling.max_new_tokens
+            yield Need(folder, "full replay store", tokens * _TOKEN)
+        elif job.name == CRITIC:
+            yield Need(folder, "2 checkpoints of the critic", 2 * _STATE * parameters)
+        elif job.name == ROLLOUT and not adapter_only:
+            pulled = _PULLED * job.num_nodes * 2 * parameters
+            yield Need(folder, f"{_PULLED} pulled versions", pulled)
+        elif job.name == TRAINER:
+            folder = job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
+            for what, size in _trainer_sizes(job, shape).items():
+                yield Need(folder, what, size)
 
 
-def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
-    """Returns the bytes of what the task writes beside logs, by name."""
+def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
+    """Returns the bytes of what the trainer writes beside logs, by name."""
     config = job.config
+    trainer = config.trainer
     parameters = shape.parameters if shape else 0
-    if job.name == REPLAY:
-        tokens = config.replay.capacity * config.sampling.max_new_tokens
-        return {"full replay store": tokens * _TOKEN}
-    if job.name == CRITIC:
-        return {"2 checkpoints of the critic": 2 * _STATE * parameters}
-    if job.name == ROLLOUT and not config.lora.publishes_adapter:
-        return {f"{_PULLED} pulled versions": _PULLED * job.num_nodes * 2 * parameters}
-    if job.name == TRAINER:
-        return _trainer_sizes(job, shape, parameters)
-    return {}
-
-
-def _trainer_sizes(job: PlannedTask, shape: ModelShape | None, parameters: int) -> dict[str, int]:
-    config = job.config
     trained = parameters
     if shape and config.lora.rank:
         trained = shape.lora_parameters(config.lora.rank, config.lora.target_modules)
@@ -84,18 +82,15 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None, parameters: int) 
         kept *= 2
     width = 2 if config.model.dtype == "bfloat16" and job.gpus else 4
     published = trained if config.lora.publishes_adapter else parameters
+    recorded = trainer.keep_groups_mb << 20
+    if trainer.max_steps:
+        completions = trainer.max_steps * trainer.batch_size * config.sampling.group_size
+        recorded = min(recorded, completions * config.sampling.max_new_tokens * _RECORDED)
     return {
         f"{kept} checkpoints": kept * _STATE * trained,
         f"{_VERSIONS} weight versions": _VERSIONS * width * published,
-        "recorded groups": min(config.trainer.keep_groups_mb << 20, _recorded(job)),
+        "recorded groups": recorded,
     }
-
-
-def _recorded(job: PlannedTask) -> int:
-    steps = job.config.trainer.max_steps or 1 << 40
-    sampling = job.config.sampling
-    completions = steps * job.config.trainer.batch_size * sampling.group_size
-    return completions * sampling.max_new_tokens * _RECORDED
 
 
 def check_disk(plan: Plan) -> Iterator[Result]:
@@ -124,13 +119,16 @@ def check_folder(folder: Path, sqlite: bool = False) -> Result:
 
     kind = file_system(place)
     found = f"written and synced in {1000 * seconds:.0f} ms, {kind}"
-    if sqlite and (kind in _NETWORK or kind.startswith("fuse")):
-        found += ": SQLite's locks and log need one machine's own file system"
-        fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
-        return Result(title, "warn", found, fix)
-    if sqlite and kind in ("overlay", "tmpfs"):
-        found += ": the prompts' cursor and the replay store are gone with its container"
-        return Result(title, "warn", found, "mount a block volume if they must outlive it")
+    if sqlite:
+        problem = fix = ""
+        if kind in _NETWORK or kind.startswith("fuse"):
+            problem = "SQLite's locks and log need one machine's own file system"
+            fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
+        elif kind in ("overlay", "tmpfs"):
+            problem = "the prompts' cursor and the replay store are gone with its container"
+            fix = "mount a block volume if they must outlive it"
+        if problem:
+            return Result(title, "warn", f"{found}: {problem}", fix)
     fix = "use a faster disk: every stored group waits for a sync"
     return expect(title, seconds <= 1, found, fix, otherwise="warn")
 
@@ -144,22 +142,18 @@ def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result
         disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
     for group in disks.values():
         left = shutil.disk_usage(_existing(group[0].folder)).free
+        needed = sum(need.size for need in group)
+        largest = sorted(group, key=lambda need: -need.size)[:4]
+        parts = ", ".join(f"{need.what} {gb(need.size)}" for need in largest)
         result = fits(
             f"disk of {group[0].folder}",
-            f"{gb(left)} free, {_total(group)} needed",
-            needed=sum(need.size for need in group),
+            f"{gb(left)} free, {gb(needed)} needed ({parts})",
+            needed=needed,
             available=left,
             fix="free space, use a larger disk, or lower checkpoint.keep, "
             "trainer.keep_groups_mb or replay.capacity",
         )
         yield replace(result, state="warn") if running and result.fix else result
-
-
-def _total(group: Sequence[Need]) -> str:
-    """Formats the sum with its largest parts."""
-    total = gb(sum(need.size for need in group))
-    largest = sorted(group, key=lambda need: -need.size)[:4]
-    return f"{total} ({', '.join(f'{need.what} {gb(need.size)}' for need in largest)})"
 
 
 def _existing(path: Path) -> Path:

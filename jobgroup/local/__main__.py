@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +59,7 @@ python -m trainer --help lists the settings: section.name is the variable RLHF_S
 _FILES = 8192
 _TOKEN_FILE = "api_token"  # noqa: S105
 _OURS = re.compile(r"-m (trainer|services)\b")
-"""In the command of a task whose process reads our settings."""
+"""Matches the command of a task whose process reads our settings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with choose_addresses(group) as placement, _own_directories(group, log_dir):
             if options.clear:
                 _clear(Path(options.clear), log_dir)
-            screen = Screen(_nodes(group), followed)
+            nodes = [host.partition(".")[0] for host in placement.hosts]
+            screen = Screen(nodes, followed)
             if yaml != Path(options.yaml):
                 screen.say(f"there is no file {options.yaml} here: this is {yaml} of the package")
             return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
@@ -133,13 +134,10 @@ def _own_directories(group: JobGroup, log_dir: Path) -> Iterator[None]:
         stack.enter_context(RunLock(log_dir, name, "--log-dir"))
         of_run = (_run_dir(group) / "logs").resolve()
         if log_dir != of_run and any("RUN_DIR" in task.env for task in group.tasks):
-            RunLock(of_run.parent, name, "RUN_DIR").refuse_held()
+            with RunLock(of_run.parent, name, "RUN_DIR"):
+                pass  # no other run has it now; the trainer of this one takes it when it starts
             stack.enter_context(RunLock(of_run, name, "RUN_DIR"))
         yield
-
-
-def _nodes(group: JobGroup) -> list[str]:
-    return [f"{task.name}-{rank}" for task in group.tasks for rank in range(task.num_nodes)]
 
 
 def _run(
@@ -150,7 +148,9 @@ def _run(
     made = _make_token(tasks, log_dir)
     for line in [*_notices(tasks, log_dir), *_addresses(group, placement, log_dir, made)]:
         screen.say(line)
-    _write_scrape_configuration(group, placement, log_dir)
+    token_file = _TOKEN_FILE if token() else None  # beside the file
+    scraped = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
+    (log_dir / "prometheus.yml").write_text(scraped, encoding="utf-8")
     _raise_file_limit()
 
     environments = _environments(group, placement)
@@ -161,7 +161,7 @@ def _run(
         screen.plain(line)
     for run in runner.runs:
         if run.failed is not None and run is not runner.reason:
-            screen.tail(run.failed.name, run.failed.tail, run.failed.log)
+            screen.tail(run.failed.name, run.failed.last_lines, run.failed.log)
     if runner.reason is not None and runner.reason.failed is not None:
         _say_reason(runner.reason.failed, screen)  # last
     return status
@@ -192,11 +192,11 @@ def _raise_file_limit() -> None:
 
 def _say_reason(node: Node, screen: Screen) -> None:
     """Shows a failed node's last lines, and how it ended if they cannot say it."""
-    screen.tail(node.name, node.tail, node.log)
+    screen.tail(node.name, node.last_lines, node.log)
     status = node.ended.result()
     if status > SIGNALLED:
         screen.say(f"{node.name} {how_ended(status)}", loud=True)
-    elif not node.tail:
+    elif not node.last_lines:
         screen.say(f"{node.name} {how_ended(status)} and printed nothing", loud=True)
 
 
@@ -303,14 +303,13 @@ def _node_count(text: str) -> tuple[str, int]:
 
 
 def _log_dir(option: str | None, group: JobGroup) -> Path:
-    if option:
-        log_dir = Path(option).resolve()
-        make_directory(log_dir, "--log-dir")
-    else:
-        run_dir = _run_dir(group)
-        make_directory(run_dir, "RUN_DIR")
-        log_dir = (run_dir / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").resolve()
-        make_directory(log_dir, "RUN_DIR")
+    field = "--log-dir"
+    if option is None:
+        field = "RUN_DIR"
+        make_directory(_run_dir(group), field)
+        option = str(_run_dir(group) / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    log_dir = Path(option).resolve()
+    make_directory(log_dir, field)
     return log_dir
 
 
@@ -324,14 +323,12 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     lines = [f"{nodes} nodes of {len(tasks)} tasks; logs in {log_dir}"]
     if any(task.setup for task in tasks):
         lines.append("the tasks' setup is not run: their environment must already exist")
-    names = [task.name for task in tasks if task.ignored]
+    names = ", ".join(task.name for task in tasks if task.ignored)
     if names:
-        mounts = "volumes and file_mounts"
-        lines.append(f"{mounts} of {', '.join(names)} are only for a cluster and not mounted here")
-    unset = sorted({name for task in tasks for name in task.on_volumes})
-    if unset:
-        told = f"{' and '.join(unset)} of the YAML name folders on volumes"
-        lines.append(f"{told}: here the defaults count, or --env")
+        lines.append(
+            f"volumes and file_mounts of {names} are only for a cluster: here the default folders "
+            "count, or --env"
+        )
     return lines
 
 
@@ -367,14 +364,6 @@ def _addresses(group: JobGroup, placement: Placement, log_dir: Path, made: str) 
             given = f"#token={made}" if made else ""
             lines.append(f"dashboard, once the trainer has started: {url}/dashboard/{given}")
     return lines
-
-
-def _write_scrape_configuration(group: JobGroup, placement: Placement, log_dir: Path) -> None:
-    """Writes `prometheus.yml` for the tasks; none for wrong settings, which a task reports."""
-    token_file = _TOKEN_FILE if token() else None  # beside it
-    with suppress(ConfigError):
-        text = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
-        (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")
 
 
 def _summary(runner: Runner) -> Iterator[str]:

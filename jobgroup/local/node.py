@@ -1,22 +1,23 @@
 """One node of a task on this machine: its process, its log file and its last lines."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from jobgroup.local import launcher
-from jobgroup.local.output import TAIL_LINES, Screen
+import psutil
 
-_CHUNK = 1 << 16
+from common.process import launcher
+from common.process.child import Child, ChildOutput
+from common.process.exits import SIGNALLED
+from jobgroup.local.output import Screen
 
 
 class Node:
-    """A command that runs under the launcher, with its output relayed to its log file and the
-    screen.
+    """A command with its output in a log file and on the screen. `ended` is the task that runs it:
+    its result is the exit status.
     """
 
     def __init__(
@@ -32,86 +33,63 @@ class Node:
     ) -> None:
         self.name = name
         self.log = log
-        self.screen = screen
-        self.followed = name == screen.follow
-        self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        self._file = log.open("ab", buffering=0)
-        self._lacks_lines = False
-        self._partial = b""
-        self._output, output_of_process = os.pipe()
-        os.set_blocking(self._output, False)
-        command = [sys.executable, "-P", launcher.__file__, str(grace_s), script]
-        self.process = subprocess.Popen(
-            command,
-            cwd=workdir,
-            env=dict(env),
-            stdin=subprocess.PIPE,
-            stdout=output_of_process,
-            stderr=output_of_process,
-            start_new_session=True,
+        self._screen = screen
+        self._child: Child | None = None
+        self._stopping = asyncio.Event()
+        self._output = ChildOutput(
+            log,
+            self._show,
+            on_data=screen.raw if name == screen.follow else lambda _: None,
+            on_loss=partial(screen.say, loud=True),
         )
-        os.close(output_of_process)
-        loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[int] = loop.create_future()
-        loop.add_reader(self._output, self._relay)
+        self.ended = asyncio.create_task(self._run(script, env, workdir, grace_s))
+
+    @property
+    def last_lines(self) -> deque[bytes]:
+        return self._output.last_lines
 
     def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        """Ends the node: SIGTERM to its command, and SIGKILL to what is left after the grace."""
+        self._stopping.set()
 
-    def poll(self) -> None:
-        """Called when a child process ended: if it is this one, relays its remaining output and
-        sets the exit status.
-        """
-        if self.ended.done():
-            return
-        code = self.process.poll()
-        if code is None:
-            return
-        while self._relay():
-            pass
-        self._close()
-        self.ended.set_result(launcher.exit_status(code))
-
-    def _close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._output)
-        os.close(self._output)
-        self._lines(b"\n" if self._partial else b"")
-        self._file.close()
+    def kill(self) -> None:
+        """Ends the node now."""
         self.stop()
+        if self._child is not None:
+            self._child.kill()
 
-    def _relay(self) -> bool:
-        """Relays the available output, at most one chunk; False when there is none."""
-        try:
-            data = os.read(self._output, _CHUNK)
-        except BlockingIOError:
-            return False
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._output)
-            return False
-        self._save(data)
-        if self.followed:
-            self.screen.raw(data)
-        self._lines(data)
-        return True
+    async def _run(self, script: str, env: Mapping[str, str], workdir: Path, grace_s: float) -> int:
+        self._child = await Child.start(
+            ["bash", "-c", script],
+            self._output,
+            env=env,
+            workdir=workdir,
+            grace_s=grace_s,
+        )
+        ways_to_end = [
+            asyncio.create_task(self._child.wait()),
+            asyncio.create_task(self._stopping.wait()),
+        ]
+        await asyncio.wait(ways_to_end, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways_to_end:
+            way.cancel()
+        status = await self._child.end(grace_s)
+        if status > SIGNALLED:
+            _kill_orphans()
+        return status
 
-    def _save(self, data: bytes) -> None:
-        """Appends to the log file. On a full disk it leaves lines out, says so once, and lets the
-        node run on.
-        """
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as error:
-            if not self._lacks_lines:
-                self._lacks_lines = True
-                self.screen.say(f"lines are missing in {self.log}: {error}", loud=True)
-
-    def _lines(self, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > _CHUNK:  # a line without end is shown in pieces
-            lines.append(self._partial)
-            self._partial = b""
+    def _show(self, lines: list[bytes]) -> None:
         for line in lines:
-            self.tail.append(line)
-            self.screen.line(self.name, line)
+            self._screen.line(self.name, line)
+
+
+def _kill_orphans() -> None:
+    """Kills what a launcher left behind that was itself killed: all other children of this process
+    are launchers.
+    """
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if launcher.__file__ not in child.cmdline():
+                for process in (*child.children(recursive=True), child):
+                    process.kill()
+                child.wait()

@@ -11,7 +11,6 @@ from typing import TextIO
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED = 31
 _BOLD = 1
-TAIL_LINES = 20
 _OWN = "jobgroup"
 
 

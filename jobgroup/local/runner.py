@@ -1,18 +1,15 @@
 """Starts, restarts and ends a job group on one machine by SkyPilot's rules."""
 
 import asyncio
-import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import psutil
-
-from common.process.exits import how_ended
+from common.process import launcher
+from common.process.exits import SIGNALLED, how_ended
 from common.process.topology import LOST, WRONG_SETTING
-from jobgroup.local import launcher
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.spec import Task
@@ -20,7 +17,6 @@ from jobgroup.spec import Task
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "STOPPED"]
 """`STOPPED`: ended after the primary tasks have succeeded, as every service is; SkyPilot calls it
 CANCELLED."""
-_BACKSTOP_S = 5.0
 _CAUSE_S = 10.0
 """Time for the node that failed by itself to end, after one that only follows it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,6 +53,7 @@ class TaskRun:
             self.nodes = [self._start(self.task, rank) for rank in range(self.task.num_nodes)]
             failed = await self._first_failure()
             await self._cause_ends(failed)
+            # As in SkyPilot, the nodes of a task live and die together.
             for node in self.nodes:
                 node.stop()
             await asyncio.wait([node.ended for node in self.nodes])
@@ -65,12 +62,14 @@ class TaskRun:
             if failed is None:
                 self._finish("SUCCEEDED")
                 return
+            # The node that ended first may only have followed the one that failed by itself, whose
+            # status says whether a restart helps.
             failed = next((node for node in (failed, *self.nodes) if _on_its_own(node)), failed)
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
                 # Else node 0 was ended because another one had failed.
-                by_itself = 0 < self.nodes[0].ended.result() < launcher.SIGNALLED
+                by_itself = 0 < self.nodes[0].ended.result() < SIGNALLED
                 self.failed = self.nodes[0] if by_itself else failed
                 reason = " (a setting is wrong)" if self.status == WRONG_SETTING else ""
                 after = f"after {self.restarts} restarts{reason}"
@@ -126,14 +125,14 @@ class TaskRun:
     def _tell(self, failed: Node, then: str) -> None:
         self.screen.say(f"{failed.name} {how_ended(self.status)}: {then}", loud=True)
         if self.state != "FAILED" and self.screen.follow is not None:
-            self.screen.tail(failed.name, failed.tail, failed.log)
+            self.screen.tail(failed.name, failed.last_lines, failed.log)
 
 
 def _on_its_own(node: Node) -> bool:
     """Whether the node failed by itself: it was not killed, and its status is not that of following
     another node.
     """
-    return 0 < node.ended.result() < launcher.SIGNALLED and node.ended.result() != LOST
+    return 0 < node.ended.result() < SIGNALLED and node.ended.result() != LOST
 
 
 class Runner:
@@ -167,10 +166,8 @@ class Runner:
         self.runs = [TaskRun(task, self._start, screen) for task in tasks]
         some_primary = any(task.primary for task in tasks)
         self._primary = {run for run in self.runs if run.task.primary or not some_primary}
-        self._nodes: list[Node] = []
         self._logs: set[Path] = set()
         self._signal: int | None = None
-        self._defect: BaseException | None = None
 
     async def run(self) -> int:
         """Runs everything, leaves no process behind, and returns the exit status for the shell."""
@@ -179,19 +176,15 @@ class Runner:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, main)
-        loop.set_exception_handler(lambda _, context: self._on_defect(context, main))
-        loop.add_signal_handler(signal.SIGCHLD, self._on_child)
         try:
             return await main
         except asyncio.CancelledError:
-            if self._defect is not None:
-                raise self._defect from None
             assert self._signal is not None
-            return 128 + self._signal
+            return SIGNALLED + self._signal
         finally:
-            launcher.end_descendants()
+            launcher.end_children()  # there are some only if a launcher was killed
             # A signal that the loop handles while it closes raises OSError.
-            for number in (*_SIGNALS, signal.SIGCHLD):
+            for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
     async def _main(self) -> int:
@@ -206,10 +199,7 @@ class Runner:
         finally:
             for run in self.runs:
                 run.stop()
-            _, late = await asyncio.wait(running, timeout=self.grace_s + _BACKSTOP_S)
-            if late:
-                launcher.end_descendants()
-                await asyncio.wait(late)
+            await asyncio.wait(running)
         for task in running:
             task.result()  # raises what went wrong in our own code
         failed = self.reason
@@ -244,39 +234,15 @@ class Runner:
         if log not in self._logs:  # a restart appends to the file; an earlier run's file is removed
             log.unlink(missing_ok=True)
             self._logs.add(log)
-        env = self._environment(task, rank)
-        node = Node(
+        return Node(
             name,
             task.run,
-            env=env,
+            env=self._environment(task, rank),
             workdir=task.workdir,
             log=log,
             screen=self.screen,
             grace_s=self.grace_s,
         )
-        self._nodes = [node, *(other for other in self._nodes if not other.ended.done())]
-        return node
-
-    def _on_child(self) -> None:
-        for node in self._nodes:
-            node.poll()
-        self._end_orphans()
-
-    def _end_orphans(self) -> None:
-        """Kills the processes a killed launcher left behind: only launchers are children of this
-        process.
-        """
-        known = {node.process.pid for node in self._nodes}
-        for child in psutil.Process().children():
-            if child.pid not in known:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for each in (*child.children(recursive=True), child):
-                        each.kill()
-
-    def _on_defect(self, context: dict[str, Any], main: asyncio.Task[int]) -> None:
-        """Ends the run on an error in a callback, such as a log file that cannot be written."""
-        self._defect = context.get("exception") or RuntimeError(context["message"])
-        main.cancel()
 
     def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
         if self._signal is None:
@@ -285,4 +251,6 @@ class Runner:
             self.screen.say(f"{name}: ending every task (again: kill them now)", loud=True)
             main.cancel()
         else:
-            launcher.end_descendants()
+            for run in self.runs:
+                for node in run.nodes:
+                    node.kill()

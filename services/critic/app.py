@@ -57,27 +57,21 @@ class _Loaded:
             raise NotReady("the value model is being loaded", remedy="ask again")
         return self._service
 
-    def step(self) -> int:
-        """Returns the batches that the critic was trained on."""
-        return 0 if self._service is None else self._service.status().step
-
-    async def _load(self, failed: Callable[[Exception], None]) -> None:
+    async def _load(self) -> None:
         try:
-            self._service = await self.thread.call(CriticService, self._config)
+            self._service = self._service or await self.thread.call(CriticService, self._config)
         except Exception as error:
-            failed(error)
+            assert self._failed is not None, "without it the critic is there"
+            self._failed(error)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Loads the critic, unless that was done; on exit waits for the computation in progress."""
-        loading = None
-        if self._failed is not None:
-            loading = asyncio.create_task(self._load(self._failed))
+        loading = asyncio.create_task(self._load())
         try:
             yield
         finally:
-            if loading is not None:
-                loading.cancel()
+            loading.cancel()
             await self.thread.close()
 
 
@@ -102,7 +96,9 @@ def create_critic_app(config: Config, failed: Callable[[Exception], None] | None
         max_body_bytes=config.max_body_mb << 20,
         max_requests=MAX_REQUESTS,
     )
-    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(critic.step)
+    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(
+        lambda: 0 if critic.problem() else critic.service.status().step
+    )
     skipped = metrics.counter(
         "critic_skipped_updates_total", "Updates not applied because the gradient was not finite"
     )

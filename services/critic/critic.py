@@ -1,11 +1,12 @@
-"""The critic: value model, loss, optimiser and update, for the ranks of the trainer and for the
-critic-server.
+"""The critic: value model, loss, optimiser and update.
+
+The ranks of a trainer hold it (`trainer/policy/critic.py`, the training loop's side of it), or a
+critic-server does (`service.py` and `app.py` here); see docs/adr/0005-one-critic-two-places.md.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,9 @@ class Critic:
         self._check(sequences, "sequences")
         with torch.no_grad():
             return score_shared(
-                self._sizes(sequences),
+                Sizes.of(sequences, self.model.layout.shared),
                 self._ranks,
-                self._config.trainer.micro_batch_tokens,
+                self._config.trainer,
                 score=lambda indices: self.model(self._rows(sequences, indices)),
             )
 
@@ -79,20 +80,13 @@ class Critic:
         The loss of a step is the mean over the completion tokens of its whole mini-batch, each
         times its row's weight, so the result does not depend on micro-batches or the number of
         ranks. `seed` determines the order of the rows. A step whose gradient is not finite is
-        skipped and counted. Raises InvalidInput like `values` and when there are no rows, and
+        skipped and counted. Raises InvalidInput like `values`, and
         NonFiniteGradients after more than `MAX_SKIPPED_UPDATES` skipped steps in a row, when the
         critic is unusable.
         """
-        if not rows:
-            raise InvalidInput(
-                "there are no rows to learn from",
-                field="rows",
-                value=0,
-                remedy="send at least one row",
-            )
         self._check(rows, "rows")
         algorithm = self._config.algorithm
-        sizes = self._sizes(rows)
+        sizes = Sizes.of(rows, self.model.layout.shared)
         norms: list[float] = []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for epoch in range(algorithm.update_epochs):
@@ -100,6 +94,7 @@ class Critic:
                 self.optimizer.zero_grad()
                 part = self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
+                # The step may be skipped; then its loss is not in the metrics.
                 norms.append(self.optimizer.step(self._config.critic.learning_rate))
                 if math.isfinite(norms[-1]):
                     sums += part
@@ -132,33 +127,26 @@ class Critic:
             self._ranks,
             sizes,
             rows=indices,
-            max_tokens=self._config.trainer.micro_batch_tokens,
+            settings=self._config.trainer,
         ):
             values = self.model(self._rows(rows, part))
             if not are_own:  # the other ranks have one more pass: join its collective calls
                 (values.sum() * 0).backward()
                 continue
 
-            part_rows = [rows[i] for i in part]
-            weights = [np.full(len(row.returns), row.weight, np.float32) for row in part_rows]
-            result = value_loss(
+            own = [rows[i] for i in part]
+            weights = [np.full(len(row.returns), row.weight, np.float32) for row in own]
+            losses, clipped = value_loss(
                 values,
-                old_values=_concatenated([row.old_values for row in part_rows], values.device),
-                returns=_concatenated([row.returns for row in part_rows], values.device),
+                old_values=_concatenated([row.old_values for row in own], values.device),
+                returns=_concatenated([row.returns for row in own], values.device),
                 clip=self._config.critic.value_clip,
             )
-            loss = (result.loss * _concatenated(weights, values.device)).sum()
+            loss = (losses * _concatenated(weights, values.device)).sum()
             (loss / tokens).backward()
             count = torch.ones_like(loss) * len(values)
-            sums += torch.stack([loss.detach(), result.clipped.sum(), count]).double()
+            sums += torch.stack([loss.detach(), clipped.sum(), count]).double()
         return sums
-
-    def _sizes(self, sequences: Sequence[TokenSequence]) -> Sizes:
-        return Sizes.of(
-            [sequence.prompt_ids for sequence in sequences],
-            [sequence.completion_ids for sequence in sequences],
-            self.model.layout.shared,
-        )
 
     def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
         selected = [sequences[i] for i in indices.tolist()]
@@ -175,21 +163,20 @@ class Critic:
         vocabulary = self.model.vocabulary
         longest = self.model.max_tokens
         for i, sequence in enumerate(sequences):
-            for name in ("prompt_ids", "completion_ids"):
-                ids = getattr(sequence, name)
-                unknown = ids[(ids < 0) | (ids >= vocabulary)]
-                if len(unknown):
-                    raise InvalidInput(
-                        f"the critic's model knows only the tokens 0 to {vocabulary - 1}",
-                        field=f"{where}[{i}].{name}",
-                        value=int(unknown[0]),
-                        remedy="use a critic.model with the policy's tokenizer",
-                    )
-            if longest is not None and len(sequence) > longest:
+            ids = np.concatenate([sequence.prompt_ids, sequence.completion_ids])
+            unknown = ids[(ids < 0) | (ids >= vocabulary)]
+            if len(unknown):
+                raise InvalidInput(
+                    f"the critic's model knows only the tokens 0 to {vocabulary - 1}",
+                    field=f"{where}[{i}]",
+                    value=int(unknown[0]),
+                    remedy="use a critic.model with the policy's tokenizer",
+                )
+            if longest is not None and len(ids) > longest:
                 raise InvalidInput(
                     f"the critic's model accepts at most {longest} tokens",
                     field=f"{where}[{i}]",
-                    value=len(sequence),
+                    value=len(ids),
                     remedy="lower sampling.max_new_tokens, or use another critic.model",
                 )
 
@@ -212,34 +199,33 @@ class Critic:
             ) from None
 
 
-@dataclass
-class ValueLoss:
-    """The value loss of C tokens."""
-
-    loss: Tensor
-    """[C] with gradient."""
-    clipped: Tensor
-    """[C] bool: the value is so far from the old one that the loss no longer moves it."""
-
-
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
-) -> ValueLoss:
-    """Returns ½·max((v − R)², (clip(v, v_old ± clip) − R)²) for every token; ½(v − R)² when `clip`
-    is None.
+) -> tuple[Tensor, Tensor]:
+    """Returns [C] ½·max((v − R)², (clip(v, v_old ± clip) − R)²), or ½(v − R)² when `clip` is None,
+    and [C] bool whether the value is so far from the old one that the loss no longer moves it.
 
     The squared error of Schulman et al. 2017 (arXiv:1707.06347), clipped as in PPO's reference
-    implementation in OpenAI baselines. Values, old values and returns are [C]; `clip` is the
-    distance from the old value where clipping starts.
+    implementation in OpenAI baselines. For example, with an old value of 0 and a clip of 0.2:
+
+    | v | R | (v − R)² | (clipped v − R)² | loss | |
+    |---|---|---|---|---|---|
+    | 0.1 | 1 | 0.81 | 0.81 | 0.405 | inside the range |
+    | 0.5 | 1 | 0.25 | 0.64 | 0.32 | moved far enough towards R: no gradient |
+    | 0.5 | 0 | 0.25 | 0.04 | 0.125 | moved away: the full gradient |
+
+    Args:
+        values, old_values, returns: [C] v, v_old and R.
+        clip: distance from the old value where clipping starts.
     """
     error = (values - returns).square()
     if clip is None:
-        return ValueLoss(0.5 * error, torch.zeros_like(error, dtype=torch.bool))
+        return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
     change = values - old_values
     clipped_error = (old_values + change.clamp(-clip, clip) - returns).square()
     # Inside the range both errors are equal up to rounding.
     clipped = (clipped_error > error) & (change.abs() > clip)
-    return ValueLoss(0.5 * torch.where(clipped, clipped_error, error), clipped)
+    return 0.5 * torch.where(clipped, clipped_error, error), clipped
 
 
 def _concatenated(arrays: Sequence[Float32], device: torch.device) -> Tensor:
@@ -250,13 +236,15 @@ def _metrics(rows: Sequence[ValueTargets], sums: Tensor, norms: Sequence[float])
     loss, clipped, tokens = sums.tolist()
     old = np.concatenate([row.old_values for row in rows]).astype(np.float64)
     returns = np.concatenate([row.returns for row in rows]).astype(np.float64)
+    # 1 where the values predicted every return, 0 where a constant would have done as well.
     variance = float(returns.var())
+    explained = 1 - float((returns - old).var()) / variance if variance > 0 else 0.0
     applied = [norm for norm in norms if math.isfinite(norm)]
     return CriticMetrics(
         value_loss=loss / tokens if applied else None,
         grad_norm=float(np.mean(applied)) if applied else None,
         clip_fraction=clipped / tokens if applied else None,
-        explained_variance=1 - float((returns - old).var()) / variance if variance > 0 else 0.0,
+        explained_variance=explained,
         value_mean=float(old.mean()),
         return_mean=float(returns.mean()),
         skipped=len(norms) - len(applied),

@@ -106,7 +106,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
         directory,
         trust_remote_code=config.model.trust_remote_code,
         configure=configure,
-        added=None if directory else _NewHead(),
+        added=AddedModules() if directory else _NewHead(),
     )
     in_bfloat16 = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"
 
@@ -141,13 +141,9 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
     except (OSError, ValueError) as error:
         remedy = (
             "name a decoder on the hub (with network access, and HF_TOKEN if it is gated) "
-            "or a local model directory"
+            "or a local model directory; of a checkpoint, remove that directory to continue from "
+            "the one before it, or start with --checkpoint.resume false"
         )
-        if directory:
-            remedy = (
-                "remove that directory to continue from the checkpoint before it, "
-                "or start with --checkpoint.resume false"
-            )
         raise ConfigError(
             f"the value model cannot be loaded: {str(error).strip().splitlines()[0]}",
             field="checkpoint" if directory else "critic.model",

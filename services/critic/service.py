@@ -62,6 +62,7 @@ class CriticService:
         Raises Conflict when the request names another critic, and the errors of `Critic.update`.
         Unless the error is InvalidInput, the critic is then lost and must be restored.
         """
+        # The trainer did not get the answer and asks again: training twice would be wrong.
         if self._applied is not None and self._applied[:2] == (request.run_id, request.step):
             return self._applied[2]
         critic = self._named(request.run_id, request.step)
@@ -97,6 +98,7 @@ class CriticService:
         target = self._path(request.step)
         for left_over in self._directory.glob("*.partial"):
             shutil.rmtree(left_over)
+        # Under another name until it is complete, so that a crash leaves no half of a checkpoint.
         partial = target.with_suffix(".partial")
         serial = 1 + max(map(_serial, self._directory.glob("step_*")), default=0)
         try:
@@ -138,14 +140,11 @@ class CriticService:
         """
         critic = self._critic
         if critic is None or (self._run_id, critic.step) != (run_id, step):
-            current = "not that of any run"
-            if critic and self._run_id:
-                current = f"at step {critic.step} of run {self._run_id}"
-            other_step = self._run_id == run_id
+            current = f"at step {critic.step} of run {self._run_id}" if critic else "destroyed"
             raise Conflict(
                 f"the critic is {current}, not at step {step} of run {run_id}",
-                field="step" if other_step else "run_id",
-                value=step if other_step else run_id,
+                field="step" if self._run_id == run_id else "run_id",
+                value=step if self._run_id == run_id else run_id,
                 remedy="POST /restore",
             )
         return critic
@@ -161,36 +160,26 @@ class CriticService:
 
     def _find(self, step: int, saved_by: str | None) -> Path:
         path = self._path(step)
+        reason = ""
         try:
             about = json.loads((path / _OWNER).read_text())
-            owner = about["run_id"]
             changed = damaged(path, about["files"])
-        except (ValueError, KeyError, TypeError):
-            changed = _OWNER
+            if changed is not None:
+                reason = f"it is damaged: {changed} has changed since it was written"
+            elif saved_by is not None and about["run_id"] != saved_by:
+                reason = f"it belongs to run {about['run_id']}"
         except FileNotFoundError:
+            reason = "none was saved here"
+        except (ValueError, KeyError, TypeError):
+            reason = f"it is damaged: {_OWNER} has changed since it was written"
+        if reason:
             raise NotFound(
-                f"no critic was saved here at step {step}",
+                f"there is no critic of step {step} for run {saved_by}: {reason}",
                 field="step",
                 value=step,
-                remedy="mount a volume for STATE_DIR on critic-server, "
-                "or start the run again with --checkpoint.resume false",
-            ) from None
-        if changed is not None:
-            raise NotFound(
-                f"the critic saved at step {step} is damaged: {changed} has changed since it was "
-                "written",
-                field="step",
-                value=str(path),
-                remedy="remove the trainer's checkpoint of that step to continue from the one "
-                "before it",
-            )
-        if saved_by is not None and owner != saved_by:
-            raise NotFound(
-                f"the critic saved at step {step} belongs to run {owner}",
-                field="saved_by",
-                value=saved_by,
-                remedy="give every run its own STATE_DIR, "
-                "or start the run again with --checkpoint.resume false",
+                remedy="give the run a STATE_DIR of its own on a volume of critic-server; remove "
+                "the trainer's checkpoint of that step to continue from the one before it, or "
+                "start again with --checkpoint.resume false",
             )
         return path
 

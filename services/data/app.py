@@ -35,6 +35,8 @@ MAX_POSITION = 2**53
 MAX_REPEATED = 0.1
 """A larger share of training problems that are there more than once is worth a warning."""
 BatchSize = Annotated[int, Query(ge=1, le=256)]
+Limit = Annotated[int, Query(ge=0, le=MAX_LISTED)]
+Offset = Annotated[int, Query(ge=0)]
 RequestId = Annotated[
     str | None,
     Query(pattern=r"^[\x21-\x7e]{1,128}$", description="Printable ASCII; a retry repeats it"),
@@ -188,24 +190,16 @@ def _inspection_routes(
         return by_id[prompt_id]
 
     @app.get("/eval_prompts")
-    def eval_prompts(
-        limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED,
-        offset: Annotated[int, Query(ge=0)] = 0,
-    ) -> ListedPrompts:
+    def eval_prompts(limit: Limit = MAX_LISTED, offset: Offset = 0) -> ListedPrompts:
         """Held-out problems in a fixed order; without `limit`, as many as the largest limit
         allows.
         """
-        return ListedPrompts(
-            prompts=evaluation[offset : offset + limit], total_available=len(evaluation)
-        )
+        return _page(evaluation, limit, offset)
 
     @app.get("/train_prompts")
-    def train_prompts(
-        limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED,
-        offset: Annotated[int, Query(ge=0)] = 0,
-    ) -> ListedPrompts:
+    def train_prompts(limit: Limit = MAX_LISTED, offset: Offset = 0) -> ListedPrompts:
         """Problems of the training split in the order of the data set; draws none."""
-        return ListedPrompts(prompts=train[offset : offset + limit], total_available=len(train))
+        return _page(train, limit, offset)
 
     @app.get("/stats", response_model_exclude_none=True)
     def stats() -> DataStats:
@@ -216,6 +210,10 @@ def _inspection_routes(
             total_eval=len(evaluation),
             load=app.state.load.stats(),
         )
+
+
+def _page(prompts: list[Prompt], limit: int, offset: int) -> ListedPrompts:
+    return ListedPrompts(prompts=prompts[offset : offset + limit], total_available=len(prompts))
 
 
 def _by_id(train: list[Prompt], evaluation: list[Prompt], source: str) -> dict[str, Prompt]:

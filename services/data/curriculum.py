@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidInput
-from common.process.storage import Damaged, sum_of
 from common.wire.schemas import Wire
+from services.http.sqlite_store import sealed, unsealed
 
 Float64 = NDArray[np.float64]
 _STREAM = 1  # distinguishes these random numbers from those of the plain order
@@ -120,18 +120,6 @@ class Curriculum:
         self._plain = plain
         self.forget()
 
-    @staticmethod
-    def exists(db: sqlite3.Connection) -> bool:
-        return (
-            db.execute("SELECT 1 FROM sqlite_master WHERE name = 'curriculum'").fetchone()
-            is not None
-        )
-
-    @staticmethod
-    def create(db: sqlite3.Connection) -> None:
-        for statement in filter(str.strip, SCHEMA.split(";")):
-            db.execute(statement)
-
     def forget(self) -> None:
         """Drops the cache, after a transaction that was rolled back."""
         self._rewinds = -1
@@ -153,8 +141,7 @@ class Curriculum:
             free = place is None
             if place is None:
                 place = self._plain(self._free)
-            draw = (at, place, int(free))
-            drawn.append((*draw, sum_of(draw)))
+            drawn.append(sealed((at, place, int(free))))
             self._add_draw(at, place, free)
         db.executemany("INSERT INTO draws VALUES (?, ?, ?, ?)", drawn)
 
@@ -182,7 +169,7 @@ class Curriculum:
         ).fetchone()
         if stored is None:
             new = "INSERT INTO reports (request_id, position, body, seal) VALUES (?, ?, ?, ?)"
-            db.execute(new, (request_id, position, body, sum_of((request_id, position, body))))
+            db.execute(new, sealed((request_id, position, body)))
         elif stored[0] != body:
             raise InvalidInput(
                 "the request_id was used for other pass rates",
@@ -226,11 +213,9 @@ class Curriculum:
             self._rewinds = rewinds
         for at, place, free in _draws(db, "position >= ?", self._next):
             self._add_draw(at, place, bool(free))
-        new = "SELECT serial, seal, request_id, position, body FROM reports WHERE serial > ?"
-        for serial, seal, *report in db.execute(f"{new} ORDER BY serial", (self._serial,)):
-            if seal != sum_of(tuple(report)):
-                raise Damaged(f"the pass rates of {report[0]} differ from their checksum")
-            _, position, body = report
+        new = "SELECT serial, request_id, position, body, seal FROM reports WHERE serial > ?"
+        for serial, *row in db.execute(f"{new} ORDER BY serial", (self._serial,)):
+            _, position, body = unsealed(row, f"the report {row[0]}")
             self._serial = serial
             for place, rate in json.loads(body):
                 before = self._rates[place]
@@ -253,9 +238,7 @@ def _draws(db: sqlite3.Connection, condition: str, *values: int) -> list[tuple[i
     """
     query = f"SELECT position, place, free, seal FROM draws WHERE {condition} ORDER BY position"  # noqa: S608
     found = []
-    for position, place, free, seal in db.execute(query, values):
-        draw = (position, place, free)
-        if seal != sum_of(draw):
-            raise Damaged(f"the draw at position {position} differs from its checksum")
-        found.append(draw)
+    for row in db.execute(query, values):
+        position, place, free = unsealed(row, f"the draw at position {row[0]}")
+        found.append((position, place, free))
     return found

@@ -23,7 +23,10 @@ def read_file(path: Path) -> Iterator[Row]:
     if reader is None:
         stop(f"{path.name} is not of a known format", path, f"known formats: {', '.join(_READERS)}")
     try:
-        yield from reader(path)
+        for where, row in reader(path):
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} is not an object with columns")
+            yield where, row
     except UnicodeDecodeError as error:
         found = f"byte {error.start} is {error.object[error.start]:#04x}"
         stop(f"{path.name} is not in UTF-8: {found}", path, "save the file in UTF-8")
@@ -60,7 +63,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path.name}, line {number}"
-                yield where, _mapping(_parse(line, where), where)
+                yield where, _parse(line, where)
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -68,8 +71,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     if not isinstance(content, list):
         raise ValueError("it is not a list of rows (one object per line is .jsonl)")
     for number, item in enumerate(content, 1):
-        where = f"{path.name}, row {number}"
-        yield where, _mapping(item, where)
+        yield f"{path.name}, row {number}", item
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
@@ -166,9 +168,3 @@ def _refuse_same(names: Sequence[str]) -> None:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _mapping(item: object, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise ValueError(f"{where} is not an object with columns")
-    return item

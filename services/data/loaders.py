@@ -7,6 +7,7 @@ anything else is a file, a directory with one file per split, or the name of a d
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -35,13 +36,13 @@ __all__ = [
 Split = Literal["train", "eval"]
 
 
+@dataclass
 class TinyLoader(Loader):
     """The generated task (`services.data.tiny`), with the splits train and test, which never
     change.
     """
 
-    def __init__(self, task: str = "") -> None:
-        super().__init__("tiny", task=task)
+    source: str | Path = "tiny"
 
     def _load(self, split: str) -> list[Prompt]:
         if split not in tiny.SIZES:

@@ -3,7 +3,8 @@
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ from common.errors import ConfigError
 from common.wire.schemas import Prompt
 from services.data.files import file_of_split, read_file
 from services.data.hub import hub_rows, is_hub_name
-from services.data.rows import Row, refuse_same_ids, stop
+from services.data.rows import BadRow, Row, refuse, refuse_same_ids, row_at, stop
 
 HELD_OUT = 0.1
 """Share of a single file that is held out for evaluation."""
+MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+"""Maps the columns of a row to the columns to read, or to None to leave the row out."""
 _PARTS = {"train": "train", "test": "eval", "eval": "eval", "all": "all"}
 """The part of a single file for each split; ids contain the name of the part."""
 
 
+@dataclass
 class Loader(ABC):
     """A data set.
 
@@ -31,13 +35,11 @@ class Loader(ABC):
         task: task of the prompts, which selects their reward functions; empty for the default ones.
     """
 
-    def __init__(
-        self, source: str | Path, hub_config: str = "", name: str = "", task: str = ""
-    ) -> None:
-        self.source = str(source)
-        self.hub_config = hub_config
-        self.name = name
-        self.task = task
+    source: str | Path
+    _: KW_ONLY
+    hub_config: str = ""
+    name: str = ""
+    task: str = ""
 
     @property
     def has_splits(self) -> bool:
@@ -80,11 +82,19 @@ class Loader(ABC):
         """Returns all problems of a split."""
 
 
+@dataclass
 class RowLoader(Loader):
-    """A data set of rows with columns, in files or on the hub."""
+    """A data set of rows with columns, in files or on the hub.
+
+    Args:
+        map: function that transforms every row before it is read, or skips it by returning None.
+    """
+
+    _: KW_ONLY
+    map: MapRow | None = None
 
     @abstractmethod
-    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
+    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt | None:
         """Returns the problem of a row, or None to leave the row out."""
 
     def _load(self, split: str) -> list[Prompt]:
@@ -96,20 +106,25 @@ class RowLoader(Loader):
             part = _PARTS.get(split, split)
             prompts = self._prompts(read_file(path), f"{self.name or path.stem}-{part}")
             return part_of(prompts, split, path)
-        if not is_hub_name(self.source):
+        source = str(self.source)
+        if not is_hub_name(source):
             stop(
                 "there is no such file or directory",
                 self.source,
                 "gsm8k, math, tiny, the path of a file or a directory, or the name org/name of a "
                 "data set on the hub",
             )
-        prefix = f"{self.name or self.source.partition('/')[2]}-{split}"
-        return self._prompts(hub_rows(self.source, self.hub_config, split), prefix)
+        prefix = f"{self.name or source.partition('/')[2]}-{split}"
+        return self._prompts(hub_rows(source, self.hub_config, split), prefix)
 
     def _prompts(self, rows: Iterable[Row], prefix: str) -> list[Prompt]:
         prompts = list[Prompt]()
         for number, (where, row) in enumerate(rows):
-            prompt = self._prompt(row, where, f"{prefix}-{number}")
+            with row_at(where):
+                columns = row if self.map is None else _mapped(self.map, row)
+                if columns is None:
+                    continue
+                prompt = self._prompt(columns, f"{prefix}-{number}")
             if prompt is not None:
                 prompts.append(prompt)
         return prompts
@@ -150,3 +165,27 @@ def _share(text: str) -> float:
     """Returns a number from 0 to 1 that depends on the text alone."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64
+
+
+def _mapped(function: MapRow, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the row transformed by the user's function; None to skip it.
+
+    Raises ConfigError when the function fails.
+    """
+    module = getattr(function, "__module__", "?")
+    name = f"{module}:{getattr(function, '__qualname__', type(function).__name__)}"
+    try:
+        changed = function(dict(row))
+    except Exception as error:  # the operator's function may raise anything
+        problem = f"the function failed ({type(error).__name__}: {error})"
+        raise BadRow(
+            problem, field="data.map", value=name, remedy="correct the function, or the row"
+        ) from error
+    if changed is not None and not isinstance(changed, Mapping):
+        refuse(
+            f"the function returned {changed!r:.80}",
+            "return a mapping of columns, or None to leave the row out",
+            field="data.map",
+            value=name,
+        )
+    return changed

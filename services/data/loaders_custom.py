@@ -2,32 +2,29 @@
 function.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ConfigError
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
 from services.data.rows import (
     answer_of,
     further_columns,
+    has_form,
     id_of,
     read_chat,
+    refuse,
     refuse_chat_as_text,
     stated_answer,
-    stop_at,
     text_of,
 )
-
-MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Maps the columns of a row to the columns to read, or to None to leave the row out."""
-
 
 _TESTS = "test_cases"
 """Column with the tests of a program: such a row needs no answer."""
 
 
+@dataclass
 class CustomDatasetLoader(RowLoader):
     """Rows with a problem and an answer, or with a chat.
 
@@ -47,112 +44,61 @@ class CustomDatasetLoader(RowLoader):
         task_field: column with the task of each row, if a data set mixes tasks; empty: `task` for
             all.
         columns: names of further columns to keep; all when None.
-        map: function that transforms every row before it is read, or skips it by returning None.
         hub_config: configuration of a hub data set that has several; empty for the default one.
     """
 
-    def __init__(
-        self,
-        source: str | Path,
-        prompt_field: str = "question",
-        answer_field: str = "answer",
-        messages_field: str = "",
-        task: str = "",
-        task_field: str = "",
-        columns: Sequence[str] | None = None,
-        map: MapRow | None = None,
-        hub_config: str = "",
-    ) -> None:
-        super().__init__(source, hub_config, task=task)
-        self.prompt_field = prompt_field
-        self.answer_field = answer_field
-        self.messages_field = messages_field
-        self.task_field = task_field
-        self.columns = columns
-        self.map = map
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    messages_field: str = ""
+    task_field: str = ""
+    columns: Sequence[str] | None = None
 
-    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
-        if self.map is not None:
-            changed = mapped(self.map, row, where)
-            if changed is None:
-                return None
-            row = changed
-        text, answer = self._problem(row, where)
+    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
+        text, answer = self._problem(row)
         if not answer and _TESTS not in row:
-            stop_at(
-                where,
+            refuse(
                 f"the answer in column {self.answer_field!r} is empty",
                 "give every row an answer, or remove the rows without one",
             )
         task = self.task
         if self.task_field:
-            task = text_of(row, self.task_field, where, "--data.task_field")
+            task = text_of(row, self.task_field, "--data.task_field")
         used = [self.messages_field or self.prompt_field, self.answer_field, self.task_field, "id"]
         return Prompt(
-            id=id_of(row, where, default_id),
+            id=id_of(row, default_id),
             prompt=text,
             ground_truth=answer,
             task=task,
-            columns=further_columns(row, used, where, self.columns),
+            columns=further_columns(row, used, self.columns),
         )
 
-    def _problem(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+    def _problem(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """Returns (problem, ground truth)."""
         if self.messages_field:
-            messages = read_chat(row, self.messages_field, where)
-            text, solution = _single_turn(messages, self.messages_field, where)
+            messages = read_chat(row, self.messages_field)
+            text, solution = _single_turn(messages, self.messages_field)
             if solution is not None and self.answer_field not in row:
                 return text, stated_answer(solution)
         else:
-            text = text_of(row, self.prompt_field, where, "--data.prompt_field")
-            refuse_chat_as_text(text, self.prompt_field, where)
+            text = text_of(row, self.prompt_field, "--data.prompt_field")
+            refuse_chat_as_text(text, self.prompt_field)
         if _TESTS in row and row.get(self.answer_field) is None:
             return text, ""
-        return text, answer_of(row, self.answer_field, where, "--data.answer_field")
+        return text, answer_of(row, self.answer_field, "--data.answer_field")
 
 
-def _single_turn(
-    messages: list[tuple[str, str]], column: str, where: str
-) -> tuple[str, str | None]:
+def _single_turn(messages: list[tuple[str, str]], column: str) -> tuple[str, str | None]:
     """Returns (problem, answer of the assistant or None); system messages precede the problem,
     after an empty line each.
     """
     roles = [role for role, _ in messages]
-    instructions = roles.count("system")
-    begins_with_them = roles[:instructions] == ["system"] * instructions
-    turns = roles[instructions:]
-    if not begins_with_them or turns not in (["user"], ["user", "assistant"]):
-        stop_at(
-            where,
+    if not has_form(roles, "s*ua?"):
+        refuse(
             f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any "
             "number of system messages, one user message, and at most one answer of the assistant",
             "turn the rows into such chats, or into columns, with data.map",
         )
-    prompt = "\n\n".join(text for _, text in messages[: instructions + 1])
-    return prompt, messages[-1][1] if roles[-1] == "assistant" else None
-
-
-def mapped(function: MapRow, row: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
-    """Returns the row transformed by the user's function; None to skip it.
-
-    Raises ConfigError when the function fails.
-    """
-    module = getattr(function, "__module__", "?")
-    name = f"{module}:{getattr(function, '__qualname__', type(function).__name__)}"
-    try:
-        changed = function(dict(row))
-    except Exception as error:  # the operator's function may raise anything
-        raise ConfigError(
-            f"{where}: the function failed ({type(error).__name__}: {error})",
-            field="data.map",
-            value=name,
-            remedy="correct the function, or the row",
-        ) from error
-    if changed is not None and not isinstance(changed, Mapping):
-        raise ConfigError(
-            f"{where}: the function returned {changed!r:.80}",
-            field="data.map",
-            value=name,
-            remedy="return a mapping of columns, or None to leave the row out",
-        )
-    return changed
+    _, last = messages[-1]
+    solution = last if roles[-1] == "assistant" else None
+    asked = messages if solution is None else messages[:-1]
+    return "\n\n".join(text for _, text in asked), solution

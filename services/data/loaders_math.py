@@ -3,15 +3,16 @@ arXiv:2103.03874).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.prompts.final_answers import last_box
+from common.prompts.stated_answers import last_box
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
-from services.data.rows import answer_of, further_columns, id_of, stop, stop_at, text_of
+from services.data.rows import answer_of, further_columns, id_of, refuse, stop, text_of
 
 GSM8K_ON_HUB = "openai/gsm8k"
 MATH_ON_HUB = "DigitalLearningGmbH/MATH-lighteval"
@@ -23,6 +24,7 @@ _UNKNOWN_LEVEL = re.compile(r"level\s*\?", re.IGNORECASE)
 _MATH_COLUMNS = ("problem", "solution", "answer", "level", "subject", "type", "id")
 
 
+@dataclass
 class GSM8KLoader(RowLoader):
     """Grade-school problems with the columns question and answer; the answer ends in `#### N`.
 
@@ -31,23 +33,25 @@ class GSM8KLoader(RowLoader):
     same columns.
     """
 
-    def __init__(self, source: str | Path = GSM8K_ON_HUB, task: str = "") -> None:
-        super().__init__(source, hub_config="main", name="gsm8k", task=task)
+    source: str | Path = GSM8K_ON_HUB
+    _: KW_ONLY
+    hub_config: str = "main"
+    name: str = "gsm8k"
 
-    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt:
-        answer = answer_of(row, "answer", where, "another source")
+    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
+        answer = answer_of(row, "answer", "another source")
         if not _NUMBER.fullmatch(answer):
-            stop_at(
-                where,
+            refuse(
                 f"the answer {answer!r:.80} is not a number",
                 "end the answer in #### and one number",
             )
-        question = text_of(row, "question", where, "another source")
-        columns = further_columns(row, ("question", "answer", "id"), where)
-        own = id_of(row, where, default_id)
+        question = text_of(row, "question", "another source")
+        columns = further_columns(row, ("question", "answer", "id"))
+        own = id_of(row, default_id)
         return Prompt(id=own, prompt=question, ground_truth=answer, task=self.task, columns=columns)
 
 
+@dataclass
 class MATHLoader(RowLoader):
     """Competition problems with the columns problem and solution, and optionally answer, level, and
     subject or type.
@@ -68,24 +72,22 @@ class MATHLoader(RowLoader):
         ConfigError: a level is invalid.
     """
 
-    def __init__(
-        self,
-        levels: Sequence[int | str] | None = None,
-        subjects: Sequence[str] | None = None,
-        source: str | Path = MATH_ON_HUB,
-        hub_config: str = "",
-        task: str = "",
-    ) -> None:
-        super().__init__(source, hub_config, name="math", task=task)
-        self.levels = None if levels is None else frozenset(map(_wanted_level, levels))
-        self.subjects = None if subjects is None else {_plain(name): name for name in subjects}
-        self._seen: set[str] = set()
+    source: str | Path = MATH_ON_HUB
+    _: KW_ONLY
+    name: str = "math"
+    levels: Collection[int | str] | None = None
+    subjects: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.levels is not None:
+            self.levels = frozenset(map(_wanted_level, self.levels))
+        self._wanted = {_plain(name): name for name in self.subjects or ()}
+        self._seen = set[str]()
 
     def _load(self, split: str) -> list[Prompt]:
         self._seen = set()
         prompts = super()._load(split)
-        wanted = self.subjects or {}
-        absent = next((name for plain, name in wanted.items() if plain not in self._seen), None)
+        absent = next((self._wanted[each] for each in self._wanted.keys() - self._seen), None)
         if absent:
             there = ", ".join(sorted(self._seen)) or "none"
             stop(
@@ -96,27 +98,27 @@ class MATHLoader(RowLoader):
             )
         return prompts
 
-    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
-        level = self._level(row, where)
+    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt | None:
+        level = self._level(row)
         subject = next(
             (row[name] for name in ("subject", "type") if isinstance(row.get(name), str)), None
         )
         self._seen.add(_plain(subject or ""))
         if self.levels is not None and level not in self.levels:
             return None
-        if self.subjects is not None and _plain(subject or "") not in self.subjects:
+        if self.subjects is not None and _plain(subject or "") not in self._wanted:
             return None
         known = {"level": row.get("level") if level is None else level, "subject": subject}
         columns = {name: value for name, value in known.items() if value is not None}
         return Prompt(
-            id=id_of(row, where, default_id),
-            prompt=text_of(row, "problem", where, "another source"),
-            ground_truth=_ground_truth(row, where),
+            id=id_of(row, default_id),
+            prompt=text_of(row, "problem", "another source"),
+            ground_truth=_ground_truth(row),
             task=self.task,
-            columns=columns | further_columns(row, _MATH_COLUMNS, where),
+            columns=columns | further_columns(row, _MATH_COLUMNS),
         )
 
-    def _level(self, row: Mapping[str, Any], where: str) -> int | None:
+    def _level(self, row: Mapping[str, Any]) -> int | None:
         """Returns the level of a row; None if unknown.
 
         Raises ConfigError when it is needed but the column is absent.
@@ -127,14 +129,13 @@ class MATHLoader(RowLoader):
                 text_of(
                     row,
                     "level",
-                    where,
                     "data.levels to nothing: the problems of this source have no levels",
                 )
             return None
         level = level_number(value)
         is_unknown = isinstance(value, str) and _UNKNOWN_LEVEL.fullmatch(value.strip())
         if level is None and not is_unknown:
-            stop_at(where, f"the level is {value!r:.80}, not a number or Level N")
+            refuse(f"the level is {value!r:.80}, not a number or Level N")
         return level
 
 
@@ -165,14 +166,13 @@ def _plain(subject: str) -> str:
     return " ".join(re.findall("[a-z]+", subject.lower().replace("&", " and ")))
 
 
-def _ground_truth(row: Mapping[str, Any], where: str) -> str:
+def _ground_truth(row: Mapping[str, Any]) -> str:
     if row.get("answer") is not None:
-        return answer_of(row, "answer", where, "the column answer")
-    solution = text_of(row, "solution", where, "the column answer, or solution")
+        return answer_of(row, "answer", "the column answer")
+    solution = text_of(row, "solution", "the column answer, or solution")
     answer = last_box(solution)
     if not answer:
-        stop_at(
-            where,
+        refuse(
             "the solution has no \\boxed answer",
             "put the answer into a box, or add a column answer",
         )

@@ -5,14 +5,15 @@ JSON.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from pydantic_core import to_jsonable_python
 
 from common.errors import ConfigError
 from common.prompts.answer_text import answering_part, without_thoughts
-from common.prompts.final_answers import stated_answer as last_stated_answer
+from common.prompts.stated_answers import stated_answer as last_stated_answer
 from common.wire.schemas import Prompt
 
 Row = tuple[str, dict[str, Any]]
@@ -28,6 +29,7 @@ _ROLES_ELSEWHERE = {
     "model": "assistant",
 }
 """Roles of chats in other formats, and what they are called here."""
+_LETTERS = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["'].*\}\s*\]\s*""", re.DOTALL)
 _GROUPED = re.compile(r"[-+]?\$?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 
@@ -37,9 +39,29 @@ def stop(message: str, value: object, remedy: str, field: str = "data.source") -
     raise ConfigError(message, field=field, value=str(value), remedy=remedy)
 
 
-def stop_at(where: str, problem: str, remedy: str = _REPAIR) -> NoReturn:
-    """Raises ConfigError for the row at `where`."""
-    stop(f"{where}: {problem}", where, remedy)
+class BadRow(ConfigError):
+    """A row that cannot be read; `row_at` adds where it is."""
+
+
+def refuse(
+    problem: str, remedy: str = _REPAIR, field: str = "data.source", value: str | None = None
+) -> NoReturn:
+    """Raises BadRow; without a `value`, its value is where the row is."""
+    raise BadRow(problem, field=field, value=value, remedy=remedy)
+
+
+@contextmanager
+def row_at(where: str) -> Iterator[None]:
+    """Says in the errors of a row where it is (`train.jsonl, line 3`)."""
+    try:
+        yield
+    except BadRow as error:
+        raise ConfigError(
+            f"{where}: {error.message}",
+            field=error.field,
+            value=where if error.value is None else error.value,
+            remedy=error.remedy,
+        ) from error.__cause__
 
 
 def refuse_same_ids(prompts: Iterable[Prompt], field: str) -> None:
@@ -56,69 +78,64 @@ def refuse_same_ids(prompts: Iterable[Prompt], field: str) -> None:
         seen.add(prompt.id)
 
 
-def _value(row: Mapping[str, Any], column: str, where: str, setting: str) -> Any:
+def _value(row: Mapping[str, Any], column: str, setting: str) -> Any:
     if column not in row:
-        stop_at(
-            where,
+        refuse(
             f"there is no column {column!r}; there are {', '.join(map(str, row))}",
             f"set {setting}",
         )
     return row[column]
 
 
-def text_of(
-    row: Mapping[str, Any], column: str, where: str, setting: str, limit: int = MAX_TEXT_CHARS
-) -> str:
+def text_of(row: Mapping[str, Any], column: str, setting: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Returns a column as text, from a text or a number.
 
-    `where` is the location of the row; `setting` is the setting that names the column, for the
-    remedy when it is missing. Raises ConfigError when the column is absent, empty, too long, or
-    neither a text nor a number.
+    `setting` is the setting that names the column, for the remedy when it is missing. Raises BadRow
+    when the column is absent, empty, too long, or neither a text nor a number.
     """
-    value = _value(row, column, where, setting)
+    value = _value(row, column, setting)
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # libraries return integer columns with gaps as floats
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number and not isinstance(value, str):
-        stop_at(where, f"column {column!r} is {value!r:.80}, not a text or a number")
+        refuse(f"column {column!r} is {value!r:.80}, not a text or a number")
     text = str(value)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        stop_at(where, f"column {column!r} is not text: {error.reason}")
+        refuse(f"column {column!r} is not text: {error.reason}")
     if not text.strip() or len(text) > limit:
-        stop_at(where, f"column {column!r} is empty or over {limit} characters")
+        refuse(f"column {column!r} is empty or over {limit} characters")
     return text
 
 
-def refuse_chat_as_text(text: str, column: str, where: str) -> None:
+def refuse_chat_as_text(text: str, column: str) -> None:
     """Raises ConfigError for a problem that is the text of a list of messages, as a CSV file or
     `str(chat)` has them: the model would read brackets and quotes.
     """
     if _CHAT_AS_TEXT.fullmatch(text):
-        stop_at(
-            where,
+        refuse(
             f"column {column!r} is a list of messages written as a text: {text:.60}",
             "name the column in data.messages_field, which reads JSON; with the Python API give a "
             "list (json.loads)",
         )
 
 
-def id_of(row: Mapping[str, Any], where: str, default: str) -> str:
+def id_of(row: Mapping[str, Any], default: str) -> str:
     """Returns the column `id`, or `default` when it is absent or null."""
     if row.get("id") is None:
         return default
-    return text_of(row, "id", where, "the column id", limit=MAX_ID_CHARS)
+    return text_of(row, "id", "the column id", limit=MAX_ID_CHARS)
 
 
-def answer_of(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
+def answer_of(row: Mapping[str, Any], column: str, setting: str) -> str:
     """Returns the final answer in a column, a text, a number, or a list of one. Raises ConfigError
     as `text_of` does.
     """
-    value = _value(row, column, where, setting)
+    value = _value(row, column, setting)
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
-    return final_answer(text_of({column: value}, column, where, setting))
+    return final_answer(text_of({column: value}, column, setting))
 
 
 def final_answer(text: str) -> str:
@@ -143,7 +160,7 @@ def stated_answer(solution: str) -> str:
 
 
 def further_columns(
-    row: Mapping[str, Any], used: Iterable[str], where: str, only: Iterable[str] | None = None
+    row: Mapping[str, Any], used: Iterable[str], only: Iterable[str] | None = None
 ) -> dict[str, Any]:
     """Returns the columns that accompany the problem, as JSON values: those in `only`, or all that
     are not `used`.
@@ -154,12 +171,16 @@ def further_columns(
     absent = next((name for name in names if name not in row), None)
     if absent:
         there = ", ".join(map(str, row))
-        message = f"{where}: there is no column {absent!r}; there are {there}"
-        stop(message, absent, "name columns that every row has", "data.columns")
-    return {str(name): _as_json(row[name], name, where) for name in names}
+        refuse(
+            f"there is no column {absent!r}; there are {there}",
+            "name columns that every row has",
+            field="data.columns",
+            value=absent,
+        )
+    return {str(name): _as_json(row[name], name) for name in names}
 
 
-def _as_json(value: Any, column: str, where: str) -> Any:
+def _as_json(value: Any, column: str) -> Any:
     """Converts a value to JSON: arrays to lists, dates and decimals to text, non-finite numbers to
     null.
     """
@@ -170,70 +191,68 @@ def _as_json(value: Any, column: str, where: str) -> Any:
         )
         json.dumps(found, ensure_ascii=False).encode()  # lone surrogates cannot be sent
     except (ValueError, AttributeError, RecursionError) as error:
-        stop(
-            f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot "
-            f"represent: {error}",
-            column,
+        refuse(
+            f"column {column!r} is of type {type(value).__name__}, which JSON cannot represent: "
+            f"{error}",
             "keep only the columns that the reward functions need (data.columns), or convert it to "
             "text (data.map)",
-            "data.columns",
+            field="data.columns",
+            value=column,
         )
     return found
 
 
-def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str, str]]:
+def read_chat(row: Mapping[str, Any], column: str) -> list[tuple[str, str]]:
     """Returns (role, text) for every message of a chat. Raises ConfigError unless it is a non-empty
     chat.
 
     The column is `[{"role": …, "content": …}, …]` or its JSON text. A content is a text or a list
     of text parts.
     """
-    return [read_message(message, column, where) for message in messages_of(row, column, where)]
+    return [read_message(message, column) for message in messages_of(row, column)]
 
 
-def messages_of(row: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
+def messages_of(row: Mapping[str, Any], column: str) -> Sequence[Any]:
     """Returns the messages in a column, a list or its JSON text. Raises ConfigError for anything
     else, and for an empty list.
     """
-    messages = value = _value(row, column, where, "--data.messages_field")
+    messages = value = _value(row, column, "--data.messages_field")
     if isinstance(value, str):
         try:
             messages = json.loads(value)
         except (ValueError, RecursionError) as error:
-            stop_at(where, f"column {column!r} is not a list of messages: {error}")
+            refuse(f"column {column!r} is not a list of messages: {error}")
     if not isinstance(messages, list | tuple) or not messages:
-        stop_at(where, f"column {column!r} is {value!r:.80}, which is not a list of messages")
+        refuse(f"column {column!r} is {value!r:.80}, which is not a list of messages")
     return messages
 
 
-def read_message(message: object, column: str, where: str) -> tuple[str, str]:
+def has_form(roles: Iterable[str], form: str) -> bool:
+    """Whether the roles of a chat match a regular expression over their first letters; roles that
+    are not known match none.
+    """
+    return re.fullmatch(form, "".join(_LETTERS.get(role, "?") for role in roles)) is not None
+
+
+def read_message(message: object, column: str) -> tuple[str, str]:
     """Returns (role, text) of a message. Raises ConfigError when it has no role or no text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        stop_at(
-            where,
+        refuse(
             f"a message in column {column!r} is {message!r:.80}, not an object with role and "
             "content",
             "rename its fields to role and content, or repair the row",
         )
     role = message["role"]
     if role in _ROLES_ELSEWHERE:
-        stop_at(
-            where,
+        refuse(
             f"a message in column {column!r} has the role {role!r}",
             f"rename it to {_ROLES_ELSEWHERE[role]!r}",
         )
     content = message.get("content")
     if isinstance(content, list):
-        texts = list(map(_text_of_part, content))
-        content = None if None in texts else "\n".join(map(str, texts))
+        is_text = all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+        content = "\n".join(str(part.get("text")) for part in content) if is_text else None
     named = f"{column} ({role})"
     if not isinstance(content, str):
-        stop_at(where, f"column {named!r} is {message.get('content')!r:.80}, not a text")
-    return role, text_of({named: content}, named, where, "--data.messages_field")
-
-
-def _text_of_part(part: object) -> Any:
-    """Returns the text of a part of a message; None for another kind of part."""
-    if isinstance(part, dict) and part.get("type") == "text":
-        return part.get("text")
-    return None
+        refuse(f"column {named!r} is {message.get('content')!r:.80}, not a text")
+    return role, text_of({named: content}, named, "--data.messages_field")

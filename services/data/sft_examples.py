@@ -6,7 +6,7 @@ answer; these loaders keep the whole answer, and with it the calls of tools.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import Field
@@ -18,18 +18,17 @@ from common.wire.schemas import Columns, Listed, Prompt
 from services.data import tiny
 from services.data.loaders import Loader, TinyLoader, load_split, loader_of
 from services.data.loaders_base import RowLoader
-from services.data.loaders_custom import MapRow, mapped
 from services.data.loaders_math import GSM8KLoader, MATHLoader
 from services.data.rows import (
     further_columns,
+    has_form,
     id_of,
     messages_of,
     read_message,
-    stop_at,
+    refuse,
     text_of,
 )
 
-_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS = "tools"
 """The column with the tools of a chat, by the name that chat templates and TRL give it."""
 Message = dict[str, Any]
@@ -81,101 +80,93 @@ class WorkedLoader(RowLoader):
     """
 
     def __init__(self, data: DataSection) -> None:
-        super().__init__(data.source, data.hub_config)
+        row_map = import_callable(data.map, "data.map") if data.map else None
+        super().__init__(data.source, hub_config=data.hub_config, map=row_map)
         self._data = data
-        self._map: MapRow | None = import_callable(data.map, "data.map") if data.map else None
 
-    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
-        changed = row if self._map is None else mapped(self._map, row, where)
-        if changed is None:
-            return None
+    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
         data = self._data
         tools = list[dict[str, Any]]()
         if data.messages_field:
-            chat = _messages(changed, data.messages_field, "", where)
-            tools = _tools(changed, where)
+            chat = _messages(row, data.messages_field, "")
+            tools = _tools(row)
             named = data.messages_field
         else:
-            chat = _messages(
-                changed, data.prompt_field, "user", where, setting="--data.prompt_field"
-            )
+            chat = _messages(row, data.prompt_field, "user", setting="--data.prompt_field")
             named = data.answer_field
-            chat += _messages(changed, named, "assistant", where, setting="--data.answer_field")
-        _check(chat, named, where)
+            chat += _messages(row, named, "assistant", setting="--data.answer_field")
+        _check(chat, named)
         used = {data.messages_field or data.prompt_field, "id"}
-        columns = further_columns(changed, used, where) if data.prompt_template else {}
-        is_chat = bool(data.messages_field) or isinstance(changed[data.prompt_field], list | tuple)
-        return example(
-            id_of(changed, where, default_id), chat, columns, tools=tools, is_chat=is_chat
-        )
+        columns = further_columns(row, used) if data.prompt_template else {}
+        is_chat = bool(data.messages_field) or isinstance(row[data.prompt_field], list | tuple)
+        return example(id_of(row, default_id), chat, columns, tools=tools, is_chat=is_chat)
 
 
-def _messages(
-    row: Mapping[str, Any], column: str, role: str, where: str, setting: str = ""
-) -> list[Message]:
+def _messages(row: Mapping[str, Any], column: str, role: str, setting: str = "") -> list[Message]:
     """Returns the messages in a column; a text is one message of `role`, if there is one."""
     if role and not isinstance(row.get(column), list | tuple):
         setting += "; of chats, --data.messages_field" if column not in row else ""
-        return [{"role": role, "content": text_of(row, column, where, setting)}]
-    return [_message(message, column, where) for message in messages_of(row, column, where)]
+        return [{"role": role, "content": text_of(row, column, setting)}]
+    return [_message(message, column) for message in messages_of(row, column)]
 
 
-def _message(message: Any, column: str, where: str) -> Message:
+def _message(message: Any, column: str) -> Message:
     """Returns a message with its calls of tools; one that only calls may lack a content."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if calls and not message.get("content"):
         role = str(message.get("role"))
         text = ""
     else:
-        role, text = read_message(message, column, where)
+        role, text = read_message(message, column)
     found: Message = {"role": role, "content": text}
     if calls:
-        found["tool_calls"] = [_call(call, column, where) for call in _listed(calls, column, where)]
+        if not isinstance(calls, list | tuple):
+            refuse(f"in column {column!r} {calls!r:.80} is not a list")
+        found["tool_calls"] = [_call(call, column) for call in calls]
     for name in ("name", "tool_call_id"):
         if message.get(name):
             found[name] = str(message[name])
     return found
 
 
-def _call(call: Any, column: str, where: str) -> dict[str, Any]:
+def _call(call: Any, column: str) -> dict[str, Any]:
     """Returns a call whose arguments are a mapping: chat templates write them as JSON. Only a JSON
     text keeps an argument that is null.
     """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
-    else:
-        arguments = _without_nulls(arguments)
+    arguments = _from_json(arguments)
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        stop_at(
-            where,
+        refuse(
             f"a tool call in column {column!r} is {call!r:.80}, not a function with a name and "
             "arguments, a mapping or its JSON text",
         )
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def _tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools of a row, a list of JSON schemas or its JSON text; none without them. Only
     a JSON text keeps a key of a schema that is null.
     """
-    tools = row.get(_TOOLS) or []
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            tools = [tools]
-    else:
-        tools = _without_nulls(tools)
-    listed = _listed(tools, _TOOLS, where)
-    if not all(isinstance(tool, Mapping) for tool in listed):
-        stop_at(where, f"column {_TOOLS!r} is {tools!r:.80}, not a list of JSON schemas of tools")
-    return [dict(tool) for tool in listed]
+    given = row.get(_TOOLS) or []
+    tools = _from_json(given)
+    is_list = isinstance(tools, list | tuple)
+    if not is_list or not all(isinstance(tool, Mapping) for tool in tools):
+        refuse(f"column {_TOOLS!r} is {given!r:.80}, not a list of JSON schemas of tools")
+    return [dict(tool) for tool in tools]
+
+
+def _from_json(value: Any) -> Any:
+    """Returns what a JSON text says, None for one that is not JSON, and any other value without its
+    nulls.
+    """
+    if not isinstance(value, str):
+        return _without_nulls(value)
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None
 
 
 def _without_nulls(value: Any) -> Any:
@@ -191,41 +182,31 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _listed(value: Any, column: str, where: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        stop_at(where, f"in column {column!r} {value!r:.80} is not a list")
-    return value
-
-
-def _check(chat: list[Message], column: str, where: str) -> None:
+def _check(chat: list[Message], column: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    pairs = list(zip(["", *roles], roles, strict=False))
-    unasked = any(role == "assistant" and before not in ("user", "tool") for before, role in pairs)
-    uncalled = any(role == "tool" and before not in ("assistant", "tool") for before, role in pairs)
-    is_known = set(roles) <= set(_ROLES)
-    if not is_known or roles[-1] != "assistant" or unasked or uncalled:
-        stop_at(
-            where,
+    # An answer follows a user's message or a tool's, and a tool's an answer or another tool's.
+    if not has_form(roles, r"(?:[su]|(?<=[ut])a|(?<=[at])t)*(?<=a)"):
+        refuse(
             f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
             "end with the assistant's answer, every answer must follow a user's message or a "
-            "tool's, and a tool's message an answer that calls it; known roles are "
-            f"{', '.join(_ROLES)}",
+            "tool's, and a tool's message an answer that calls it; known roles are system, user, "
+            "assistant and tool",
             "turn the row into such a chat, or leave it out, with data.map",
         )
 
 
 class _WorkedGSM8K(GSM8KLoader):
-    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt:
-        found = super()._prompt(row, where, default_id)
-        return answered(found.id, found.prompt, text_of(row, "answer", where, "another source"))
+    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
+        found = super()._prompt(row, default_id)
+        return answered(found.id, found.prompt, text_of(row, "answer", "another source"))
 
 
 class _WorkedMATH(MATHLoader):
-    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
-        found = super()._prompt(row, where, default_id)
+    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt | None:
+        found = super()._prompt(row, default_id)
         return found and answered(
-            found.id, found.prompt, text_of(row, "solution", where, "another source")
+            found.id, found.prompt, text_of(row, "solution", "another source")
         )
 
 
@@ -249,9 +230,7 @@ def example_loader(data: DataSection) -> Loader:
     if isinstance(plain, GSM8KLoader):
         return _WorkedGSM8K()
     if isinstance(plain, MATHLoader):
-        return _WorkedMATH(
-            data.levels or None, data.subjects or None, plain.source, data.hub_config
-        )
+        return _WorkedMATH(**{each.name: getattr(plain, each.name) for each in fields(plain)})
     return WorkedLoader(data)
 
 

@@ -62,7 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _die() -> None:
-    """Ends the process, so that its supervisor starts a new engine."""
+    """Ends the process, so that the node's agent starts a new engine."""
     logging.shutdown()
     os._exit(_CRASHED)
 
@@ -89,10 +89,6 @@ def main() -> None:
         fail(error, setting_status())
     try:
         log = setup_logging("rollout-engine")
-        shown = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(arguments).items()
-        }
         model = Model(
             arguments.model_path,
             arguments.max_context_tokens,
@@ -109,10 +105,9 @@ def main() -> None:
             on_crash=_die,
         )
         log.info("loaded %s on %s, %d threads", model.path, device, torch.get_num_threads())
-        settings = " ".join(
-            f"{name}={value}" for name, value in shown.items() if name not in ("host", "port")
-        )
-        serve(make_app(engine, shown), arguments.host, arguments.port, settings)
+        options = vars(arguments).items()
+        settings = " ".join(f"{name}={value}" for name, value in options if name != "host")
+        serve(make_app(engine), arguments.host, arguments.port, settings)
     except UnfitModel as error:
         fail(error, setting_status())
     except (ConfigError, NotReady) as error:

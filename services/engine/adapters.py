@@ -87,6 +87,7 @@ class AdapterRegistry:
         """Merges this adapter into the weights; None restores the base model's weights exactly."""
         if name == self.active:
             return
+        # Copied back, not subtracted: rounding would leave another base after every change.
         for weight, tensor in self._base.items():
             self._weights[weight].copy_(tensor)
         self._base = {}
@@ -110,10 +111,11 @@ class AdapterRegistry:
             self.merge(active)
 
     def _read(self, path: Path) -> Adapter:
+        device = next(iter(self._weights.values())).device
         try:
             config = json.loads((path / "adapter_config.json").read_text())
             stored = load_file(path / "adapter_model.safetensors")
-            tensors = {name: tensor.float() for name, tensor in stored.items()}
+            tensors = {name: tensor.to(device, torch.float32) for name, tensor in stored.items()}
             scale = config["lora_alpha"] / config["r"]
         except (
             OSError,
@@ -128,36 +130,30 @@ class AdapterRegistry:
         for name, values in _SUPPORTED.items():
             if name in config and config[name] not in values:
                 reason = f"{name} {config[name]!r} is not supported by the embedded engine"
-                raise BadAdapter(
-                    reason, field=name, value=str(path), remedy="set rollout.engine sglang"
-                )
-        device = next(iter(self._weights.values())).device
-        factors = self._factors(tensors, path)
-        on_device = {name: (a.to(device), b.to(device)) for name, (a, b) in factors.items()}
-        return Adapter(path, scale, on_device)
+                raise _unusable(reason, path, "set rollout.engine sglang")
+        return Adapter(path, scale, self._factors(tensors, path))
 
     def _factors(self, tensors: dict[str, Tensor], path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns A [r, in] and B [out, r] of every weight that the adapter changes."""
         factors: dict[str, tuple[Tensor, Tensor]] = {}
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise _unusable(
-                    f"{name} has values that are not finite",
-                    path,
-                    "look for a training step that diverged",
-                )
+                remedy = "look for a training step that diverged"
+                raise _unusable(f"{name} has values that are not finite", path, remedy)
             module, found, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
             if not found:
                 continue
-            weight = f"{module}.weight"
-            base = self._weights.get(weight)
+            base = self._weights.get(f"{module}.weight")
             lora_b = tensors.get(f"{_PREFIX}{module}.lora_B.weight")
-            if base is None or lora_b is None:
+            fits = (
+                base is not None
+                and lora_b is not None
+                and tensor.shape[:1] == lora_b.shape[1:]
+                and base.shape == lora_b.shape[:1] + tensor.shape[1:]
+            )
+            if lora_b is None or not fits:
                 raise _unusable(f"{name} does not fit the model", path)
-            rank = tensor.shape[0] if tensor.ndim else 0
-            fits = tensor.shape == (rank, base.shape[1]) and lora_b.shape == (base.shape[0], rank)
-            if not fits:
-                raise _unusable(f"{name} does not fit the model", path)
-            factors[weight] = (tensor, lora_b)
+            factors[f"{module}.weight"] = (tensor, lora_b)
         if not factors or len(tensors) != 2 * len(factors):
             raise _unusable("the tensors are not pairs of lora_A and lora_B", path)
         return factors

@@ -7,25 +7,20 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from itertools import chain
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from services.engine.control import add_control, add_info, add_lora, add_memory
+from services.engine.control import add_control, add_info
 from services.engine.distributed import add_distributed
 from services.engine.engine import Engine
-from services.engine.openai import ChatBody, chat_answer
 from services.engine.protocol import GenerateBody, answer
-from services.engine.requests import finish, make_jobs, read_body, reply, score
-from services.http.app import create_app
+from services.engine.requests import finish, read_body, reply, score
+from services.http.app import SMALL_BYTES, create_app
 from services.http.openapi import OBJECT, described
 
 
-def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
-    """Returns the app of an engine, which starts and stops the engine.
-
-    `/server_info` shows the process's `arguments`.
-    """
+def make_app(engine: Engine) -> FastAPI:
+    """Returns the app of an engine, which starts and stops the engine."""
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -47,10 +42,8 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         access_level=logging.DEBUG,
     )
     add_control(app, engine)
-    add_memory(app, engine)
     add_distributed(app, engine)
-    add_lora(app, engine)
-    add_info(app, engine, arguments or {})
+    add_info(app, engine)
 
     generated = {"anyOf": [OBJECT, {"type": "array", "items": OBJECT}]}
 
@@ -60,22 +53,19 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         list.
         """
         body = await read_body(request, GenerateBody)
-        prompts = await make_jobs(request, body.to_score, engine.model)
-        if prompts is not None:
-            scored = await score(request, engine, prompts, body.logprob_start_len)
-            return reply(scored if body.is_batch else scored[0])
-        jobs = await make_jobs(request, body.jobs, engine.model)
-        await finish(request, engine, jobs)
-        sequences = chain.from_iterable(job.sequences for job in jobs)
-        answers = [answer(sequence, engine.model.tokenizer) for sequence in sequences]
-        return reply(answers if body.is_batch or len(answers) > 1 else answers[0])
+        if len(await request.body()) < SMALL_BYTES:
+            prompts = body.prompts(engine.model)
+        else:  # tokenising and checking them would hold up the other requests
+            prompts = await asyncio.to_thread(body.prompts, engine.model)
 
-    @app.post("/v1/chat/completions", **described(ChatBody, OBJECT))
-    async def chat_completions(request: Request) -> Response:
-        """OpenAI's chat completions, through the tokenizer's chat template."""
-        body = await read_body(request, ChatBody)
-        job = await make_jobs(request, body.job, engine.model)
-        await finish(request, engine, [job])
-        return reply(chat_answer(job, engine.model))
+        if body.scores_prompts:
+            body.check_scoring()
+            answers = await score(request, engine, prompts, body.logprob_start_len)
+        else:
+            jobs = body.jobs(prompts, engine.model)
+            await finish(request, engine, jobs)
+            sequences = chain.from_iterable(job.sequences for job in jobs)
+            answers = [answer(sequence, engine.model.tokenizer) for sequence in sequences]
+        return reply(answers if body.is_batch or len(answers) > 1 else answers[0])
 
     return app

@@ -14,9 +14,9 @@ _NAME = "rollout_slots"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def exchange(module: Any, config: Any, max_context_tokens: int) -> bool:
+def replace_attention(module: Any, config: Any, max_context_tokens: int) -> bool:
     """Makes `module` use `_attend`; returns False, and changes nothing, if transformers does not
-    allow that.
+    allow that for this model.
 
     Raises ConfigError for attention that the engine does not support.
     """
@@ -124,7 +124,10 @@ def _by_products(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Returns [B, T, heads, D]. `mask` broadcasts to [B, heads, T, L]."""
+    """Computes attention by two matrix products; returns [B, T, heads, D].
+
+    `mask` broadcasts to [B, heads, T, L].
+    """
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
     columns = key.shape[2]

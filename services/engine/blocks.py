@@ -26,6 +26,8 @@ ROWS = 64
 _COLUMNS_UNIT = 64
 _PROBE = 24
 """Tokens of the sequence that `check` computes alone and beside others."""
+_POSITION = 2
+"""Row of the positions among tokens [3, N], below the tokens and their rows of the cache."""
 Indices = NDArray[np.int64]
 Forward = Callable[[Tensor, Tensor, bool], Tensor]
 """(tokens [ROWS], their positions [ROWS], whether logits are needed) -> logits [ROWS, V], or
@@ -53,7 +55,9 @@ def blocks_of(positions: Indices) -> Iterator[Block]:
 
     Tokens that attend to the fewest columns come first, and others keep their order. So if the
     tokens of a row are given in the order of their positions, none is computed before one that it
-    attends to.
+    attends to. With blocks of two tokens, and widths of 4 and 8 columns:
+
+        positions  0 1 2 5 3 6   ->   (0, 1) and (2, 3) of width 4, (5, 6) of width 8
     """
     columns = np.array([attended_columns(position) for position in positions.tolist()], np.int64)
     for width in np.unique(columns).tolist():
@@ -84,9 +88,9 @@ class BlockPasses:
         """
         prompts = (7 * np.arange(3 * _PROBE).reshape(3, _PROBE) % vocabulary).tolist()
         probe = prompts[0]
-        positions = np.full(ROWS, _PROBE - 1)
         alone = self.prefill([probe], [0], first=0)[0]
-        places = self._logits(np.full(ROWS, probe[-1]), np.zeros(ROWS, np.int64), positions)
+        last = np.array([[probe[-1]], [0], [_PROBE - 1]])
+        places = self._logits(np.repeat(last, ROWS, axis=1))  # in every place of a block
         unequal = bool((places != alone).any())
         for shift in (1, _PROBE - 1):
             beside = self.prefill([prompts[1][:shift], prompts[2], probe], [0, 1, 2], first=0)[2]
@@ -107,16 +111,20 @@ class BlockPasses:
         lengths = np.array([len(prompt) for prompt in prompts])
         _, first_owners = np.unique(owners, return_index=True)
         own_rows = first + first_owners
-        tokens = np.concatenate([np.array(prompt, np.int64) for prompt in prompts])
-        rows = np.repeat(own_rows, lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths.tolist()])
+        placed = [
+            np.stack((prompt, np.full(len(prompt), row), np.arange(len(prompt))))
+            for prompt, row in zip(prompts, own_rows, strict=True)
+        ]
+        tokens = np.concatenate(placed, axis=1)
         ends = np.cumsum(lengths) - 1
         longest = max(self._cache.longest, attended_columns(int(lengths.max()) - 1))
         self._cache.reserve(first + len(owners), longest)
 
-        before_ends = np.delete(np.arange(len(tokens)), ends)
-        self._compute(tokens[before_ends], rows[before_ends], positions[before_ends])
-        logits = self._logits(tokens[ends], rows[ends], positions[ends])
+        # Only the last token of a prompt needs the head, whose product is the largest of all.
+        before_ends = np.delete(tokens, ends, axis=1)
+        for block in blocks_of(before_ends[_POSITION]):
+            self._run(block, before_ends, needs_logits=False)
+        logits = self._logits(tokens[:, ends])
 
         self._cache.longest = longest
         sources = own_rows[list(owners)]
@@ -128,10 +136,10 @@ class BlockPasses:
 
     def decode(self, inputs: Inputs) -> Tensor:
         """Computes and samples one more token of rows 0..B-1; see `Decoder.decode`."""
-        tokens = inputs.state[0].astype(np.int64)
-        positions = inputs.state[1].astype(np.int64)
+        tokens, positions = inputs.state[:2].astype(np.int64)
         self._cache.reserve(len(tokens), attended_columns(int(positions.max())))
-        return self.sample(self._logits(tokens, np.arange(len(tokens)), positions), inputs)
+        placed = np.stack((tokens, np.arange(len(tokens)), positions))
+        return self.sample(self._logits(placed), inputs)
 
     def sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
         """Samples a token for every row of logits [B, V], in parts of `ROWS`; see
@@ -147,33 +155,20 @@ class BlockPasses:
             found.append(sampled[:, :count])
         return torch.cat(found, 1)
 
-    def _compute(self, tokens: Indices, rows: Indices, positions: Indices) -> None:
-        """Computes keys and values of tokens [N] at positions of rows."""
-        for block in blocks_of(positions):
-            self._run(block, tokens, rows, positions=positions, needs_logits=False)
-
-    def _logits(self, tokens: Indices, rows: Indices, positions: Indices) -> Tensor:
-        """Returns the logits [N, V] after tokens [N], whose keys and values are computed too."""
+    def _logits(self, tokens: Indices) -> Tensor:
+        """Returns the logits [N, V] after tokens [3, N], whose keys and values are computed too."""
         parts: list[Tensor] = []
         order: list[Indices] = []
-        for block in blocks_of(positions):
-            logits = self._run(block, tokens, rows, positions=positions, needs_logits=True)
+        for block in blocks_of(tokens[_POSITION]):
+            logits = self._run(block, tokens, needs_logits=True)
             parts.append(logits[: block.count])
             order.append(block.own)
         places = torch.from_numpy(np.argsort(np.concatenate(order)))
         return torch.cat(parts)[places.to(self._cache.device)]
 
-    def _run(
-        self,
-        block: Block,
-        tokens: Indices,
-        rows: Indices,
-        *,
-        positions: Indices,
-        needs_logits: bool,
-    ) -> Tensor:
-        """Computes the tokens of a block."""
-        chosen = np.stack([values[block.members] for values in (tokens, rows, positions)])
-        of_block, of_rows, at = torch.from_numpy(chosen).to(self._cache.device)
-        self._cache.begin_block(of_rows, at, block.columns)
+    def _run(self, block: Block, tokens: Indices, *, needs_logits: bool) -> Tensor:
+        """Computes a block of tokens [3, N]: the tokens, their rows and their positions."""
+        chosen = torch.from_numpy(tokens[:, block.members]).to(self._cache.device)
+        of_block, of_rows, at = chosen
+        self._cache.begin_tokens(at, block.columns, of_rows)
         return self._forward(of_block, at, needs_logits)

@@ -67,8 +67,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
     def begin_prefill(self, lengths: Sequence[int], first: int, owners: Sequence[int]) -> None:
-        """Starts a pass over prompts of `lengths`, padded on the right, whose `owners` are rows
-        `first` and up.
+        """Starts a pass over prompts of `lengths`, padded on the right. Row `first` + i is to hold
+        the prompt `owners[i]`.
         """
         self.length = max(lengths)
         self.before = 0
@@ -88,43 +88,20 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._masks: dict[int | None, Tensor | None] = {None: None}
         self._visible = lambda window: self._band(length, window)
 
-    def begin_decode(self, positions: Tensor, columns: int) -> None:
-        """Starts a pass over one token at `positions` [B] of rows 0..B-1; the rows are shorter than
-        `columns`.
-        """
-        rows = len(positions)
-        self.reserve(rows, columns)
-        self._begin_tokens(
-            positions,
-            columns,
-            lines=lambda heads: torch.arange(rows * heads, device=self.device).view(rows, heads),
-            read=lambda states: states[:rows, :, :columns],
-        )
+    def begin_tokens(self, positions: Tensor, columns: int, rows: Tensor | None = None) -> None:
+        """Starts a pass over one token for each of `positions` [B], which are below `columns`, of
+        rows 0..B-1.
 
-    def begin_block(self, rows: Tensor, positions: Tensor, columns: int) -> None:
-        """Starts a pass over tokens at `positions` [B] of `rows` [B], which may repeat: a token
-        sees the earlier ones of its row, those of this pass too. The room must be reserved.
+        With `rows` [B] it is over tokens of these rows, which may repeat: a token sees the earlier
+        ones of its row, those of this pass too. The room must be reserved.
         """
-        self._begin_tokens(
-            positions,
-            columns,
-            lines=lambda heads: rows[:, None] * heads + torch.arange(heads, device=self.device),
-            read=lambda states: states[rows, :, :columns],
-        )
-
-    def _begin_tokens(
-        self,
-        positions: Tensor,
-        columns: int,
-        *,
-        lines: Callable[[int], Tensor],
-        read: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Starts a pass over one token for each of `positions` [B].
-
-        `lines` returns where its row's heads are in the storage as [rows · heads, columns,
-        head_dim], [B, heads]; `read` what the tokens attend to, [B, heads, columns, head_dim].
-        """
+        read: Tensor | slice
+        if rows is None:
+            self.reserve(len(positions), columns)
+            rows = torch.arange(len(positions), device=self.device)
+            read = slice(len(positions))  # a view, where indices would copy
+        else:
+            read = rows
         self.length = self.longest = columns
         self.before = columns - 1
         # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead
@@ -133,14 +110,13 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
         def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             heads = keys.shape[1]
-            size = keys.shape[3]
             if heads not in places:
-                places[heads] = (lines(heads) * self.columns + positions[:, None]).view(-1)
-            place = places[heads]
-            value_size = values.shape[3]
-            layer.keys.view(-1, size).index_copy_(0, place, keys.reshape(-1, size))
-            layer.values.view(-1, value_size).index_copy_(0, place, values.reshape(-1, value_size))
-            return read(layer.keys), read(layer.values)
+                lines = rows[:, None] * heads + torch.arange(heads, device=self.device)
+                places[heads] = (lines * self.columns + positions[:, None]).view(-1)
+            for states, new in ((layer.keys, keys), (layer.values, values)):
+                size = new.shape[3]
+                states.view(-1, size).index_copy_(0, places[heads], new.reshape(-1, size))
+            return layer.keys[read, :, :columns], layer.values[read, :, :columns]
 
         def visible(window: int | None) -> Tensor:
             column = torch.arange(columns, device=self.device)
@@ -178,16 +154,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Copies rows `origin` over rows `to`."""
         target = torch.tensor(to, device=self.device)
         source = torch.tensor(origin, device=self.device)
-        for layer in self._used():
-            layer.keys[target, :, : self.longest] = layer.keys[source, :, : self.longest]
-            layer.values[target, :, : self.longest] = layer.values[source, :, : self.longest]
+        for states in self.tensors():
+            states[target, :, : self.longest] = states[source, :, : self.longest]
 
     def zero(self, rows: list[int]) -> None:
         """Zeroes rows, which may hold values that are not finite."""
         broken = torch.tensor(rows, device=self.device)
-        for layer in self._used():
-            layer.keys[broken] = 0.0
-            layer.values[broken] = 0.0
+        for states in self.tensors():
+            states[broken] = 0.0
 
     def release(self) -> None:
         """Frees the memory, or clears it if its size is fixed; only call it when no row is
@@ -195,9 +169,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         if not self.fixed:
             self.__init__(len(self.layers), self.device, self.dtype)  # type: ignore[misc]
-        for layer in self._used():
-            layer.keys.zero_()
-            layer.values.zero_()
+        for states in self.tensors():
+            states.zero_()
 
     def tensors(self) -> list[Tensor]:
         """Returns the storage of all rows."""

@@ -1,19 +1,18 @@
-"""SGLang's control and information calls that this system uses: pause, weights, adapters, load."""
+"""SGLang's control and information calls that this system uses: pause, memory, weights from disk,
+adapters, load.
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 
-from common.errors import NotReady, ServiceError
 from common.wire.schemas import AtMost
 from services.engine.engine import Engine
-from services.engine.requests import Body, read_body, reply, update_weights
-from services.engine.scheduler import MemoryKind
-from services.http.openapi import OBJECT, described
+from services.engine.requests import Body, add_call
+from services.engine.scheduler import MemoryKind, Scheduler
 
 _RATE_S = 0.5
 """Shortest interval over which the generation rate is measured."""
@@ -56,118 +55,82 @@ class MemoryBody(Body):
         return list(dict.fromkeys(self.tags or get_args(MemoryKind)))
 
 
-def add_control(app: FastAPI, engine: Engine) -> None:
-    """Adds the calls that change the state of the engine."""
+class Control:
+    """The calls that change the state of the engine, on its thread between two steps.
 
-    @app.post("/pause_generation", **described(PauseBody, OBJECT))
-    async def pause_generation(request: Request) -> Response:
+    Each returns the message of the answer, and raises ServiceError for a refusal.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def pause(self, _: PauseBody) -> str:
         """Stops generating and queues running requests again."""
-        await read_body(request, PauseBody)
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.pause()))
-        return reply({"message": "Generation paused (retract).", "status": "ok"})
+        await self._engine.run(Scheduler.pause)
+        return "Generation paused (retract)."
 
-    @app.post("/continue_generation", **described(Body, OBJECT))
-    async def continue_generation(request: Request) -> Response:
+    async def resume(self, _: Body) -> str:
         """Resumes generating."""
-        await read_body(request, Body)
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.resume()))
-        return reply({"message": "Generation continued successfully.", "status": "ok"})
+        await self._engine.run(Scheduler.resume)
+        return "Generation continued successfully."
 
-    @app.post("/update_weights_from_disk", **described(UpdateBody, OBJECT, statuses=(200, 400)))
-    async def update_weights_from_disk(request: Request) -> Response:
+    async def update_weights(self, body: UpdateBody) -> str:
         """Loads safetensors of the same architecture; 400 when they do not fit, and the old weights
         stay.
         """
-        body = await read_body(request, UpdateBody)
-        try:
-            await update_weights(engine, Path(body.model_path), body.weight_version)
-        except ServiceError as error:
-            return reply({"success": False, "message": str(error)}, error.status)
-        return reply({"success": True, "message": "Succeeded to update model weights."})
+        path = Path(body.model_path)
+        await self._engine.run(
+            lambda scheduler: scheduler.update_weights(path, body.weight_version), exclusive=True
+        )
+        return "Succeeded to update model weights."
 
-
-def add_memory(app: FastAPI, engine: Engine) -> None:
-    """Adds the calls that release the engine's memory for a trainer on the same GPU, and take it
-    back.
-    """
-    answer = {"type": "null"}
-
-    @app.post("/release_memory_occupation", **described(MemoryBody, answer))
-    async def release_memory_occupation(request: Request) -> Response:
-        """Frees memory while paused or idle; requests wait.
+    async def release_memory(self, body: MemoryBody) -> str:
+        """Frees memory, for a trainer on the same GPU, while paused or idle; requests wait.
 
         Released weights are lost: load them again after resuming.
         """
-        body = await read_body(request, MemoryBody)
-        await asyncio.wrap_future(
-            engine.call(lambda scheduler: scheduler.release_memory(body.kinds))
-        )
-        return reply(None)
+        await self._engine.run(lambda scheduler: scheduler.release_memory(body.kinds))
+        return "Memory released."
 
-    @app.post("/resume_memory_occupation", **described(MemoryBody, answer))
-    async def resume_memory_occupation(request: Request) -> Response:
+    async def resume_memory(self, body: MemoryBody) -> str:
         """Allocates released memory again. The engine stays paused."""
-        body = await read_body(request, MemoryBody)
-        await asyncio.wrap_future(
-            engine.call(lambda scheduler: scheduler.resume_memory(body.kinds))
-        )
-        return reply(None)
+        await self._engine.run(lambda scheduler: scheduler.resume_memory(body.kinds))
+        return "Memory allocated."
 
-
-def add_lora(app: FastAPI, engine: Engine) -> None:
-    """Adds the calls that load and unload LoRA adapters."""
-
-    async def answer(work: Awaitable[None]) -> Response:
-        message = ""
-        status = 200
-        try:
-            await work
-        except ServiceError as error:
-            message = str(error)
-            status = error.status
-        loaded = engine.scheduler.adapters.paths()
-        return reply(
-            {"success": status == 200, "error_message": message, "loaded_adapters": loaded}, status
-        )
-
-    async def unload(name: str) -> None:
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.retire_adapter(name)))
-        while not await asyncio.wrap_future(  # noqa: ASYNC110
-            engine.call(lambda scheduler: scheduler.drop_adapter(name))
-        ):
-            await asyncio.sleep(0.02)
-
-    @app.post("/load_lora_adapter", **described(LoadBody, OBJECT, statuses=(200, 400)))
-    async def load_lora_adapter(request: Request) -> Response:
+    async def load_adapter(self, body: LoadBody) -> str:
         """Loads an adapter under a name; 400 for a name in use and for files that do not fit."""
-        body = await read_body(request, LoadBody)
-        work = engine.call(
-            lambda scheduler: scheduler.adapters.load(body.lora_name, Path(body.lora_path))
-        )
-        return await answer(asyncio.wrap_future(work))
+        path = Path(body.lora_path)
+        await self._engine.run(lambda scheduler: scheduler.adapters.load(body.lora_name, path))
+        return f"Loaded {body.lora_name}."
 
-    @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
-    async def unload_lora_adapter(request: Request) -> Response:
+    async def unload_adapter(self, body: UnloadBody) -> str:
         """Refuses new requests for the adapter, and unloads it when the last running one is
         answered.
         """
-        body = await read_body(request, UnloadBody)
-        return await answer(unload(body.lora_name))
+        name = body.lora_name
+        await self._engine.run(lambda scheduler: scheduler.retire_adapter(name))
+        # Requests that name it keep it to their end, in the batch or in the queue.
+        while not await self._engine.run(  # noqa: ASYNC110
+            lambda scheduler: scheduler.drop_adapter(name)
+        ):
+            await asyncio.sleep(0.02)
+        return f"Unloaded {name}."
 
 
-def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
+def add_control(app: FastAPI, engine: Engine) -> None:
+    """Adds the calls that change the state of the engine."""
+    control = Control(engine)
+    add_call(app, "/pause_generation", PauseBody, control.pause)
+    add_call(app, "/continue_generation", Body, control.resume)
+    add_call(app, "/update_weights_from_disk", UpdateBody, control.update_weights)
+    add_call(app, "/release_memory_occupation", MemoryBody, control.release_memory)
+    add_call(app, "/resume_memory_occupation", MemoryBody, control.resume_memory)
+    add_call(app, "/load_lora_adapter", LoadBody, control.load_adapter)
+    add_call(app, "/unload_lora_adapter", UnloadBody, control.unload_adapter)
+
+
+def add_info(app: FastAPI, engine: Engine) -> None:
     """Adds the calls that change nothing."""
-
-    @app.get("/ready")
-    async def ready() -> dict[str, str]:
-        """200 when the engine generates, 503 while paused. `/health` stays 200, so that routers
-        keep the worker.
-        """
-        if engine.failure is not None:
-            raise engine.failure
-        if engine.scheduler.paused:
-            raise NotReady("generation is paused", remedy="POST /continue_generation")
-        return {"status": "ready"}
 
     @app.get("/model_info")
     @app.get("/get_model_info")
@@ -189,40 +152,26 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
-        """The process's arguments and load."""
+        """The kind of engine, and whether it is paused."""
         return {
-            **arguments,
             "engine": "embedded",
+            "model_path": str(engine.model.path),
             "version": app.version,
             "tp_size": 1,
             "dp_size": 1,
             "weight_version": engine.scheduler.weight_version,
-            "internal_states": [
-                {
-                    "paused": engine.scheduler.paused,
-                    "num_running_reqs": engine.running,
-                    "num_waiting_reqs": engine.waiting,
-                }
-            ],
+            "internal_states": [{"paused": engine.scheduler.paused}],
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model and its LoRA adapters."""
         path = str(engine.model.path)
-        shared = {"object": "model", "owned_by": "embedded"}
-        card = {
-            "id": path,
-            "root": path,
-            "parent": None,
-            "max_model_len": engine.model.max_context_tokens,
-            **shared,
-        }
-        adapters = [
-            {"id": name, "root": root, "parent": path, **shared}
-            for name, root in engine.scheduler.adapters.paths().items()
-        ]
-        return {"object": "list", "data": [card, *adapters]}
+        shared = {"object": "model", "max_model_len": engine.model.max_context_tokens}
+        cards = [{"id": path, "root": path, "parent": None, **shared}]
+        for name, root in engine.scheduler.adapters.paths().items():
+            cards.append({"id": name, "root": root, "parent": path, **shared})
+        return {"object": "list", "data": cards}
 
     counted_at = time.monotonic()
     counted = 0.0

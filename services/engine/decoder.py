@@ -5,8 +5,8 @@ tokens. A deterministic decoder works in blocks of one shape (`services.engine.b
 """
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from learning.batch_independence import check_batch_independence, next_logprobs
 from learning.parking import storages
 from learning.routing import Experts, Routers
-from services.engine.attention import exchange
+from services.engine.attention import replace_attention
 from services.engine.blocks import BlockPasses, attended_columns
 from services.engine.cache import SlotCache
 from services.engine.failures import SGLANG, described, remedy
@@ -61,29 +61,25 @@ class Decoder:
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and not deterministic:
             self.graphs = StepGraphs(self._step, recorder(), self.device)
-        self._exchanged = exchange(module, self.config, max_context_tokens)
+        self._attends_to_slots = replace_attention(module, self.config, max_context_tokens)
         self.routers: Routers | None = None
-        self.no_routed_experts = ""
+        self.no_routed_experts = "this model has not been tried"
         """Why it cannot return the experts of tokens; empty if it can."""
         self.prompt_experts: list[Experts] = []
         """[P, layers · top_k] the experts of each prompt of the latest prefill that recorded
         them."""
-        self._find_routers()
         self._last: Tensor | None = None
         module.get_output_embeddings().register_forward_pre_hook(self._only_last)
 
-    def _find_routers(self) -> None:
+    def _try_routers(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Finds the routers of a mixture of experts, if their choices can be recorded."""
         if self.blocks is not None:
             self.no_routed_experts = "a deterministic engine does not record them"
             return
         try:
             self.routers = Routers(self.module)
-        except ConfigError as error:
-            self.no_routed_experts = error.message
-
-    def _try_routers(self, prompts: Sequence[Sequence[int]]) -> None:
-        try:
             self.prefill(prompts, range(len(prompts)), 0, routed=True)
+            self.no_routed_experts = ""
         except ConfigError as error:
             self.routers = None
             self.no_routed_experts = error.message
@@ -121,8 +117,7 @@ class Decoder:
         state[FIELDS.index("position")] = [len(prompt) for prompt in prompts]
         try:
             self.prefill(prompts, [0, 1], 0)
-            if self.routers is not None:
-                self._try_routers(prompts)
+            self._try_routers(prompts)
             self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
             check_batch_independence(
                 self.module,
@@ -133,29 +128,21 @@ class Decoder:
             )
             if self.blocks is not None:
                 self.blocks.check(self.module.get_input_embeddings().num_embeddings)
-        except ConfigError as error:
-            raise UnfitModel(
-                error.message, field="--model-path", value=error.value, remedy=error.remedy
-            ) from error
+            if not self.cache.tensors():
+                raise ConfigError("it does not keep what it has read in a KV cache", remedy=SGLANG)
         except Exception as error:
+            said = error.message if isinstance(error, ConfigError) else described(error)
+            advice = error.remedy if isinstance(error, ConfigError) else remedy(error)
             # With more memory the model may run; with another error it never will.
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
             kind = ConfigError if out_of_memory else UnfitModel
             raise kind(
-                f"the embedded engine cannot run this model: {described(error)}",
+                f"the embedded engine cannot run this model: {said}",
                 field="--model-path",
                 value=self.config.model_type,
-                remedy=remedy(error),
+                remedy=advice,
                 code=UnfitModel.code,
             ) from error
-        if not self.cache.tensors():
-            raise UnfitModel(
-                "the embedded engine cannot run this model: "
-                "it does not keep what it has read in a KV cache",
-                field="--model-path",
-                value=self.config.model_type,
-                remedy=SGLANG,
-            )
 
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED
@@ -200,10 +187,12 @@ class Decoder:
         *,
         routed: bool = False,
     ) -> Tensor:
-        """Computes prompts and copies those of `owners` to rows `first` and up. Returns the next
-        logits [owners, V].
+        """Computes prompts and stores their keys and values in rows `first` and up. Returns the
+        next logits [owners, V].
 
-        If `routed`, `prompt_experts` are then those of these prompts.
+        `owners` has the prompt of each row: with prompts a and b, the owners 0, 0, 1 put a into two
+        rows, for two completions, and b into the third. If `routed`, `prompt_experts` are then
+        those of these prompts.
         """
         if self.blocks is not None:
             return self.blocks.prefill(prompts, owners, first)
@@ -213,42 +202,32 @@ class Decoder:
         self.cache.begin_prefill(lengths, first, owners)
         self._last = torch.tensor(lengths, device=self.device) - 1
         try:
-            with self._recording(routed):
+            with self._recording(routed) as routers:
                 logits = self._forward(self._padded(prompts), None, None)
-                if routed:
-                    self._keep_experts(lengths)
+                if routers is not None:
+                    self.prompt_experts = _by_prompt(routers, lengths)
         finally:
             self._last = None
         return logits[torch.tensor(owners, device=self.device)]
 
-    def _recording(self, routed: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def _recording(self, routed: bool) -> Iterator[Routers | None]:
+        """Records the choices of the routers if `routed`; yields the routers then."""
         if not routed:
-            return nullcontext()
+            yield None
+            return
         assert self.routers is not None, self.no_routed_experts
-        return self.routers.recording()
-
-    def _keep_experts(self, lengths: Sequence[int]) -> None:
-        """Keeps the experts of a padded prefill of prompts of these lengths."""
-        assert self.routers is not None
-        by_token = self.routers.recorded().T.cpu().numpy().astype(np.int16)
-        rows = by_token.reshape(len(lengths), -1, self.routers.width)
-        self.prompt_experts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        with self.routers.recording():
+            yield self.routers
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-probabilities, at temperature 1, of each prompt's tokens after the first.
 
         Running rows stay.
         """
-        cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
-        cache.begin_prefill([len(prompt) for prompt in prompts], 0, [])  # nothing is kept
-        padded = self._padded(prompts)
-        logits = self._logits(padded, None, None, cache=cache)
-        found: list[list[float]] = []
-        for row, tokens, prompt in zip(logits, padded, prompts, strict=True):
-            scores = row[: len(prompt) - 1].float()
-            targets = tokens[1 : len(prompt), None]
-            found.append((scores.gather(1, targets)[:, 0] - scores.logsumexp(1)).tolist())
-        return found
+        scores = self._scores(self._padded(prompts), None)
+        rows = zip(scores, prompts, strict=True)
+        return [row[: len(prompt) - 1].tolist() for row, prompt in rows]
 
     def _scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`; keeps
@@ -294,19 +273,18 @@ class Decoder:
         """
         tokens = state[0].long()
         positions = state[1].long()
-        self.cache.begin_decode(positions, columns)
-        mask = None if self._exchanged else self.cache.mask(None)
-        with self._recording(routed):
+        self.cache.begin_tokens(positions, columns)
+        mask = None if self._attends_to_slots else self.cache.mask(None)
+        with self._recording(routed) as routers:
             logits = self._forward(tokens[:, None], positions[:, None], mask)
             sampled = sample(logits, state, plain, kept=kept)
-            if not routed:
+            if routers is None:
                 return sampled
-            assert self.routers is not None
-            return torch.cat((sampled, self.routers.recorded().double()))
+            return torch.cat((sampled, routers.recorded().double()))
 
     def _forward_block(self, tokens: Tensor, positions: Tensor, needs_logits: bool) -> Tensor:
         """Computes one token for each of `positions` [B]; see `services.engine.blocks.Forward`."""
-        mask = None if self._exchanged else self.cache.mask(None)
+        mask = None if self._attends_to_slots else self.cache.mask(None)
         arguments = (tokens[:, None], positions[:, None], mask)
         if needs_logits:
             return self._forward(*arguments)
@@ -335,7 +313,7 @@ class Decoder:
     ) -> Any:
         """Returns the outputs of the model or of its decoder, `module`."""
         options: dict[str, SlotCache] = {}
-        if self._exchanged:  # transformers takes a 4-D mask as final and makes none
+        if self._attends_to_slots:  # transformers takes a 4-D mask as final and makes none
             mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
             options["slots"] = cache
         return module(
@@ -348,7 +326,14 @@ class Decoder:
         )
 
 
+def _by_prompt(routers: Routers, lengths: Sequence[int]) -> list[Experts]:
+    """Returns the recorded experts of a padded prefill of prompts of these lengths."""
+    by_token = routers.recorded().T.cpu().numpy().astype(np.int16)
+    rows = by_token.reshape(len(lengths), -1, routers.width)
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
 def _read(found: Tensor) -> NDArray[np.float64]:
-    """Waits for the device."""
+    """Returns a result as numpy, once the device has computed it."""
     read: NDArray[np.float64] = found.cpu().numpy()
     return read

@@ -1,42 +1,38 @@
-"""Weights broadcast into the running engine: SGLang's calls for groups and update sessions.
+"""Weights broadcast into the running engine: SGLang's calls for groups and update sessions. The
+sender is `trainer.weights.transfer`; the node's agent (`services.rollout.weights.receive`) makes
+the calls.
 
 Tensors are staged in memory until `/end_weight_update`, which copies all of them or none, so a
 failed broadcast changes nothing.
 """
 
 import asyncio
-import logging
-import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI, Request, Response
-from pydantic import ValidationError
 from torch import Tensor
 
 from common.errors import ServiceError
+from common.process.daemon_threads import in_daemon_thread
 from common.wire.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
 from learning.weight_group import digest, join, size_of, views
 from services.engine.engine import Engine
-from services.engine.requests import Body, read_body, reply, update_weights
+from services.engine.requests import Body, add_call, read_body, reply
 from services.engine.scheduler import RequestRefused
 from services.engine.weights import check_tensors, own_tensors
 from services.http.openapi import OBJECT, described
 
-log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_B = TypeVar("_B", bound=Body)
 _TIMEOUT_S = 1800.0
 """Timeout of rendezvous and broadcasts, as in SGLang; `/destroy_weights_update_group` ends them
 sooner."""
+_GroupState = tuple[dist.ProcessGroup | None, asyncio.Event]
+"""A group, None while its ranks have not all joined, and an event that is set when it is left."""
 _AGAIN = "POST /destroy_weights_update_group, then begin again"
 _JOIN_AGAIN = "POST /init_weights_update_group again, on every rank"
-_NO_SESSION = (
-    "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
-)
 
 
 class GroupBody(Body):
@@ -68,7 +64,7 @@ class DistributedBody(GroupBody):
 class CheckBody(Body):
     """`/weights_checker`."""
 
-    action: str = "checksum"
+    action: Literal["checksum"] = "checksum"
 
 
 class WeightUpdates:
@@ -78,27 +74,26 @@ class WeightUpdates:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._groups: dict[str, tuple[dist.ProcessGroup | None, asyncio.Event]] = {}
+        self._groups: dict[str, _GroupState] = {}
         self._staged: dict[str, Tensor] | None = None
+        """What the open session has received; None when no session is open."""
+        self._version: str | None = None
+        """The weight version that the session's last update names."""
         self._failure = ""
-        self._last: DistributedBody | None = None
 
     async def init(self, body: InitBody) -> str:
         """Joins a group; returns when all ranks have joined. Raises RequestRefused."""
+        name = body.group_name
         if body.backend != "gloo":
             reason = "the embedded engine receives by gloo only"
             raise RequestRefused(
                 reason, field="backend", value=body.backend, remedy="set backend to gloo"
             )
-        if body.group_name in self._groups:
-            raise RequestRefused(
-                "a group of that name exists",
-                field="group_name",
-                value=body.group_name,
-                remedy=_AGAIN,
-            )
+        if name in self._groups:
+            reason = "a group of that name exists"
+            raise RequestRefused(reason, field="group_name", value=name, remedy=_AGAIN)
         left = asyncio.Event()
-        self._groups[body.group_name] = None, left
+        self._groups[name] = (None, left)
 
         def work() -> dist.ProcessGroup:
             return join(
@@ -106,23 +101,20 @@ class WeightUpdates:
                 body.master_port,
                 rank=body.rank_offset,
                 world_size=body.world_size,
-                name=body.group_name,
+                name=name,
                 backend=body.backend,
                 timeout_s=_TIMEOUT_S,
             )
 
         try:
-            self._groups[body.group_name] = await _until_left(left, work), left
+            self._groups[name] = (await _until_left(left, work), left)
         except (RuntimeError, ValueError, RequestRefused) as error:
             # Unless another call has made a new group of this name.
-            if self._groups.get(body.group_name, (None, None))[1] is left:
-                del self._groups[body.group_name]
-            message = getattr(error, "message", error)
+            if self._groups.get(name, (None, None))[1] is left:
+                del self._groups[name]
+            reason = f"Failed to initialize custom process group: {error}"
             raise RequestRefused(
-                f"Failed to initialize custom process group: {message}",
-                field="group_name",
-                value=body.group_name,
-                remedy=_JOIN_AGAIN,
+                reason, field="group_name", value=name, remedy=_JOIN_AGAIN
             ) from None
         return "Succeeded to initialize custom process group."
 
@@ -145,23 +137,17 @@ class WeightUpdates:
         """Opens the session. Raises RequestRefused when one is open."""
         if self._staged is not None:
             reason = "a weight-update session is already open; call end_weight_update() first"
-            raise RequestRefused(
-                reason, field="session", value="open", remedy="POST /end_weight_update"
-            )
+            raise RequestRefused(reason, field="session", remedy="POST /end_weight_update")
         self._staged = {}
         self._failure = ""
-        self._last = None
+        self._version = None
         return "Success"
 
     async def receive(self, body: DistributedBody) -> str:
         """Receives the broadcast of these tensors and stages them for `end`. Raises RequestRefused
         or BadWeights.
         """
-        if self._staged is None:
-            raise RequestRefused(
-                _NO_SESSION, field="session", value="none", remedy="POST /begin_weight_update first"
-            )
-        session = self._staged
+        session = self._session()
         try:
             group, left = self._groups.get(body.group_name, (None, asyncio.Event()))
             if group is None:
@@ -174,20 +160,26 @@ class WeightUpdates:
                 )
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
             found = await _until_left(left, lambda: self._receive(group, bucket))
-        except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
+        except (RuntimeError, ValueError, ServiceError) as error:
             self._failure = f"Failed to receive weights: {error}"
             if isinstance(error, ServiceError):
                 raise
             raise RequestRefused(
                 self._failure, field="group_name", value=body.group_name, remedy=_AGAIN
             ) from None
+        # Received for a session that another call has ended, and perhaps begun again, meanwhile.
         if session is not self._staged:
-            raise RequestRefused(
-                "the session has ended", field="session", value="ended", remedy=_AGAIN
-            )
+            raise RequestRefused("the session has ended", field="session", remedy=_AGAIN)
         session.update(found)
-        self._last = body
+        self._version = body.weight_version
         return "Succeeded to update parameter online."
+
+    def _session(self) -> dict[str, Tensor]:
+        """Returns what the open session has received. Raises RequestRefused when none is open."""
+        if self._staged is None:
+            reason = "updates must run between begin_weight_update() and end_weight_update()"
+            raise RequestRefused(reason, field="session", remedy="POST /begin_weight_update first")
+        return self._staged
 
     def _receive(self, group: dist.ProcessGroup, bucket: Bucket) -> dict[str, Tensor]:
         flat = torch.empty(size_of(bucket), dtype=torch.uint8)
@@ -200,18 +192,16 @@ class WeightUpdates:
         """Copies the staged tensors into the model. Raises RequestRefused when a part of the
         session failed.
         """
-        if self._staged is None:
-            reason = "no weight-update session is open; call begin_weight_update() first"
-            remedy = "POST /begin_weight_update"
-            raise RequestRefused(reason, field="session", value="none", remedy=remedy)
-        staged = self._staged
-        last = self._last
+        staged = self._session()
+        version = self._version
         self._staged = None
         if self._failure:
             reason = f"nothing was changed, an update of this session failed: {self._failure}"
-            raise RequestRefused(reason, field="session", value="failed", remedy=_AGAIN)
-        if last is not None:
-            await update_weights(self._engine, staged, last.weight_version)
+            raise RequestRefused(reason, field="session", remedy=_AGAIN)
+        if staged:
+            await self._engine.run(
+                lambda scheduler: scheduler.update_weights(staged, version), exclusive=True
+            )
         return "Success"
 
 
@@ -219,15 +209,7 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
     """Returns the result of `work`, run in a thread. When the group is left, abandons the thread
     and raises RequestRefused.
     """
-    result: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
+    result = in_daemon_thread(work, "weights")
     done = asyncio.wrap_future(result)
     gone = asyncio.create_task(left.wait())
     either: set[asyncio.Future[Any]] = {done, gone}
@@ -235,6 +217,7 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
     gone.cancel()
     if done.done():
         return done.result()
+    # Nobody waits for its error any more: asyncio must not log it as one that was never retrieved.
     result.add_done_callback(lambda future: future.exception())
     raise RequestRefused(
         "the group was destroyed meanwhile", field="group_name", remedy=_JOIN_AGAIN
@@ -244,33 +227,17 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
 def add_distributed(app: FastAPI, engine: Engine) -> None:
     """Adds SGLang's calls that receive weights by broadcast and check weights."""
     updates = WeightUpdates(engine)
-    _add(app, "/init_weights_update_group", InitBody, updates.init)
-    _add(app, "/destroy_weights_update_group", GroupBody, updates.destroy)
-    _add(app, "/begin_weight_update", Body, updates.begin)
-    _add(app, "/update_weights_from_distributed", DistributedBody, updates.receive)
-    _add(app, "/end_weight_update", Body, updates.end)
+    add_call(app, "/init_weights_update_group", InitBody, updates.init)
+    add_call(app, "/destroy_weights_update_group", GroupBody, updates.destroy)
+    add_call(app, "/begin_weight_update", Body, updates.begin)
+    add_call(app, "/update_weights_from_distributed", DistributedBody, updates.receive)
+    add_call(app, "/end_weight_update", Body, updates.end)
 
-    @app.post("/weights_checker", **described(CheckBody, OBJECT, statuses=(200, 400)))
+    @app.post("/weights_checker", **described(CheckBody, OBJECT))
     async def weights_checker(request: Request) -> Response:
         """Checksums of the weights, by their Hugging Face names."""
-        body = await read_body(request, CheckBody)
-        if body.action != "checksum":
-            return reply(
-                {"success": False, "message": f"Unsupported action={body.action!r}: checksum"}, 400
-            )
-        work = engine.call(
+        await read_body(request, CheckBody)
+        sums = await engine.run(
             lambda _: {name: digest(tensor) for name, tensor in own_tensors(engine.model.module)}
         )
-        sums = await asyncio.wrap_future(work)
-        return reply({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
-
-
-def _add(app: FastAPI, path: str, kind: type[_B], work: Callable[[_B], Awaitable[str]]) -> None:
-    """Adds a call that answers whether `work` succeeded."""
-
-    @app.post(path, description=work.__doc__, **described(kind, OBJECT, statuses=(200, 400)))
-    async def call(request: Request) -> Response:
-        try:
-            return reply({"success": True, "message": await work(await read_body(request, kind))})
-        except ServiceError as error:
-            return reply({"success": False, "message": str(error)}, error.status)
+        return reply({"success": True, "ranks": [{"checksums": sums}]})

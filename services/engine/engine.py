@@ -5,11 +5,11 @@ prompts once each, decodes one token for every running row, and removes finished
 batch.
 """
 
+import asyncio
 import logging
 import random
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -36,9 +36,24 @@ class Engine:
     """Continuous batching over one model. Public methods may be called from any thread and return
     at once.
 
+        engine = Engine(Model(directory, max_context_tokens=2048), max_running=3)
+        engine.start()
+        job = GenerationJob("b", [5, 6], SamplingParams(max_new_tokens=8), n=2)
+        engine.submit([job])
+        first, second = job.done.result()      # two completions (`Sequence`)
+
+    What its thread does when job A (n = 1) runs, and B (n = 2) and C (n = 1) arrive together:
+
+        step  rows      what happens
+        1     A         B and C arrive; the thread waits a few ms for more of them (`_gather`)
+        2     A B1 B2   B's prompt is computed once, for both rows; C finds no free row and waits
+        3     A B1 B2   every row gets its next token
+        4     B2 B1     A met a stop token: the last row fills its gap (`Rows.remove`)
+        5     B2 B1 C   C's prompt is computed, and all rows get their next token
+
     After `start`, the engine's thread owns `model` and `scheduler`; other threads change them only
     through `call`. When the thread ends with an error it calls `on_crash`, which may end the
-    process for a supervisor to restart; if that returns, every waiting and every later call gets
+    process for the node's agent to restart; if it returns, every waiting and every later call gets
     the `failure`.
     """
 
@@ -126,7 +141,7 @@ class Engine:
                     remedy=f"retry later; at most {self.max_waiting} may wait",
                 )
             for job in jobs:
-                job.start(self._random.getrandbits(64), lambda: uuid.uuid4().hex)
+                job.start(self._random.getrandbits(64))
                 self._track(job.done)
             self._incoming += size
             self._arrived = True
@@ -158,6 +173,10 @@ class Engine:
             self._wake.notify()
         return done
 
+    async def run(self, function: Callable[[Scheduler], _T], exclusive: bool = False) -> _T:
+        """Waits for `call` in an event loop, and returns what `function` returns."""
+        return await asyncio.wrap_future(self.call(function, exclusive))
+
     def _track(self, future: "Future[Any]") -> None:
         """Makes sure that the future gets an error if the thread ends before it is done."""
         self._pending.add(future)
@@ -178,7 +197,7 @@ class Engine:
             self._fail_pending(NotReady("the engine is stopping", remedy="retry on another engine"))
         except BaseException as error:
             log.critical("the engine's thread died", exc_info=error)
-            # First: where a supervisor restarts the process, no caller may learn that the engine is
+            # First: where an agent restarts the process, no caller may learn that the engine is
             # lost.
             self.on_crash()
             with self._wake:
@@ -198,6 +217,7 @@ class Engine:
         with self._wake:
             while not (self._calls or self._stopping or self._exclusive or scheduler.can_step):
                 self._wake.wait()
+            # Without a free row, requests can only wait: gathering them would hold up the others.
             if self._arrived and self.running < scheduler.max_running:
                 self._gather()
             self._arrived = False
@@ -206,6 +226,7 @@ class Engine:
         while self._exclusive and not self.running:
             self._exclusive.popleft()()
         if not scheduler.paused:
+            # New rows would put off a call that waits until none runs, for ever under load.
             scheduler.step(admit=not self._exclusive)
 
     def _gather(self) -> None:

@@ -68,6 +68,7 @@ class StepGraphs:
         try:
             self._records[key] = (buffer, self._record(lambda: step(buffer)))
         except RuntimeError as error:
+            # What one shape does, such as reading a number back, all do: no other is tried.
             self._works = False
             log.warning(
                 "decode steps run without CUDA graphs, which this model does not allow: %s", error

@@ -1,57 +1,60 @@
 """The engine's work: a job is one prompt, its sequences are the requested completions."""
 
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from common.clients.rollout import sample_seed
-from common.wire.schemas import Int32
+from common.wire.schemas import AtMost, Int32
 from learning.routing import Experts
 from services.engine.sampling import stream_key
 
+MAX_N = 1024
+"""Most completions of a prompt."""
 ABORTED = "Aborted"
 ABORTED_WAITING = "Abort in waiting queue"
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """Checked sampling parameters.
+_Stop = Annotated[str, Field(max_length=1000)]
 
-    Attributes:
-        top_k: 0 for all tokens.
-        stop_ids: tokens that end a completion, end-of-text included.
-        stops: texts that end one.
-        returns_kept: whether the answer shows the tokens that truncation kept.
-        returns_experts: whether it shows the experts that computed its tokens.
-    """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop_ids: tuple[int, ...] = ()
-    stops: tuple[str, ...] = ()
-    returns_kept: bool = False
-    returns_experts: bool = False
-    seed: int | None = None
+class SamplingParams(BaseModel):
+    """`sampling_params` of `/generate`, by SGLang's names."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)
+
+    n: int = Field(1, ge=1, le=MAX_N)
+    max_new_tokens: int = Field(128, ge=0)
+    """0 only when the log-probabilities of the prompt are requested."""
+    min_new_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    """-1 or 0: all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    sampling_seed: int | None = None
+    stop: _Stop | Annotated[list[_Stop], AtMost(256)] = []
+    """Texts that end a completion."""
+    stop_token_ids: Annotated[list[int], AtMost(256)] = []
+    """Tokens that end a completion; in a job, the model's end-of-text too."""
+    ignore_eos: bool = False
     skip_special_tokens: bool = True
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def stop_in(self, last: Callable[[int], str]) -> str | None:
         """Returns the stop text that a completion has reached, or None; `last(n)` is the text of
         its last n tokens.
         """
-        if not self.stops:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        longest = max((len(stop.encode()) for stop in stops), default=0)
+        if not longest:
             return None
-        text = last(1 + max(len(stop.encode()) for stop in self.stops))
-        return next((stop for stop in self.stops if stop in text), None)
+        text = last(1 + longest)
+        return next((stop for stop in stops if stop and stop in text), None)
 
 
 @dataclass(eq=False)
@@ -83,6 +86,11 @@ class Sequence:
     cached_tokens: int = 0
     finish: dict[str, Any] | None = None
     version: str = ""
+
+    @property
+    def so_far(self) -> list[int]:
+        """The prompt, and the tokens that a retracted sequence has generated already."""
+        return self.job.prompt + self.tokens
 
     def note_version(self, version: str, position: int) -> None:
         """Records that tokens from `position` on come from `version`."""
@@ -116,7 +124,9 @@ class GenerationJob:
 
     Attributes:
         rid: its name in the answer.
-        logprobs: whether the answer shows them.
+        returns_logprobs: whether the answer shows them.
+        returns_kept: whether it shows the tokens that truncation kept.
+        returns_experts: whether it shows the experts that computed its tokens.
         adapter: name of the LoRA adapter to use; None: the model itself.
         done: resolves when every sequence is finished; fails with ServiceError.
     """
@@ -125,34 +135,19 @@ class GenerationJob:
     prompt: list[int]
     sampling: SamplingParams
     n: int = 1
-    logprobs: bool = False
+    returns_logprobs: bool = False
+    returns_kept: bool = False
+    returns_experts: bool = False
     adapter: str | None = None
     created: float = field(default_factory=time.monotonic)
     sequences: list[Sequence] = field(default_factory=list)
     done: "Future[list[Sequence]]" = field(default_factory=Future)
 
-    def start(self, default_seed: int, new_id: Callable[[], str]) -> None:
+    def start(self, default_seed: int) -> None:
         """Creates the sequences; `default_seed` is for requests without a seed."""
         self.done.set_running_or_notify_cancel()  # from here on only the engine may resolve it
-        seed = default_seed if self.sampling.seed is None else self.sampling.seed
+        seed = default_seed if self.sampling.sampling_seed is None else self.sampling.sampling_seed
         for index in range(self.n):
-            name = self.rid if self.n == 1 else new_id()
+            name = self.rid if self.n == 1 else uuid.uuid4().hex
             key = stream_key(sample_seed(seed, index))
             self.sequences.append(Sequence(self, name, key))
-
-
-@dataclass(eq=False)
-class PrefillGroup:
-    """Sequences that wait for one prefill of the same tokens."""
-
-    sequences: list[Sequence]
-
-    @property
-    def adapter(self) -> str | None:
-        return self.sequences[0].job.adapter
-
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt, and the tokens that a retracted sequence has generated already."""
-        first = self.sequences[0]
-        return first.job.prompt + first.tokens

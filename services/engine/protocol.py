@@ -3,43 +3,37 @@
 import base64
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from common.errors import ServiceError
 from common.settings.sections import MAX_KEPT
 from common.wire.codec import MAX_JSON_ITEMS
-from common.wire.schemas import MAX_NAMES, AtMost, Columns
+from common.wire.schemas import AtMost
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 
-MAX_N = 1024
 MAX_PROMPTS = 4096
 """Prompts of one request."""
-NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
-_REFUSED = dict.fromkeys(
-    (
-        "stream",
-        "token_ids_logprob",
-        "top_logprobs_num",
-        "return_hidden_states",
-        "routed_experts_start_len",
-        "sampling_logprobs_mode",
-        "return_entropy",
-        "custom_logit_processor",
-        "image_data",
-        "audio_data",
-        "video_data",
-        "input_embeds",
-    ),
-    NOTHING,
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values with which an unsupported field has no effect."""
+_UNSUPPORTED = (
+    "stream",
+    "token_ids_logprob",
+    "top_logprobs_num",
+    "return_hidden_states",
+    "routed_experts_start_len",
+    "sampling_logprobs_mode",
+    "return_entropy",
+    "custom_logit_processor",
+    "image_data",
+    "audio_data",
+    "video_data",
+    "input_embeds",
 )
-"""SGLang's top-level fields that would change the answer but are not supported, with the values at
-which they have no effect."""
-_Stop = Annotated[str, Field(max_length=1000)]
+"""SGLang's top-level fields that would change the answer and are refused."""
 
 
 class BadRequest(ServiceError):
@@ -49,162 +43,18 @@ class BadRequest(ServiceError):
     code = "bad_request"
 
 
-def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
+def bad_request(error: ValidationError) -> BadRequest:
     """Returns the error for the first problem that pydantic found."""
     first = error.errors()[0]
-    # What follows the first part of `loc` names a branch of a union.
-    name = prefix + str(first["loc"][0]) if first["loc"] else "body"
-    if first["type"] == "extra_forbidden":
-        return BadRequest(
-            f"unknown field {name}",
-            field=name,
-            value=first["input"],
-            remedy="remove it or check its spelling",
-        )
+    # What follows the name of a field is the branch of a union or the index in a list.
+    depth = 2 if first["loc"][:1] == ("sampling_params",) else 1
+    name = ".".join(map(str, first["loc"][:depth])) or "body"
     return BadRequest(
         f"{name}: {first['msg']}",
         field=name,
         value=first["input"],
-        remedy="the fields are described at /docs",
+        remedy="check its spelling and its type; the fields are described at /docs",
     )
-
-
-def refuse_unsupported(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises BadRequest when one of the fields named in `neutral` is set to anything but a value
-    there.
-    """
-    for name, values in neutral.items():
-        value = fields.get(name)
-        if value is not None and value not in values:
-            raise BadRequest(
-                f"{name} is not supported by the embedded engine",
-                field=name,
-                value=value,
-                remedy="leave it out, or set rollout.engine sglang",
-            )
-
-
-class SharedFields(BaseModel):
-    """Sampling parameters with the same name in SGLang's and OpenAI's calls; None means the
-    default.
-    """
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    stop: _Stop | Annotated[list[_Stop], AtMost(256)] | None = None
-    stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-
-
-class SamplingFields(SharedFields):
-    """`sampling_params` of `/generate`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    min_new_tokens: int | None = Field(None, ge=0)
-    max_new_tokens: int | None = Field(None, ge=0)
-    """0 only when the log-probabilities of the prompt are requested."""
-    sampling_seed: int | None = None
-
-    def sampling(
-        self,
-        prompt_tokens: int,
-        model: Model,
-        *,
-        logprobs: bool = False,
-        mask: bool = False,
-        experts: bool = False,
-    ) -> SamplingParams:
-        """Returns the parameters, checked against the model. The default length is cut to the
-        context, as SGLang does.
-
-        Args:
-            prompt_tokens: length of the prompt.
-            model: the model that answers.
-            logprobs: whether the answer shows log-probabilities, and so also the tokens that
-                truncation kept, up to a limit.
-            mask: whether the answer must show the tokens that truncation kept.
-            experts: whether the answer must show the experts that computed its tokens.
-
-        Raises BadRequest.
-        """
-        limit = 128 if self.max_new_tokens is None else self.max_new_tokens
-        room = model.max_context_tokens - prompt_tokens
-        if self.max_new_tokens is not None and self.max_new_tokens > room:
-            raise BadRequest(
-                f"the prompt of {prompt_tokens} tokens leaves room for {room} "
-                f"in the context of {model.max_context_tokens}",
-                field="max_new_tokens",
-                value=self.max_new_tokens,
-                remedy="ask for fewer tokens, send a shorter prompt "
-                "or start the engine with a larger --max-context-tokens",
-            )
-        min_new_tokens = self.min_new_tokens or 0
-        if min_new_tokens > limit:
-            raise BadRequest(
-                f"min_new_tokens is above max_new_tokens, {limit}",
-                field="min_new_tokens",
-                value=min_new_tokens,
-                remedy="lower min_new_tokens",
-            )
-        top_k = max(self.top_k or 0, 0)
-        returnable = 0 < top_k <= MAX_KEPT
-        if mask and not returnable:
-            raise BadRequest(
-                "return_sampling_mask needs a limit on the candidates of a token",
-                field="top_k",
-                value=self.top_k,
-                remedy=f"send a top_k from 1 to {MAX_KEPT}",
-            )
-        if experts and model.no_routed_experts:
-            raise BadRequest(
-                f"this engine cannot return routed experts: {model.no_routed_experts}",
-                field="return_routed_experts",
-                value=True,
-                remedy="leave it out",
-            )
-
-        stop = self.stop or []
-        stop_ids: set[int] = set()
-        if not self.ignore_eos:
-            stop_ids = {*model.eos_ids, *(self.stop_token_ids or [])}
-        return SamplingParams(
-            max_new_tokens=min(limit, room),
-            min_new_tokens=min(min_new_tokens, room),
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=min(top_k, model.vocab_size),
-            min_p=self.min_p or 0.0,
-            stops=(stop,) if isinstance(stop, str) else tuple(filter(None, stop)),
-            returns_kept=returnable and (mask or logprobs),
-            returns_experts=experts,
-            stop_ids=tuple(token for token in sorted(stop_ids) if 0 <= token < model.vocab_size),
-            seed=self.sampling_seed,
-            skip_special_tokens=self.skip_special_tokens is not False,
-        )
-
-
-def _parse_sampling(raw: Any) -> SamplingFields:
-    """Parses `sampling_params`. Raises BadRequest that names an unknown or unsupported
-    parameter.
-    """
-    if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
-        raise BadRequest(
-            "sampling_params is not an object, or is too large",
-            field="sampling_params",
-            value=raw,
-            remedy=f"send an object of at most {MAX_NAMES} names",
-        )
-    try:
-        return SamplingFields.model_validate(raw)
-    except ValidationError as error:
-        raise bad_request(error, "sampling_params.") from None
 
 
 class GenerateBody(BaseModel):
@@ -229,11 +79,13 @@ class GenerateBody(BaseModel):
     """Tokenised like `tokenizer(text)`, with special tokens."""
     logprob_start_len: int = -1
     """Position from which the log-probabilities of the prompt are returned; -1: none."""
-    sampling_params: Columns | None = None
+    sampling_params: Annotated[
+        SamplingParams, AtMost(16), WithJsonSchema(SamplingParams.model_json_schema())
+    ] = SamplingParams()
     """Apply to every prompt, as do the fields below."""
-    return_logprob: bool | None = None
-    return_sampling_mask: bool | None = None
-    return_routed_experts: bool | None = None
+    return_logprob: bool = False
+    return_sampling_mask: bool = False
+    return_routed_experts: bool = False
     """Return the experts that computed prompt and answer, but the last token, in base64 as int32
     [tokens, layers, experts of a token]."""
     rid: str | None = Field(None, min_length=1, max_length=200)
@@ -245,15 +97,22 @@ class GenerateBody(BaseModel):
         lists_ids = bool(self.input_ids) and isinstance(self.input_ids[0], list)
         return lists_ids or isinstance(self.text, list)
 
-    def _prompts(self, model: Model) -> list[list[int]]:
-        refuse_unsupported(self.model_extra or {}, _REFUSED)
-        if self.is_batch and len(self.input_ids) > MAX_PROMPTS:
-            raise BadRequest(
-                f"there are {len(self.input_ids)} prompts",
-                field="input_ids",
-                value=len(self.input_ids),
-                remedy=f"send at most {MAX_PROMPTS}",
-            )
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the log-probabilities of the prompts are requested instead of an answer."""
+        return self.logprob_start_len >= 0
+
+    def prompts(self, model: Model) -> list[list[int]]:
+        """Returns the token ids of every prompt. Raises BadRequest, also for unsupported fields."""
+        for name in _UNSUPPORTED:
+            value = (self.model_extra or {}).get(name)
+            if value not in _NEUTRAL:
+                raise BadRequest(
+                    f"{name} is not supported by the embedded engine",
+                    field=name,
+                    value=value,
+                    remedy="leave it out, or set rollout.engine sglang",
+                )
         if self.text is not None and self.input_ids:
             raise BadRequest(
                 "send a prompt either as text or as input_ids, not as both",
@@ -267,18 +126,20 @@ class GenerateBody(BaseModel):
             prompts = [model.tokenizer(text).input_ids for text in texts]
         else:
             prompts = self.input_ids if self.is_batch else [self.input_ids]
-        return [check_prompt(prompt, model) for prompt in prompts]
+        if len(prompts) > MAX_PROMPTS:
+            raise BadRequest(
+                f"there are {len(prompts)} prompts",
+                field="input_ids",
+                value=len(prompts),
+                remedy=f"send at most {MAX_PROMPTS}",
+            )
+        for prompt in prompts:
+            _check_prompt(prompt, model)
+        return prompts
 
-    def to_score(self, model: Model) -> list[list[int]] | None:
-        """Returns the prompts whose log-probabilities are requested; None for a request that
-        generates.
-
-        Raises BadRequest when both are requested.
-        """
-        if self.logprob_start_len < 0:
-            return None
-        fields = _parse_sampling(self.sampling_params or {})
-        generates = fields.max_new_tokens != 0 or fields.n not in (None, 1)
+    def check_scoring(self) -> None:
+        """Raises BadRequest when a request for the log-probabilities of prompts asks for more."""
+        generates = self.sampling_params.max_new_tokens != 0 or self.sampling_params.n != 1
         if generates or not self.return_logprob or self.lora_path:
             raise BadRequest(
                 "log-probabilities of a prompt need return_logprob, max_new_tokens 0, n 1 "
@@ -287,11 +148,10 @@ class GenerateBody(BaseModel):
                 value=self.logprob_start_len,
                 remedy="request them separately",
             )
-        return self._prompts(model)
 
-    def jobs(self, model: Model) -> list[GenerationJob]:
-        prompts = self._prompts(model)
-        fields = _parse_sampling(self.sampling_params or {})
+    def jobs(self, prompts: list[list[int]], model: Model) -> list[GenerationJob]:
+        """Returns a job for each prompt. Raises BadRequest for what the model cannot answer."""
+        fields = self.sampling_params
         if fields.max_new_tokens == 0:
             raise BadRequest(
                 "max_new_tokens is 0, so the request asks for nothing",
@@ -300,33 +160,75 @@ class GenerateBody(BaseModel):
                 remedy="ask for at least 1, or, with return_logprob and logprob_start_len, "
                 "for the prompt's log-probabilities",
             )
+        can_return_kept = 0 < fields.top_k <= MAX_KEPT
+        if self.return_sampling_mask and not can_return_kept:
+            raise BadRequest(
+                "return_sampling_mask needs a limit on the candidates of a token",
+                field="top_k",
+                value=fields.top_k,
+                remedy=f"send a top_k from 1 to {MAX_KEPT}",
+            )
+        if self.return_routed_experts and model.no_routed_experts:
+            raise BadRequest(
+                f"this engine cannot return routed experts: {model.no_routed_experts}",
+                field="return_routed_experts",
+                value=True,
+                remedy="leave it out",
+            )
 
+        rid = self.rid or uuid.uuid4().hex
         jobs: list[GenerationJob] = []
         for index, prompt in enumerate(prompts):
-            rid = self.rid or uuid.uuid4().hex
-            sampling = fields.sampling(
-                len(prompt),
-                model,
-                logprobs=bool(self.return_logprob),
-                mask=bool(self.return_sampling_mask),
-                experts=bool(self.return_routed_experts),
-            )
             job = GenerationJob(
                 f"{rid}_{index}" if self.is_batch else rid,
                 prompt,
-                sampling,
-                n=fields.n or 1,
-                logprobs=bool(self.return_logprob),
+                _fitted(fields, len(prompt), model),
+                n=fields.n,
+                returns_logprobs=self.return_logprob,
+                # Free with log-probabilities, so they need not be asked for.
+                returns_kept=can_return_kept and (self.return_sampling_mask or self.return_logprob),
+                returns_experts=self.return_routed_experts,
                 adapter=self.lora_path or None,
             )
             jobs.append(job)
         return jobs
 
 
-def check_prompt(prompt: Any, model: Model) -> list[int]:
-    """Returns the prompt. Raises BadRequest when it is too long or not a list of the model's token
-    ids.
+def _fitted(params: SamplingParams, prompt_tokens: int, model: Model) -> SamplingParams:
+    """Returns the parameters for a prompt of this many tokens. Raises BadRequest when they do not
+    fit the context.
     """
+    room = model.max_context_tokens - prompt_tokens
+    limit = params.max_new_tokens
+    # As in SGLang: the default is cut to the context, a length that was asked for is refused.
+    if "max_new_tokens" not in params.model_fields_set:
+        limit = min(limit, room)
+    if limit > room:
+        raise BadRequest(
+            f"the prompt of {prompt_tokens} tokens leaves room for {room} "
+            f"in the context of {model.max_context_tokens}",
+            field="max_new_tokens",
+            value=limit,
+            remedy="ask for fewer tokens, send a shorter prompt "
+            "or start the engine with a larger --max-context-tokens",
+        )
+    if params.min_new_tokens > limit:
+        raise BadRequest(
+            f"min_new_tokens is above max_new_tokens, {limit}",
+            field="min_new_tokens",
+            value=params.min_new_tokens,
+            remedy="lower min_new_tokens",
+        )
+
+    stop_ids: set[int] = set()
+    if not params.ignore_eos:
+        stop_ids = {*model.eos_ids, *params.stop_token_ids}
+    known_ids = [token for token in sorted(stop_ids) if 0 <= token < model.vocab_size]
+    return params.model_copy(update={"max_new_tokens": limit, "stop_token_ids": known_ids})
+
+
+def _check_prompt(prompt: Any, model: Model) -> None:
+    """Raises BadRequest when a prompt is too long or not a list of the model's token ids."""
     if not isinstance(prompt, list) or not prompt:
         raise BadRequest(
             "a prompt is empty or not a list of token ids",
@@ -350,7 +252,6 @@ def check_prompt(prompt: Any, model: Model) -> list[int]:
                 value=token,
                 remedy=f"send whole numbers from 0 to {model.vocab_size - 1}",
             )
-    return prompt
 
 
 def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
@@ -368,16 +269,16 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
         "num_retractions": sequence.retractions,
         "e2e_latency": time.monotonic() - job.created,
     }
-    if job.logprobs:
+    if job.returns_logprobs:
         pairs = zip(sequence.logprobs, sequence.tokens, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         meta["output_token_logprobs_length"] = len(sequence.tokens)
         meta["input_token_logprobs"] = []
-    if job.sampling.returns_kept:
+    if job.returns_kept:
         meta["output_token_sampling_mask"] = [tokens.tolist() for _, tokens in sequence.kept]
         meta["output_token_sampling_logprobs"] = [logprob for logprob, _ in sequence.kept]
         meta["output_token_sampling_mask_length"] = len(sequence.kept)
-    if job.sampling.returns_experts and sequence.experts:  # it has been computed
+    if job.returns_experts and sequence.experts:  # it has been computed
         experts = np.concatenate(sequence.experts).astype("<i4")
         meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
     return {"text": sequence.text(tokenizer), "output_ids": sequence.tokens, "meta_info": meta}
@@ -389,7 +290,7 @@ def score_answer(
     """Returns SGLang's answer for a prompt's log-probabilities from `start` on; as in SGLang, the
     first is null.
     """
-    pairs = list(zip([None, *logprobs[start:]], prompt[start:], strict=True))
+    pairs = zip([None, *logprobs[start:]], prompt[start:], strict=True)
     meta = {
         "id": uuid.uuid4().hex,
         "finish_reason": {"type": "length", "length": 0},

@@ -1,30 +1,27 @@
-"""Helpers of the routes: request bodies, answers, jobs and weight updates."""
+"""What all routes of the engine share: bodies, answers, and waiting for the engine's thread."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
 
-from common.errors import InvalidInput, NotReady
+from common.errors import InvalidInput, NotReady, ServiceError
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob
-from services.engine.model import Model
 from services.engine.protocol import BadRequest, bad_request, score_answer
 from services.engine.scheduler import Scheduler
-from services.http.app import SMALL_BYTES, read_json
+from services.http.app import read_json
 from services.http.disconnect import cancel_on_disconnect
+from services.http.openapi import OBJECT, described
 
-SCORED_LOGITS = 1 << 27
+SCORED_LOGITS = 1 << 26
 """Maximum logits in memory when prompts are scored, unless a single prompt has more."""
 _B = TypeVar("_B", bound=BaseModel)
-_T = TypeVar("_T")
 
 
 class Body(BaseModel):
@@ -45,18 +42,27 @@ async def read_body(request: Request, kind: type[_B]) -> _B:
         raise bad_request(error) from None
 
 
-async def make_jobs(request: Request, jobs: Callable[[Model], _T], model: Model) -> _T:
-    """Returns the `jobs` of a body; large bodies are tokenised and checked in a thread."""
-    if len(await request.body()) < SMALL_BYTES:
-        return jobs(model)
-    return await asyncio.to_thread(jobs, model)
-
-
 def reply(content: object, status: int = 200) -> Response:
     """Returns a JSON response, encoded by orjson because answers hold tens of thousands of
     numbers.
     """
     return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def add_call(app: FastAPI, path: str, kind: type[_B], work: Callable[[_B], Awaitable[str]]) -> None:
+    """Adds a control call, whose answer says whether `work` succeeded, and what it returned or
+    raised.
+    """
+
+    @app.post(path, description=work.__doc__, **described(kind, OBJECT, statuses=(200, 400)))
+    async def call(request: Request) -> Response:
+        body = await read_body(request, kind)
+        try:
+            return reply({"success": True, "message": await work(body)})
+        except ServiceError as error:
+            if error.status != 400:  # not a refusal: the engine has died, or stops
+                raise
+            return reply({"success": False, "message": str(error)}, 400)
 
 
 async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) -> None:
@@ -87,36 +93,20 @@ async def score(
 
     Raises BadRequest when `start` is beyond the end of a prompt, or ClientGone.
     """
-    shortest = min(map(len, prompts))
-    if shortest <= start:
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths) <= start:
         raise BadRequest(
-            f"the shortest prompt has only {shortest} tokens",
+            f"the shortest prompt has only {min(lengths)} tokens",
             field="logprob_start_len",
             value=start,
             remedy="start within the shortest prompt",
         )
-    limit = max(1, SCORED_LOGITS // engine.model.vocab_size)
+    at_once = max(1, SCORED_LOGITS // (engine.model.vocab_size * max(lengths)))
     answers: list[dict[str, Any]] = []
-    while part := prompts[len(answers) :]:
-        longest = 0
-        count = 0
-        for prompt in part:
-            longest = max(longest, len(prompt))
-            if count and (count + 1) * longest > limit:
-                break
-            count += 1
-        scoring = engine.call(partial(Scheduler.score, prompts=part[:count]))
-        logprobs, version = await cancel_on_disconnect(request, asyncio.wrap_future(scoring))
-        rows = zip(part[:count], logprobs, strict=True)
-        answers += [score_answer(prompt, scores, start, version) for prompt, scores in rows]
+    for first in range(0, len(prompts), at_once):
+        part = prompts[first : first + at_once]
+        scoring = engine.run(partial(Scheduler.score, prompts=part))
+        logprobs, version = await cancel_on_disconnect(request, scoring)
+        for prompt, scores in zip(part, logprobs, strict=True):
+            answers.append(score_answer(prompt, scores, start, version))
     return answers
-
-
-async def update_weights(
-    engine: Engine, source: Path | dict[str, Tensor], version: str | None
-) -> None:
-    """Loads weights once no request runs; see `Scheduler.update_weights`."""
-    loaded = engine.call(
-        lambda scheduler: scheduler.update_weights(source, version), exclusive=True
-    )
-    await asyncio.wrap_future(loaded)

@@ -31,9 +31,9 @@ class Rows:
     """Dense rows 0..len-1, one per running sequence.
 
     `token` is the next input, `position` its index in the sequence, `count` the number of generated
-    tokens, `limit` their maximum, `least` their minimum, `kept` the most tokens of a truncation to
-    be returned, `routed` whether its experts are; `stop` [rows, K] are the stop tokens, padded with
-    -1; `tokens` and `logprobs` [rows, longest limit] are the output.
+    tokens, `limit` their maximum, `least` their minimum, `kept` how many tokens at most truncation
+    leaves and the answer returns, `routed` whether it returns the experts; `stop` [rows, K] are the
+    stop tokens, padded with -1; `tokens` and `logprobs` [rows, longest limit] are the output.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -47,10 +47,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.sequences)
-
-    def counts(self) -> list[int]:
-        """Returns the number of generated tokens of each row."""
-        return [int(count) for count in self.state["count"][: len(self)]]
 
     def inputs(self, first: int) -> Inputs:
         """Returns the inputs of a step for rows `first` and up."""
@@ -73,8 +69,9 @@ class Rows:
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
         """Adds sequences whose first `lengths` tokens have been computed."""
         first = len(self)
-        longest = max(sequence.job.sampling.max_new_tokens for sequence in sequences)
-        self._widen("stop", max(len(sequence.job.sampling.stop_ids) for sequence in sequences), -1)
+        params = [sequence.job.sampling for sequence in sequences]
+        longest = max(each.max_new_tokens for each in params)
+        self._widen("stop", max(len(each.stop_token_ids) for each in params), -1)
         self._widen("tokens", longest, 0)
         self._widen("logprobs", longest, 0)
 
@@ -82,20 +79,24 @@ class Rows:
         for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True), first):
             sampling = sequence.job.sampling
             count = len(sequence.tokens)
-            # `append` increments the position: the token that it adds is at `length`.
-            state["position"][row] = length - 1
-            state["count"][row] = count
-            state["key"][row] = sequence.key
-            state["limit"][row] = sampling.max_new_tokens
-            state["least"][row] = sampling.min_new_tokens
-            state["temperature"][row] = sampling.temperature
-            state["top_p"][row] = sampling.top_p
-            state["top_k"][row] = sampling.top_k or np.inf
-            state["min_p"][row] = sampling.min_p
-            state["kept"][row] = sampling.top_k if sampling.returns_kept else 0
-            state["routed"][row] = sampling.returns_experts
+            numbers = {
+                # `append` increments the position: the token that it adds is at `length`.
+                "position": length - 1,
+                "count": count,
+                "key": sequence.key,
+                "limit": sampling.max_new_tokens,
+                "least": sampling.min_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k if sampling.top_k > 0 else np.inf,
+                "min_p": sampling.min_p,
+                "kept": sampling.top_k if sequence.job.returns_kept else 0,
+                "routed": sequence.job.returns_experts,
+            }
+            for name, number in numbers.items():
+                state[name][row] = number
             state["stop"][row] = -1
-            state["stop"][row, : len(sampling.stop_ids)] = sampling.stop_ids
+            state["stop"][row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
             state["tokens"][row, :count] = sequence.tokens
             state["logprobs"][row, :count] = sequence.logprobs
         self.sequences += sequences
@@ -146,7 +147,7 @@ class Rows:
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Removes rows and fills the gaps with the last ones. Returns (target, source) of the rows
-        that moved.
+        that moved: of A B C D E without A and D, ([0], [4]) leaves E B C.
         """
         gone = set(rows)
         keep = len(self) - len(rows)

@@ -17,7 +17,7 @@ from torch import UntypedStorage
 
 from common.errors import ServiceError
 from services.engine.adapters import AdapterRegistry, BadAdapter
-from services.engine.jobs import ABORTED, ABORTED_WAITING, GenerationJob, PrefillGroup, Sequence
+from services.engine.jobs import ABORTED, ABORTED_WAITING, GenerationJob, Sequence
 from services.engine.model import Model
 from services.engine.rows import Rows
 from services.engine.weights import copy_tensors, load_into
@@ -64,7 +64,8 @@ class Scheduler:
         self.waiting = 0
         self.rows = Rows(self.max_running)
         self.adapters = AdapterRegistry(model.module)
-        self._queue: deque[PrefillGroup] = deque()
+        self._queue: deque[list[Sequence]] = deque()
+        """Sequences that wait for one prefill of the same tokens."""
 
     @property
     def can_step(self) -> bool:
@@ -84,7 +85,7 @@ class Scheduler:
                 continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
-                self._queue.append(PrefillGroup(job.sequences[start : start + self.max_running]))
+                self._queue.append(job.sequences[start : start + self.max_running])
 
     def step(self, admit: bool) -> None:
         """Prefills what fits (if `admit`), then decodes one token for every running row."""
@@ -104,15 +105,15 @@ class Scheduler:
             batch = self._next_batch()
             if not batch:
                 return
-            prompts = [group.tokens for group in batch]
+            prompts = [group[0].so_far for group in batch]
             sequences: list[Sequence] = []
             owners: list[int] = []  # the prompt of each sequence
             for index, group in enumerate(batch):
-                sequences += group.sequences
-                owners += [index] * len(group.sequences)
+                sequences += group
+                owners += [index] * len(group)
 
             first = len(self.rows)
-            routed = any(sequence.job.sampling.returns_experts for sequence in sequences)
+            routed = any(sequence.job.returns_experts for sequence in sequences)
             logits = self.model.prefill(prompts, owners, first, routed=routed)
             if routed:
                 for sequence, owner in zip(sequences, owners, strict=True):
@@ -120,86 +121,77 @@ class Scheduler:
             self.prefilled.inc(sum(map(len, prompts)))
             self.rows.add(sequences, [len(prompts[owner]) for owner in owners])
             for group in batch:
-                for index, sequence in enumerate(group.sequences):
+                for index, sequence in enumerate(group):
                     sequence.note_version(self.weight_version, len(sequence.tokens))
                     sequence.cached_tokens = len(sequence.job.prompt) if index else 0
             self._advance(first, self.model.sample(logits, self.rows.inputs(first)))
 
-    def _next_batch(self) -> list[PrefillGroup]:
-        batch: list[PrefillGroup] = []
+    def _next_batch(self) -> list[list[Sequence]]:
+        batch: list[list[Sequence]] = []
         longest = 0
         free = self.max_running - len(self.rows)
-        if not self.rows.sequences:
-            self.adapters.merge(self._queue[0].adapter)
-        while self._queue and len(self._queue[0].sequences) <= free:
+        if not self.rows.sequences:  # nothing that runs depends on what is merged now
+            self.adapters.merge(self._queue[0][0].job.adapter)
+        while self._queue and len(self._queue[0]) <= free:
             group = self._queue[0]
-            longest = max(longest, len(group.tokens))
+            longest = max(longest, len(group[0].so_far))
             if batch and (len(batch) + 1) * longest > PREFILL_TOKENS:
-                break
-            if group.adapter != self.adapters.active:
+                break  # prompts are padded to the longest; a single one may exceed the limit
+            if group[0].job.adapter != self.adapters.active:
                 break  # all rows share the weights: wait until they are done
             batch.append(self._queue.popleft())
-            free -= len(group.sequences)
-            self.waiting -= len(group.sequences)
+            free -= len(group)
+            self.waiting -= len(group)
         return batch
 
     def _advance(self, first: int, sampled: NDArray[np.float64]) -> None:
-        """Appends sampled tokens to rows `first` and up, and removes the rows that finish."""
+        """Appends sampled tokens to rows `first` and up, and removes the rows that finish.
+
+        Logits that are not finite fail the whole job: its other completions have the same fault.
+        """
         rows = self.rows
-        stopped, full, finite = rows.append(first, sampled)
+        flags = [flag.tolist() for flag in rows.append(first, sampled)]
         self.generated.inc(len(rows) - first)
-        stop_texts: dict[int, str] = {}
-        for row in range(first, len(rows)):
-            stop_text = self._stop_text(row)
-            if stop_text:
-                stop_texts[row] = stop_text
-        by_token = (first + np.flatnonzero(stopped | full | ~finite)).tolist()
-        ending = sorted({*by_token, *stop_texts})
-        if not ending:
+        reasons: dict[int, dict[str, Any]] = {}
+        broken: set[GenerationJob] = set()
+        for row, (is_stop, is_full, is_finite) in enumerate(zip(*flags, strict=True), first):
+            reason = self._reason(row, is_stop=is_stop, is_full=is_full)
+            if not is_finite:
+                broken.add(rows.sequences[row].job)
+            elif reason is not None:
+                reasons[row] = reason
+        if not reasons and not broken:
             return
 
-        rows.collect(ending)
-        reasons: dict[int, dict[str, Any] | None] = {}
-        for row in ending:
-            sequence = rows.sequences[row]
-            matched: int | str | None = stop_texts.get(row)
-            if stopped[row - first]:
-                matched = sequence.tokens[-1]
-            reasons[row] = _reason(sequence, matched) if finite[row - first] else None
-        self._end(reasons)
-
-    def _stop_text(self, row: int) -> str | None:
-        """Returns the stop text that a row has reached."""
-        sampling = self.rows.sequences[row].job.sampling
-        return sampling.stop_in(
-            lambda count: str(self.model.tokenizer.decode(self.rows.tail(row, count)))
-        )
-
-    def _end(self, reasons: dict[int, dict[str, Any] | None]) -> None:
-        """Finishes rows with their reasons; None, for logits that are not finite, fails the whole
-        job.
-        """
-        sequences = self.rows.sequences
-        broken = {sequences[row].job for row, reason in reasons.items() if reason is None}
-        removed = [
+        ending = [
             row
-            for row, sequence in enumerate(sequences)
+            for row, sequence in enumerate(rows.sequences)
             if row in reasons or sequence.job in broken
         ]
+        finished = {rows.sequences[row]: reason for row, reason in reasons.items()}
         if broken:
-            self.model.cache.zero(removed)
-        finished: list[tuple[Sequence, dict[str, Any]]] = []
-        for row, reason in reasons.items():
-            if reason is not None and sequences[row].job not in broken:
-                finished.append((sequences[row], reason))
-
-        self._remove(removed)
-        for sequence, reason in finished:
-            self._finish(sequence, reason)
+            # Even a masked NaN spreads (0 · NaN = NaN), to whoever gets the row next.
+            self.model.cache.zero(ending)
+        self._take_out(ending)
+        for sequence, reason in finished.items():
+            if sequence.job not in broken:
+                self._finish(sequence, reason)
         if broken:
             self._filter_queue(lambda sequence: sequence.job in broken)
         for job in broken:
             job.done.set_exception(_not_finite(self.weight_version))
+
+    def _reason(self, row: int, *, is_stop: bool, is_full: bool) -> dict[str, Any] | None:
+        """Returns why a row ends, as SGLang says it; None while it goes on."""
+        sampling = self.rows.sequences[row].job.sampling
+        if is_stop:
+            return {"type": "stop", "matched": self.rows.tail(row, 1)[0]}
+        stop_text = sampling.stop_in(
+            lambda count: str(self.model.tokenizer.decode(self.rows.tail(row, count)))
+        )
+        if stop_text:
+            return {"type": "stop", "matched": stop_text}
+        return {"type": "length", "length": sampling.max_new_tokens} if is_full else None
 
     def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
         sequence.finish = reason
@@ -208,7 +200,9 @@ class Scheduler:
         if all(each.finish is not None for each in job.sequences):
             job.done.set_result(job.sequences)
 
-    def _remove(self, removed: list[int]) -> None:
+    def _take_out(self, removed: list[int]) -> None:
+        """Removes rows, whose sequences keep what was generated."""
+        self.rows.collect(removed)
         to, origin = self.rows.remove(removed)
         if to:
             self.model.cache.move(to, origin)
@@ -217,21 +211,20 @@ class Scheduler:
         """Finishes the matching sequences with the tokens they have."""
         rows = [row for row, sequence in enumerate(self.rows.sequences) if matches(sequence)]
         stopped = [self.rows.sequences[row] for row in rows]
-        if rows:
-            self.rows.collect(rows)
-            self._remove(rows)
+        self._take_out(rows)
         for sequence in stopped:
-            self._finish(sequence, _aborted(ABORTED))
+            self._finish(sequence, {"type": "abort", "message": ABORTED})
         for sequence in self._filter_queue(matches):
-            self._finish(sequence, _aborted(ABORTED if sequence.tokens else ABORTED_WAITING))
+            message = ABORTED if sequence.tokens else ABORTED_WAITING
+            self._finish(sequence, {"type": "abort", "message": message})
 
     def _filter_queue(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
         """Removes the matching sequences from the queue and returns them."""
         removed: list[Sequence] = []
+        left = [[sequence for sequence in group if not matches(sequence)] for group in self._queue]
         for group in self._queue:
-            removed += [sequence for sequence in group.sequences if matches(sequence)]
-            group.sequences = [sequence for sequence in group.sequences if not matches(sequence)]
-        self._queue = deque(group for group in self._queue if group.sequences)
+            removed += [sequence for sequence in group if matches(sequence)]
+        self._queue = deque(group for group in left if group)
         self.waiting -= len(removed)
         return removed
 
@@ -252,12 +245,12 @@ class Scheduler:
         """Stops generating and queues running sequences again."""
         self.paused = True
         sequences = list(self.rows.sequences)
-        rows = list(range(len(sequences)))
-        self.rows.collect(rows)
-        self._remove(rows)
+        self._take_out(list(range(len(sequences))))
         for sequence in reversed(sequences):
+            # In front of the queue, in their order; their prompt is computed again with what they
+            # have generated, so they continue under whatever weights are loaded meanwhile.
             sequence.retractions += 1
-            self._queue.appendleft(PrefillGroup([sequence]))
+            self._queue.appendleft([sequence])
         self.waiting += len(sequences)
 
     def resume(self) -> None:
@@ -350,7 +343,7 @@ class Scheduler:
         if version is not None:
             self.weight_version = version
         if "kv_cache" not in self.released:
-            self.model.cache.release()
+            self.model.cache.release()  # keys and values of the old weights; no row needs them
 
     def retire_adapter(self, name: str) -> None:
         """Refuses new requests for the adapter. Raises BadAdapter when it is not loaded."""
@@ -363,17 +356,11 @@ class Scheduler:
     def drop_adapter(self, name: str) -> bool:
         """Unloads a retired adapter; returns False while requests use it."""
         running = any(sequence.job.adapter == name for sequence in self.rows.sequences)
-        waiting = any(group.adapter == name for group in self._queue)
+        waiting = any(group[0].job.adapter == name for group in self._queue)
         if running or waiting:
             return False
         self.adapters.drop(name)
         return True
-
-
-def _reason(sequence: Sequence, matched: int | str | None) -> dict[str, Any]:
-    if matched is not None:
-        return {"type": "stop", "matched": matched}
-    return {"type": "length", "length": len(sequence.tokens)}
 
 
 def _not_finite(version: str) -> LogitsNotFinite:
@@ -381,7 +368,3 @@ def _not_finite(version: str) -> LogitsNotFinite:
     return LogitsNotFinite(
         "the model's logits are not finite", field="weight_version", value=version, remedy=remedy
     )
-
-
-def _aborted(message: str) -> dict[str, Any]:
-    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

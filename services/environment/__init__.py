@@ -16,8 +16,8 @@
                                                │               app ──► dialects.py: three APIs
                                                ▼                    │
                                             Session ◄── Session.call┘     session.py
-                  template.py: messages → tokens │ tokens → sample → engines (rollout-server)
-                  parsing.py:  text → Message    ▼
+             template.py: messages → tokens      │ tokens → sample → engines (rollout-server)
+             call_formats.py: text → Message     ▼
                                           SessionTree             tree.py: the turns, token by token
                                                │
     trainer ◄── Episodes ◄── service ◄─────────┴── Outcome        outcome.py: reward, status, counts

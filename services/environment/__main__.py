@@ -4,7 +4,6 @@ import os
 import sys
 
 from common.clients.rollout import RolloutClient
-from common.errors import ConfigError
 from common.process import topology
 from common.process.logs import setup_logging
 from common.process.metrics import Metrics
@@ -12,7 +11,7 @@ from common.settings import config
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.supervisor import VARIABLE, end_with_parent, keep_alive
-from services.environment.tokenizer import load_template
+from services.environment.template import load_template
 from services.http.app import serve
 
 
@@ -33,14 +32,6 @@ def run(settings: config.Config) -> None:
     elif place.num_nodes > 1:
         sys.exit(keep_alive([sys.executable, "-m", "services.environment", *sys.argv[1:]]))
 
-    if not section.name:
-        raise ConfigError(
-            "there is no environment to serve",
-            field="environment.name",
-            value="",
-            remedy="set environment.name, or leave the environment-server out",
-        )
-
     template, stop_token_ids = load_template(settings.model, settings.sampling.chat_template_kwargs)
     router_url = place.url(topology.ROLLOUT, settings.rollout.router_port)
     metrics = Metrics(topology.ENVIRONMENT)
@@ -57,7 +48,7 @@ def run(settings: config.Config) -> None:
         service, settings.max_body_mb << 20, metrics, nodes=place.num_nodes
     )
     host, port = place.bind(topology.ENVIRONMENT, section.port)
-    tools = ",".join(service.environment.tools)
+    tools = ",".join(service.runner.tools)
     serve(app, host, port, f"environment={section.name} tools={tools}")
 
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 
-from common.errors import InvalidInput, NotFound, ServiceError, Unauthorized
+from common.errors import InvalidInput, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
-from services.environment.dialects import DIALECTS, MESSAGES, Call, Dialect, read_call
-from services.environment.messages import History, Json
+from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
+from services.environment.messages import Json
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
-from services.environment.session import CallAnswer, Session
+from services.environment.session import Session
 from services.http.app import BareRoute, create_app, read_json
-from services.http.delivery import connection_of
+from services.http.connections import connection_of
 from services.http.disconnect import ClientGone, cancel_on_disconnect
 from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
@@ -47,8 +48,7 @@ MODELS = {
     "last_id": "policy",
 }
 """The list of models, as OpenAI's and Anthropic's libraries read it."""
-_NUMBER = {"type": "number"}
-_REWARD = {"anyOf": [_NUMBER, OBJECT | {"additionalProperties": _NUMBER, "minProperties": 1}]}
+_REWARD = {"type": ["number", "object"]}
 MAX_CALLS = 4096
 """Maximum concurrent calls of the gateway."""
 
@@ -93,7 +93,7 @@ def create_environment_app(
         played = Episodes(await service.episodes(body))
         if codec.MSGPACK in request.headers.get("accept", ""):
             return Response(codec.encode(played), media_type=codec.MSGPACK)
-        return _json(codec.plain(played))
+        return JSONResponse(codec.plain(played))
 
     @app.delete("/episodes/{request_id}", **described(fails=(404,)))
     async def delete(request_id: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ def create_environment_app(
         """
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
-    _small_routes(app, service)
+    _session_routes(app, service)
 
     @app.post(f"{SESSIONS}{{session}}/reward", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
     async def reward(session: str, request: Request) -> Response:
@@ -129,12 +129,12 @@ def create_environment_app(
                 str(error), field="body", value=content, remedy='send 1.0 or {"part": 1.0}'
             ) from None
         graded.grade(content)
-        return _json({"status": "graded"})
+        return JSONResponse({"status": "graded"})
 
     return app
 
 
-def _small_routes(app: FastAPI, service: EpisodeService) -> None:
+def _session_routes(app: FastAPI, service: EpisodeService) -> None:
     """Adds the routes of a session that do not sample."""
     base = f"{SESSIONS}{{session}}/v1"
 
@@ -142,48 +142,74 @@ def _small_routes(app: FastAPI, service: EpisodeService) -> None:
     async def models(session: str, request: Request) -> Response:
         """The one model of a session, for clients that ask before they call."""
         _session(service, session, request)
-        return _json(MODELS)
+        return JSONResponse(MODELS)
 
     @app.get(f"{base}/models/{{name:path}}", **described(answer=OBJECT, fails=(404, 410)))
     async def model(session: str, name: str, request: Request) -> Response:
         """A model by any name: calls to all of them are answered by the policy."""
         _session(service, session, request)
-        return _json(_MODEL | {"id": name})
+        return JSONResponse(_MODEL | {"id": name})
 
     async def count_tokens(session: str, request: Request) -> Response:
         """The number of tokens that this call would send to the engine."""
         called = _session(service, session, request)
-        parsed = read_call(await read_json(request), MESSAGES, History())
+        parsed = read_call(await read_json(request), MESSAGES)
         tokens = called.count_tokens(parsed.messages, parsed.tools)
-        return _json({"input_tokens": tokens})
+        return JSONResponse({"input_tokens": tokens})
 
-    async def completions(session: str, request: Request) -> Response:
-        """Refuses calls of OpenAI's old API, whose texts have no turns."""
-        _check_key(session, request)
-        raise NotFound(
-            "completions of plain text are not recorded: the model is trained on conversations",
-            field="path",
-            value="v1/completions",
-            remedy="call v1/chat/completions with the text as a message of the user",
-        )
-
-    posted = (
-        (f"{base}/messages/count_tokens", count_tokens, MESSAGES.body),
-        (f"{base}/completions", completions, OBJECT),
-    )
-    for path, route, body in posted:
-        app.router.add_api_route(
-            path,
-            _with_whole_message(route),
-            methods=["POST"],
-            route_class_override=BareRoute,
-            **described(body, OBJECT, fails=(400, 404, 410)),
-        )
+    _add_call(app, "messages/count_tokens", count_tokens, MESSAGES)
 
 
-def _with_whole_message(route: _Route) -> _Route:
-    """Returns a route whose errors have field, value and remedy in the message, the only part that
-    client libraries show.
+def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
+    """Adds the route of one of the session APIs."""
+
+    async def call(session: str, request: Request) -> Response:
+        """Answers a call of this episode's program. The session's key is its name."""
+        called = _session(service, session, request)
+        service.calls.labels(dialect.path).inc()
+        try:
+            body = await read_json(request)
+            key = _request_key(body, dialect)
+            parsed = read_call(body, dialect)
+            # OpenAI's and Anthropic's libraries say whether they send a call again.
+            retries = request.headers.get("x-stainless-retry-count")
+            # A call that its client leaves goes on, and counts as unanswered.
+            answer = await cancel_on_disconnect(
+                request,
+                called.call(
+                    parsed.messages,
+                    parsed.tools,
+                    key,
+                    is_retry=None if retries is None else retries != "0",
+                    options=parsed.options,
+                ),
+            )
+        except InvalidInput as error:
+            service.refuse(called, error)
+            raise
+        try:
+            content = dialect.write(answer, parsed, secrets.token_hex(16))
+            response: Response = JSONResponse(content)
+            if parsed.streams:
+                # As one body with its length, since clients stop reading at the last event.
+                events = "".join(dialect.events(content, parsed))
+                response = Response(events, media_type=EVENTS)
+            connection = connection_of(request)
+            if connection is not None:
+                if connection.is_lost:
+                    raise ClientGone("the client closed the connection")
+                answer.call.was_taken = connection.deliver().taken
+        except BaseException:
+            answer.call.mark_unanswered()
+            raise
+        return response
+
+    _add_call(app, dialect.path, call, dialect)
+
+
+def _add_call(app: FastAPI, path: str, route: _Route, dialect: Dialect) -> None:
+    """Adds a call of a session. The message of its errors has field, value and remedy too, since it
+    is the only part that client libraries show.
     """
 
     @wraps(route)
@@ -194,62 +220,13 @@ def _with_whole_message(route: _Route) -> _Route:
             error.message = str(error)
             return error_response(error, request.scope)
 
-    return answered
-
-
-def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
-    """Adds the route of one of the session APIs."""
-
-    @_with_whole_message
-    async def call(session: str, request: Request) -> Response:
-        """Answers a call of this episode's program. The session's key is its name."""
-        called = _session(service, session, request)
-        service.calls.labels(dialect.path).inc()
-        try:
-            body = await read_json(request)
-            key = _request_key(body, dialect)
-            parsed = read_call(body, dialect, called.history)
-            # A call that its client leaves goes on, and counts as unanswered.
-            answer = await cancel_on_disconnect(
-                request,
-                called.call(
-                    parsed.messages,
-                    parsed.tools,
-                    key,
-                    is_retry=_is_retry(request),
-                    options=parsed.options,
-                ),
-            )
-        except InvalidInput as error:
-            service.refuse(called, error)
-            raise
-        try:
-            response = _response(dialect, answer, parsed)
-            connection = connection_of(request)
-            if connection is not None:
-                if connection.is_lost:
-                    raise ClientGone("the client closed the connection")
-                answer.call.was_taken = connection.deliver().taken
-        except BaseException:
-            answer.call.lose()
-            raise
-        return response
-
     app.router.add_api_route(
-        f"{SESSIONS}{{session}}/v1/{dialect.path}",
-        call,
+        f"{SESSIONS}{{session}}/v1/{path}",
+        answered,
         methods=["POST"],
         route_class_override=BareRoute,
         **described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410)),
     )
-
-
-def _response(dialect: Dialect, answer: CallAnswer, call: Call) -> Response:
-    content = dialect.write(answer, call, secrets.token_hex(16))
-    if not call.streams:
-        return _json(content)
-    # As one body with its length, since clients stop reading at the last event.
-    return Response("".join(dialect.events(content, call)), media_type=EVENTS)
 
 
 def _request_key(body: Any, dialect: Dialect) -> str:
@@ -263,32 +240,15 @@ def _request_key(body: Any, dialect: Dialect) -> str:
     return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
 
 
-def _is_retry(request: Request) -> bool | None:
-    """Returns whether a call is sent again, as OpenAI's and Anthropic's libraries say; None for
-    other clients.
-    """
-    count = request.headers.get("x-stainless-retry-count")
-    return None if count is None else count != "0"
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type=JSON)
-
-
 def _session(service: EpisodeService, name: str, request: Request) -> Session:
-    """Returns the session that a request is for. Raises Unauthorized, SessionClosed or NotFound."""
-    _check_key(name, request)
-    return service.session(name)
-
-
-def _check_key(session: str, request: Request) -> None:
-    """Raises Unauthorized unless the request has the session's key, in OpenAI's or Anthropic's
-    header.
+    """Returns the session that a request is for. Raises Unauthorized unless the request has the
+    session's key, in OpenAI's or Anthropic's header; SessionClosed or NotFound.
     """
     bearer = request.headers.get("authorization", "").partition(" ")[2]
     sent = request.headers.get("x-api-key") or bearer
-    if not hmac.compare_digest(sent.encode(), session.encode()):
+    if not hmac.compare_digest(sent.encode(), name.encode()):
         raise Unauthorized(
             "the key is not this session's",
             remedy="set OPENAI_API_KEY (or ANTHROPIC_API_KEY) as the episode was started with",
         )
+    return service.session(name)

@@ -3,7 +3,6 @@
 docs/how-to/agents.md has the table for users.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
@@ -77,27 +76,14 @@ _STOPS = {"stop": 4, "stop_sequences": 256}
 class _Rule(NamedTuple):
     """A field of which only some values are accepted: those that ask for nothing."""
 
-    accepts: Callable[[Any], bool]
+    accepts: tuple[Any, ...]
+    """The values, or the types of a mapping."""
     reason: str
     remedy: str
 
 
-def _is_one_of(*values: Any) -> Callable[[Any], bool]:
-    """Accepts these values; none of them: no value."""
-    return lambda value: value in values
-
-
-def _has_type(name: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and value.get("type") == name
-
-
-def _is_free_choice(choice: Any) -> bool:
-    """Returns whether a tool choice leaves the choice to the model, or leaves the tools out."""
-    takes_one_call = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
-    return _kind(choice) in ("auto", "none") and not takes_one_call
-
-
 def _kind(choice: Any) -> object:
+    """Returns the type of a mapping; other values as they are."""
     return choice.get("type") if isinstance(choice, dict) else choice
 
 
@@ -105,67 +91,63 @@ _OTHERWISE = "leave it out"
 _NO_LOGPROBS = "the gateway returns no log-probabilities"
 _WHOLE_INPUT = "send the whole conversation as `input`"
 _FORMAT = _Rule(
-    _has_type("text"),
+    ("text",),
     "a grammar would make the model sample from another distribution than the one that is trained",
     "describe the format in the messages, and check the answer",
 )
 _BIAS = "it would make the model sample from another distribution than the one that is trained"
 _RULES = {
-    "background": _Rule(_is_one_of(False), "every call is answered at once", _OTHERWISE),
-    "conversation": _Rule(_is_one_of(), "this server does not store conversations", _WHOLE_INPUT),
-    "frequency_penalty": _Rule(_is_one_of(0), _BIAS, _OTHERWISE),
+    "background": _Rule((False,), "every call is answered at once", _OTHERWISE),
+    "conversation": _Rule((), "this server does not store conversations", _WHOLE_INPUT),
+    "frequency_penalty": _Rule((0,), _BIAS, _OTHERWISE),
     "function_call": _Rule(
-        _is_one_of(),
+        (),
         "functions are an old form of tools",
         "send them as `tools`, and `tool_choice`",
     ),
-    "functions": _Rule(
-        _is_one_of([]), "functions are an old form of tools", "send them as `tools`"
-    ),
+    "functions": _Rule(([],), "functions are an old form of tools", "send them as `tools`"),
     "include": _Rule(
         # Thoughts are always returned as text, which can be sent back.
-        lambda value: value in ([], ["reasoning.encrypted_content"]),
+        ([], ["reasoning.encrypted_content"]),
         "an answer has nothing else that could be included",
         _OTHERWISE,
     ),
-    "logit_bias": _Rule(_is_one_of({}), _BIAS, _OTHERWISE),
-    "logprobs": _Rule(_is_one_of(False), _NO_LOGPROBS, _OTHERWISE),
-    "mcp_servers": _Rule(_is_one_of([]), "the gateway calls no tools", "call them in the program"),
-    "modalities": _Rule(_is_one_of(["text"]), "this model writes only text", _OTHERWISE),
-    "n": _Rule(_is_one_of(1), "a call returns exactly one answer", "make one call for each answer"),
+    "logit_bias": _Rule(({},), _BIAS, _OTHERWISE),
+    "logprobs": _Rule((False,), _NO_LOGPROBS, _OTHERWISE),
+    "mcp_servers": _Rule(([],), "the gateway calls no tools", "call them in the program"),
+    "modalities": _Rule((["text"],), "this model writes only text", _OTHERWISE),
+    "n": _Rule((1,), "a call returns exactly one answer", "make one call for each answer"),
     "output_config.format": _FORMAT,
     "output_format": _FORMAT,
     "parallel_tool_calls": _Rule(
-        _is_one_of(True),
+        (True,),
         "the model may make several tool calls in an answer",
         "leave it out, and accept several",
     ),
-    "presence_penalty": _Rule(_is_one_of(0), _BIAS, _OTHERWISE),
-    "previous_response_id": _Rule(
-        _is_one_of(""), "this server does not store answers", _WHOLE_INPUT
-    ),
+    "presence_penalty": _Rule((0,), _BIAS, _OTHERWISE),
+    "previous_response_id": _Rule(("",), "this server does not store answers", _WHOLE_INPUT),
     "response_format": _FORMAT,
     "seed": _Rule(
-        _is_one_of(),
+        (),
         "one seed in all episodes of a group would make their answers equal",
         "leave it out: the run seeds every episode",
     ),
-    "store": _Rule(_is_one_of(False), "this server does not store answers", _OTHERWISE),
+    "store": _Rule((False,), "this server does not store answers", _OTHERWISE),
     "text.format": _FORMAT,
     "thinking": _Rule(
-        _has_type("adaptive"),
+        ("adaptive",),
         "the model itself decides how much it thinks",
         'leave it out, or send {"type": "adaptive"}',
     ),
     "tool_choice": _Rule(
-        _is_free_choice,
+        ("auto", "none"),
         "a forced call would be sampled from another distribution than the one that is trained, "
         "and the model may make several calls",
         "send auto or none, and ask again when an answer has no call",
     ),
-    "top_logprobs": _Rule(_is_one_of(0), _NO_LOGPROBS, _OTHERWISE),
+    "top_logprobs": _Rule((0,), _NO_LOGPROBS, _OTHERWISE),
     "truncation": _Rule(
-        _is_one_of("disabled"),
+        ("disabled",),
         "the gateway drops no messages",
         "leave it out, and shorten the conversation in the program",
     ),
@@ -194,28 +176,26 @@ def check_fields(body: Json, path: str) -> None:
 
 def _check(name: str, value: Any) -> None:
     rule = _RULES[name]
-    if value is not None and not rule.accepts(value):
+    # Anthropic's option of a free tool choice, which forbids a second call.
+    takes_one_call = isinstance(value, dict) and value.get("disable_parallel_tool_use")
+    is_accepted = value is None or value in rule.accepts or _kind(value) in rule.accepts
+    if takes_one_call or not is_accepted:
         raise InvalidInput(rule.reason, field=name, value=value, remedy=rule.remedy)
 
 
 def leaves_tools_out(body: Json) -> bool:
     """Returns whether the tool choice is `none`."""
-    choice: object = _kind(body.get("tool_choice"))
-    return choice == "none"
+    return _kind(body.get("tool_choice")) == "none"
 
 
 def read_options(body: Json) -> CallOptions:
     """Returns what a checked call asks of its answer. Raises InvalidInput."""
-    lengths = [_length(body, name) for name in _LENGTHS]
-    given = [length for length in lengths if length is not None]
+    given = [_length(name, body[name]) for name in _LENGTHS if body.get(name) is not None]
     stops = [text for name, limit in _STOPS.items() for text in _stop_texts(body, name, limit)]
     return CallOptions(stop=tuple(stops), max_tokens=min(given, default=None))
 
 
-def _length(body: Json, name: str) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
+def _length(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidInput(
             "an answer has at least one token",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from services.environment.messages import Json, Tools, encodable
+from services.environment.messages import Json, Message, Tools, encodable, made_tool_call
 
 Call = tuple[str, Any]
 """The name of a tool and its arguments."""
@@ -80,14 +80,9 @@ def _value(argument: tuple[str, str]) -> str:
     return rf"{opens}.*?(?:{closes}|\Z)"
 
 
-def schemas_of(tools: Tools) -> Schemas:
-    """Returns the schemas of the offered tools' arguments, by name."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-
-
 def _json(text: str) -> Any:
-    """Reads JSON with `?` for lone surrogates. Raises ValueError for what is no JSON or no number
-    elsewhere: Python reads NaN, reads 1e400 as infinity, and knows integers without bounds.
+    """Reads JSON, with `?` for lone surrogates. Raises ValueError also for what only Python takes
+    for JSON or a number: NaN, 1e400 (infinity), and integers beyond all floats.
     """
     try:
         value = json.loads(text, parse_int=_integer)
@@ -108,28 +103,22 @@ _MAX_DIGITS = 308
 """Every integer of so many digits fits into a float, which is all that other languages have."""
 
 
-def _read_object(text: str, schemas: Schemas) -> list[Call]:
-    """Reads `{"name": NAME, "arguments": {…}}`."""
-    return [_call(_json(text))]
-
-
-def _read_list(text: str, schemas: Schemas) -> list[Call]:
-    """Reads `[{"name": NAME, "arguments": {…}}, …]`."""
+def _read_json(text: str, schemas: Schemas) -> list[Call]:
+    """Reads `{"name": NAME, "arguments": {…}}`, or a list of such objects."""
     content = _json(text)
-    if not isinstance(content, list):
-        raise ValueError("the tool calls are not a list")
-    return [_call(each) for each in content]
+    return [_call(each) for each in (content if isinstance(content, list) else [content])]
 
 
 def _call(content: Any) -> Call:
+    """Returns the call in an object, whose keys differ between the families."""
     content = content if isinstance(content, dict) else {}
     name = content.get("name", content.get("tool_name"))
     if not isinstance(name, str):
         raise ValueError("the tool call has no name")
-    arguments = content.get("arguments", content.get("parameters"))
+    arguments = content.get("arguments", content.get("parameters")) or {}
     if isinstance(arguments, str):
-        arguments = _json(arguments) if arguments.strip() else None
-    return name, _mapping({} if arguments is None else arguments)
+        arguments = _json(arguments) if arguments.strip() else {}
+    return name, _mapping(arguments)
 
 
 def _mapping(arguments: Any) -> Json:
@@ -139,8 +128,8 @@ def _mapping(arguments: Any) -> Json:
 
 
 def _read_bare(text: str, schemas: Schemas) -> list[Call]:
-    """Reads an object as `_read_object` does, if a mark says that it is a call or it names an
-    offered tool: an answer may be JSON too.
+    """Reads an object as `_read_json` does, if it begins with the mark of a call or names an
+    offered tool: other JSON is the answer itself.
     """
     content = text.strip()
     is_marked = content.startswith(_PYTHON_TAG)
@@ -160,7 +149,7 @@ _NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"
 
 
 def _named_json(head: str) -> Read:
-    """Returns a reader of a name, as `head` finds it, and a JSON object after it."""
+    """Returns a reader of calls that are a name, which `head` matches, and a JSON object."""
     pattern = re.compile(rf"\s*{head}\s*(\{{.*\}})(?:\s*```)?\s*\Z", re.DOTALL)
 
     def read(text: str, schemas: Schemas) -> list[Call]:
@@ -243,44 +232,45 @@ def _allows(schema: Any, value: Any, root: Any, within: frozenset[str] = frozens
         schema: what cannot be understood in it allows everything.
         value: anything of JSON but text.
         root: the schema in which references are looked up.
-        within: the references that led here.
+        within: the references that led here; one that leads to itself allows everything.
     """
     if isinstance(schema, str):  # some write only the type
         schema = {"type": schema}
     if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
         return True
 
-    def allowed(part: Any) -> bool:
-        return _allows(part, value, root, within)
+    types = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
+    if types and not types & _KINDS[type(value)]:
+        return False
 
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    # Python has True equal 1, which JSON does not.
+    same = [
+        choice
+        for choice in _listed(choices)
+        if choice == value and isinstance(choice, bool) == isinstance(value, bool)
+    ]
+    if isinstance(choices, list | tuple) and not same:
+        return False
+
+    parts = _listed(schema.get("allOf"))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in within:
-        target = _referred(reference, root)
-        if not _allows(target, value, root, within | {reference}):
+        within |= {reference}
+        parts.append(_referred(reference, root))
+    if not all(_allows(part, value, root, within) for part in parts):
+        return False
+    for name in ("anyOf", "oneOf"):
+        parts = _listed(schema.get(name))
+        if parts and not any(_allows(part, value, root, within) for part in parts):
             return False
-
-    types = _listed(schema.get("type"))
-    names = [name for name in types if isinstance(name, str)]
-    if names and not _KINDS[type(value)] & set(names):
-        return False
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(choices, list | tuple) and not any(_is(choice, value) for choice in choices):
-        return False
-    if not all(map(allowed, _listed(schema.get("allOf")))):
-        return False
-    alternatives = (_listed(schema.get(name)) for name in ("anyOf", "oneOf"))
-    return all(not parts or any(map(allowed, parts)) for parts in alternatives)
+    return True
 
 
 def _listed(part: Any) -> list[Any]:
     if part is None:
         return []
     return list(part) if isinstance(part, list | tuple) else [part]
-
-
-def _is(choice: Any, value: Any) -> bool:
-    """Returns whether two values of JSON are equal; Python has True equal 1."""
-    return bool(choice == value) and isinstance(choice, bool) == isinstance(value, bool)
 
 
 def _referred(reference: str, root: Any) -> Any:
@@ -354,7 +344,7 @@ _NAMED_PARAMETER = (
 _INVOKE = r"<(?:[^\s<>/]*?)invoke name=\"([^\"]+)\">"
 _INVOKED = r"</(?:[^\s<>/]*?)invoke>"
 
-HERMES = CallFormat("Hermes", _pieces("<tool_call>", "</tool_call>"), _read_object)
+HERMES = CallFormat("Hermes", _pieces("<tool_call>", "</tool_call>"), _read_json)
 
 FORMATS = (
     HERMES,
@@ -444,11 +434,11 @@ FORMATS = (
         ),
         _named_json(r"([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?"),
     ),
-    CallFormat("Mistral lists", _pieces(r"\[TOOL_CALLS\]", r"\Z"), _read_list),
+    CallFormat("Mistral lists", _pieces(r"\[TOOL_CALLS\]", r"\Z"), _read_json),
     CallFormat(
         "lists after a mark",
         _pieces(r"(?:<\|tool_call\|>|<tool_calls>)", r"(?:<\|/tool_call\|>|</tool_calls>)"),
-        _read_list,
+        _read_json,
     ),
     CallFormat(
         "Command",
@@ -458,7 +448,7 @@ FORMATS = (
             thought=r"<\|START_THINKING\|>(?P<thought>.*?)(?:<\|END_THINKING\|>|\Z)",
             markup=r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>",
         ),
-        _read_list,
+        _read_json,
     ),
     CallFormat(
         "Llama 3",
@@ -466,3 +456,83 @@ FORMATS = (
         _read_bare,
     ),
 )
+
+
+class Parsed(NamedTuple):
+    """An answer as a message, and why a tool call in it cannot be read; empty when all can."""
+
+    message: Message
+    problem: str
+
+
+def parse_answer(
+    text: str,
+    tools: Tools,
+    call_format: CallFormat = HERMES,
+    answer: int = 0,
+) -> Parsed:
+    """Returns an answer as a message; looks for tool calls only with `tools`. The ids of its calls
+    begin with its number, `answer`.
+
+    If one tool call cannot be read, all of them stay in the content, so that nothing that was
+    sampled is lost.
+    """
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    thoughts, parts = _split(text, call_format)
+    calls: list[Call] = []
+    spoken: list[str] = []
+    problem = ""
+    try:
+        for part, block in parts:
+            found = call_format.read(block, schemas) if tools and block is not None else []
+            calls += found
+            if not found:
+                spoken.append(part)
+    except ValueError as error:
+        problem = str(error)
+    except RecursionError:
+        problem = "the tool call is nested too deeply"
+
+    if problem and not thoughts and "</think>" in text:
+        # The thought may mention only the beginning of a call, whose open string then hides the
+        # thought's end.
+        after_thought = parse_answer(f"<think>{text}", tools, call_format, answer)
+        if after_thought.message.tool_calls:
+            return after_thought
+
+    fields: Json = {"role": "assistant"}
+    content = "".join(part for part, _ in parts)
+    if thoughts:
+        fields["reasoning_content"] = "\n".join(thoughts).strip()
+        content = content.lstrip()
+    if calls and not problem:
+        fields["tool_calls"] = []
+        for number, (name, arguments) in enumerate(calls):
+            fields["tool_calls"].append(made_tool_call(f"call_{answer}_{number}", name, arguments))
+        content = "".join(spoken).strip()
+    return Parsed(Message(fields | {"content": content}), problem)
+
+
+def _split(text: str, call_format: CallFormat) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Returns the thoughts of an answer, and its other parts in order: each as it was written, and
+    for a block of calls what its reader needs.
+    """
+    thoughts: list[str] = []
+    parts: list[tuple[str, str | None]] = []
+    position = 0
+    for piece in call_format.pieces.finditer(text):
+        parts.append((text[position : piece.start()], None))
+        position = piece.end()
+        kind = piece.lastgroup
+        if kind == "call":
+            parts.append((piece[0], piece["call"]))
+        elif kind == "end" and thoughts:
+            parts.append((piece[0], None))
+        elif kind == "end":
+            # Everything before was thought, also what looked like calls.
+            thoughts.append(text[: piece.start()])
+            parts.clear()
+        elif kind is not None:
+            thoughts.append(piece[kind])
+    parts.append((text[position:], None))
+    return thoughts, parts

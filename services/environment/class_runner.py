@@ -7,7 +7,6 @@ reward.
 """
 
 import asyncio
-import hashlib
 import inspect
 import json
 import time
@@ -25,18 +24,16 @@ from services.environment.messages import (
     encodable,
     parse_messages,
     tool_message,
-    tools_key,
     user_message,
 )
 from services.environment.outcome import (
-    CallTimedOut,
     EnvironmentLost,
     EpisodeFailed,
     EpisodeRunner,
     Outcome,
+    ToolFailed,
+    error_text,
     parse_reward,
-    play_to_end,
-    told,
 )
 from services.environment.session import LimitReached, Session
 from services.environment.threads import Threads
@@ -50,6 +47,7 @@ class EpisodeRun:
         task: the row that the episode is about.
         session: asks the model and records its answers.
         limits: at which the episode ends.
+        outcome: gets what came of it.
         threads: run the environment's methods that are not coroutines; None: none of them can hang.
     """
 
@@ -60,6 +58,7 @@ class EpisodeRun:
         session: Session,
         *,
         limits: EpisodeLimits,
+        outcome: Outcome,
         threads: Threads | None = None,
     ) -> None:
         self._environment = environment
@@ -73,22 +72,28 @@ class EpisodeRun:
         self._chat: list[Message] = []
         self._prompt_messages = 0
         """Number of messages of the chat before the first answer."""
-        self.outcome = Outcome()
+        self.outcome = outcome
 
-    async def run(self) -> Outcome:
-        """Plays the episode and returns its outcome; never raises, except when cancelled."""
-        outcome = self.outcome
-        await play_to_end(self._play_and_grade(), self._session, self._limits, outcome)
+    async def play(self) -> None:
+        """Plays the episode and closes the environment. Raises what `EpisodeRunner.run` records."""
+        try:
+            async with asyncio.timeout(self._limits.deadline_s):
+                await self._play_and_grade()
+        except TimeoutError:
+            raise  # without `close`, since a method may still be running in the object
+        except Exception:
+            await self._close()
+            raise
+        await self._close()
 
-        # After a timeout a method may still be running in the object.
-        if outcome.status == "timeout" or not hasattr(self._instance, "close"):
-            return outcome
+    async def _close(self) -> None:
+        if not hasattr(self._instance, "close"):
+            return
         try:
             async with asyncio.timeout(self._limits.deadline_s):
                 await self._call("close", partial(self._instance.close))
         except (TimeoutError, EnvironmentLost, EpisodeFailed) as error:
-            outcome.detail = outcome.detail or f"close failed: {error}"
-        return outcome
+            self.outcome.detail = f"close failed: {error}"
 
     async def _play_and_grade(self) -> None:
         await self._play()
@@ -111,12 +116,13 @@ class EpisodeRun:
             if returned is None and not environment.has_reward:
                 return
             reward, components = parse_reward(returned, "get_reward returned")
-            if environment.gives_verdicts and reward not in (0.0, 1.0):
-                raise EpisodeFailed(
-                    f"get_reward returned {shorten(returned)}, but the environment declares "
-                    "gives_verdicts: return 1 for right and 0 for wrong"
-                )
-        self.outcome.reward = reward + sum(self.outcome.turn_rewards)
+        reward += sum(self.outcome.turn_rewards)
+        if environment.gives_verdicts and reward not in (0.0, 1.0):
+            raise EpisodeFailed(
+                f"the reward is {reward:g}, but the environment declares gives_verdicts: return 1 "
+                "for right and 0 for wrong from get_reward, and have no get_turn_rewards"
+            )
+        self.outcome.reward = reward
         self.outcome.components = components
 
     async def _play(self) -> None:
@@ -125,45 +131,41 @@ class EpisodeRun:
         self._chat = await self._begin()
         self._prompt_messages = len(self._chat)
         while True:
+            # No call is made twice here, so that the number of the turn says which it is.
+            key = str(self._session.turns)
             try:
-                answer = await self._session.call(self._chat, self._tools, self._call_key())
+                answer = await self._session.call(self._chat, self._tools, key)
             except LimitReached:
-                outcome.stop_reason = self._session.stop_reason
                 return
 
             self._chat.append(answer.message)
             outcome.answer = answer.message.content
+            # An answer that was cut ends the episode: its tool calls may not be whole.
             if answer.finish_reason == "length":
-                outcome.stop_reason = self._session.stop_reason
                 return
 
             tool_calls = answer.message.tool_calls
             if answer.problem:
+                # The model may write the call again. No id says which call this answers, so the
+                # message is the user's.
                 outcome.tool_errors += 1
                 self._chat.append(
                     user_message(f"The tool call could not be read. {answer.problem}")
                 )
             elif tool_calls:
+                # All calls of an answer or none, since the template needs a result for each.
                 if outcome.tool_calls + len(tool_calls) > self._limits.tool_calls:
                     self._session.stop_reason = "tool_calls"
-                    outcome.stop_reason = "tool_calls"
                     return
                 for tool_call in tool_calls:
                     self._chat.append(await self._tool_result(tool_call))
-                    if self._environment.is_done(self._instance):
+                    if self._environment.is_done(self._instance):  # a step of OpenEnv may be last
                         return
             else:
                 new_messages = await self._step() if self._environment.has_steps else []
                 if not new_messages:
                     return
                 self._chat += new_messages
-
-    def _call_key(self) -> str:
-        """Returns the key of the next call. The turn is part of it: no call is made twice here."""
-        chat = "\n".join(message.key for message in self._chat).encode("utf-8", "surrogatepass")
-        content = tools_key(self._tools) + b"\n" + chat
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return f"{self._session.turns} {digest}"
 
     async def _turn_rewards(self) -> list[float]:
         """Returns the environment's rewards for single turns; empty when it gives none."""
@@ -234,27 +236,29 @@ class EpisodeRun:
         try:
             function = self._bound_tool(name, tool_call["function"]["arguments"])
             timeout_s = self._limits.tool_timeout_s
-            text = await self._text(await self._run(function, timeout_s), timeout_s)
+            result = await self._run(function, timeout_s)
+            if not isinstance(result, str):
+                result = await self._run(partial(_as_text, result), timeout_s)
+            text: str = result
         except EnvironmentLost:
             raise
         except Exception as error:  # the model may correct its call
             self.outcome.tool_errors += 1
-            is_ours = isinstance(error, _ToolRefused | CallTimedOut)
-            text = f"error: {error if is_ours else told(error)}"
+            text = f"error: {error if isinstance(error, ToolFailed) else error_text(error)}"
         finally:
             self.outcome.tool_seconds += time.monotonic() - started
         return tool_message(text, tool_call)
 
     def _bound_tool(self, name: str, arguments: Json) -> "partial[Any]":
-        """Returns a tool with its arguments. Raises _ToolRefused when they do not fit."""
+        """Returns a tool with its arguments. Raises ToolFailed when they do not fit."""
         if name not in self._environment.tools:
             known = ", ".join(self._environment.tools) or "none"
-            raise _ToolRefused(f"there is no tool {name}; the tools are: {known}")
+            raise ToolFailed(f"there is no tool {name}; the tools are: {known}")
         function = self._environment.tool(self._instance, name)
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
-            raise _ToolRefused(f"{name}: {error}") from None
+            raise ToolFailed(f"{name}: {error}") from None
         return partial(function, **arguments)
 
     async def _call(self, name: str, method: "partial[Any]") -> Any:
@@ -264,13 +268,15 @@ class EpisodeRun:
         except EnvironmentLost:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"{self._environment.name}: {name} raised {told(error)}") from error
+            raise EpisodeFailed(
+                f"{self._environment.name}: {name} raised {error_text(error)}"
+            ) from error
 
     async def _run(self, function: "partial[Any]", timeout_s: float | None = None) -> Any:
         """Returns what the user's function returns, and awaits it if it is a coroutine.
 
         The user's code never runs in the server's event loop. Without threads, the functions are
-        the server's own, and limit their time themselves. Raises CallTimedOut after `timeout_s`
+        the server's own, and limit their time themselves. Raises ToolFailed after `timeout_s`
         seconds.
         """
         is_coroutine = inspect.iscoroutinefunction(function.func)
@@ -282,19 +288,14 @@ class EpisodeRun:
         try:
             result = await self._threads.run(function, name, timeout_s)
         except ValueError as error:
+            # Some libraries limit their time with an alarm, which only the main thread can set.
             if not needs_main_thread(error):
                 raise
             result = await asyncio.wrap_future(in_main_thread(function))
+        # Such as a partial or an object around a coroutine, which does not look like one.
         if inspect.isawaitable(result):
             return await self._threads.run_coroutine(lambda: result, name, timeout_s)
         return result
-
-    async def _text(self, result: Any, timeout_s: float | None) -> str:
-        """Returns a tool's result as the model reads it."""
-        if isinstance(result, str):
-            return result
-        text: str = await self._run(partial(_written, result), timeout_s)
-        return text
 
 
 class ClassRunner(EpisodeRunner):
@@ -307,26 +308,30 @@ class ClassRunner(EpisodeRunner):
         self.has_reward = environment.has_reward
         self.gives_verdicts = environment.gives_verdicts
         self._environment = environment
+        # The built-in tool tests its sandbox before the first episode.
         prepare = getattr(environment.make, "_prepare", None)
         if prepare is not None:
             prepare()
         self.threads: Threads = Threads(threads)
 
-    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome; never raises, except when cancelled."""
-        run = EpisodeRun(self._environment, task, session, limits=limits, threads=self.threads)
-        return await run.run()
+    async def _play(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
+    ) -> None:
+        await EpisodeRun(
+            self._environment,
+            task,
+            session,
+            limits=limits,
+            outcome=outcome,
+            threads=self.threads,
+        ).play()
 
     async def close(self) -> None:
         """Ends the threads that do not hang."""
         self.threads.close()
 
 
-class _ToolRefused(Exception):
-    """A call that cannot be made."""
-
-
-def _written(result: Any) -> str:
+def _as_text(result: Any) -> str:
     """Returns a result as JSON, or as Python shows it. It never raises, because the call has
     already had its effect.
     """
@@ -336,4 +341,4 @@ def _written(result: Any) -> str:
         try:
             return str(result)
         except Exception as error:
-            return f"a {type(result).__name__} that cannot be shown: {told(error)}"
+            return f"a {type(result).__name__} that cannot be shown: {error_text(error)}"

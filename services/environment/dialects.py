@@ -9,17 +9,14 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
 from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
-    CONTENT_FORM,
-    ROLES,
-    History,
     Json,
     Message,
-    check_mapping,
     made_tool,
     made_tool_call,
     parse_messages,
@@ -48,7 +45,7 @@ class Dialect(NamedTuple):
     field: str
     """The field with the conversation."""
     body: Json
-    """JSON schema of the conversation and its tools."""
+    """JSON schema of the conversation."""
     read: Callable[[Json], Any]
     """Returns the conversation of a request as messages of chat completions."""
     read_tool: Callable[[Json], Any]
@@ -58,8 +55,8 @@ class Dialect(NamedTuple):
     events: Callable[[Json, Call], Iterator[str]]
 
 
-def read_call(body: Any, dialect: Dialect, history: History) -> Call:
-    """Reads a request of a session with this history. Raises InvalidInput that names the field."""
+def read_call(body: Any, dialect: Dialect) -> Call:
+    """Reads a request. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
         raise InvalidInput(
             "the body must be a mapping",
@@ -68,11 +65,8 @@ def read_call(body: Any, dialect: Dialect, history: History) -> Call:
             remedy=f'send {{"{dialect.field}": …}}',
         )
     check_fields(body, dialect.path)
-    messages = parse_messages(dialect.read(body), dialect.field, history)
-    tools = body.get("tools")
-    if isinstance(tools, list):
-        tools = [dialect.read_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
-    tools = parse_tools(tools)
+    messages = parse_messages(dialect.read(body), dialect.field)
+    tools = parse_tools(body.get("tools"), dialect.read_tool)
     options = body.get("stream_options")
     return Call(
         messages=messages,
@@ -99,25 +93,21 @@ def _arguments(tool_call: Json) -> str:
 
 
 def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
-    message: Json = {
-        "role": "assistant",
-        "content": answer.message.content or None,
-        "refusal": None,
-    }
-    if answer.message.reasoning:
-        message["reasoning_content"] = answer.message.reasoning
+    message = answer.message
+    written: Json = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
     finish_reason: str = answer.finish_reason
-    if answer.message.tool_calls:
-        message["tool_calls"] = [
+    if message.tool_calls:
+        written["content"] = message.content or None
+        written["tool_calls"] = [
             made_tool_call(each["id"], each["function"]["name"], _arguments(each))
-            for each in answer.message.tool_calls
+            for each in message.tool_calls
         ]
         if finish_reason == "stop":
             finish_reason = "tool_calls"
-    elif message["content"] is None:
-        message["content"] = ""
 
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    choice = {"index": 0, "message": written, "logprobs": None, "finish_reason": finish_reason}
     return {
         "id": f"chatcmpl-{identifier}",
         "object": "chat.completion",
@@ -145,11 +135,10 @@ def _chat_events(body: Json, call: Call) -> Iterator[str]:
         part = {"index": 0, "delta": delta, "finish_reason": finish_reason}
         return _event(common | {"choices": [part]}, named=False)
 
-    message = {name: value for name, value in choice["message"].items() if name != "refusal"}
+    message = choice["message"]
     if "tool_calls" in message:
-        message["tool_calls"] = [
-            {"index": i} | tool_call for i, tool_call in enumerate(message["tool_calls"])
-        ]
+        calls = enumerate(message["tool_calls"])
+        message = message | {"tool_calls": [{"index": i} | call for i, call in calls]}
     yield chunk(message, None)
     yield chunk({}, choice["finish_reason"])
     # Only on request: this chunk has no choices, and many programs read choices[0].
@@ -167,60 +156,81 @@ def _read_responses(body: Json) -> list[Json]:
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
     content = body.get("input")
     if isinstance(content, str):
-        chat.append({"role": "user", "content": content})
-    elif isinstance(content, list):
-        for i, item in enumerate(content):
-            _add_item(chat, item, f"input[{i}]")
-    else:
+        content = [{"role": "user", "content": content}]
+    if not isinstance(content, list):
         raise InvalidInput(
             "the input must be text or a list of items",
             field="input",
             value=content,
             remedy='send text or [{"role": "user", "content": text}]',
         )
+    for i, item in enumerate(content):
+        where = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            text = text_of(item.get("content"), f"{where}.content")
+            part: Json = {"role": item.get("role"), "content": text}
+        else:
+            role = "user" if kind == "function_call_output" else "assistant"
+            part = _part(role, item, where)
+        # The thought, the text and the tool calls of one answer are items in this order.
+        has_text = bool(chat) and bool(chat[-1]["content"])
+        continues = part["role"] == "assistant" and (kind == "function_call" or not has_text)
+        _add(chat, part, start=0 if continues else len(chat))
     return chat
 
 
-def _tool_of_responses(tool: Json) -> Json:
-    if tool.get("type") != "function":
+def _part(role: str, item: Any, where: str) -> Json:
+    """Converts a block of Anthropic's, or an item of Responses, to a message in OpenAI's format
+    that has only this part. The two name the same things differently. Raises InvalidInput.
+    """
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "text":
+        return {"role": role, "content": text_of([item], where)}
+    if role == "assistant" and kind in ("thinking", "reasoning"):
+        thought = item.get("thinking") or item.get("content") or item.get("summary")
+        thought = text_of(thought, f"{where}.content")
+        return {"role": role, "content": "", "reasoning_content": thought}
+    if role == "assistant" and kind in ("tool_use", "function_call"):
+        identifier = item.get("call_id", item.get("id"))
+        arguments = item.get("arguments", item.get("input"))
+        tool_call = made_tool_call(identifier, item.get("name"), arguments)
+        return {"role": role, "content": "", "tool_calls": [tool_call]}
+    if role == "user" and kind in ("tool_result", "function_call_output"):
+        text = text_of(item.get("output", item.get("content")), f"{where}.output")
+        identifier = item.get("call_id", item.get("tool_use_id"))
+        return {"role": "tool", "content": text, "tool_call_id": identifier}
+    raise InvalidInput(
+        f"a message of the {role} has no such part",
+        field=f"{where}.type",
+        value=kind,
+        remedy="use one of text, thinking, tool_use, tool_result (Messages), or message, "
+        "reasoning, function_call, function_call_output (Responses)",
+    )
+
+
+def _add(chat: list[Json], part: Json, start: int) -> None:
+    """Adds a part to the last message if that has the same role and is one from `start` on;
+    otherwise as a new message, as each result of a tool is.
+    """
+    role = part["role"]
+    if len(chat) <= start or chat[-1]["role"] != role or role == "tool":
+        chat.append(part)
+        return
+    last = chat[-1]
+    part["content"] = last["content"] + part["content"]
+    part["tool_calls"] = last.get("tool_calls", []) + part.get("tool_calls", [])
+    last.update(part)
+
+
+def _flat_tool(kind: str, tool: Json) -> Json:
+    """Converts a tool of this kind whose fields are not in `function`. The provider's own tools are
+    returned unchanged, and refused later.
+    """
+    if tool.get("type", "custom") != kind:
         return tool
-    function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
-    return {"type": "function", "function": function}
-
-
-def _add_item(chat: list[Json], item: Any, where: str) -> None:
-    """Adds an item of `input`; the thoughts and tool calls of one answer become one message."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message":
-        role = item.get("role")
-        text = text_of(item.get("content"), f"{where}.content")
-        if role == "assistant" and _ends_with_answer(chat) and not chat[-1]["content"]:
-            chat[-1]["content"] = text
-        else:
-            chat.append({"role": role, "content": text})
-    elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        thought = text_of(parts, f"{where}.content")
-        chat.append({"role": "assistant", "content": "", "reasoning_content": thought})
-    elif kind == "function_call":
-        if not _ends_with_answer(chat):
-            chat.append({"role": "assistant", "content": ""})
-        tool_call = made_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-        chat[-1].setdefault("tool_calls", []).append(tool_call)
-    elif kind == "function_call_output":
-        content = text_of(item.get("output"), f"{where}.output")
-        chat.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
-    else:
-        raise InvalidInput(
-            "there is no such type of item",
-            field=f"{where}.type",
-            value=kind,
-            remedy="use one of message, reasoning, function_call, function_call_output",
-        )
-
-
-def _ends_with_answer(chat: list[Json]) -> bool:
-    return bool(chat) and chat[-1]["role"] == "assistant"
+    parameters = tool.get("parameters", tool.get("input_schema"))
+    return made_tool(tool.get("name"), tool.get("description"), parameters)
 
 
 def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
@@ -340,56 +350,22 @@ def _read_messages(body: Json) -> Any:
         chat.append({"role": "system", "content": text_of(body["system"], "system")})
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        check_mapping(message, where)
+        if not isinstance(message, dict):
+            raise InvalidInput(
+                "a message must be a mapping with role and content",
+                field=where,
+                value=message,
+                remedy='send {"role": "user", "content": text}',
+            )
+        role = str(message.get("role"))
         content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise InvalidInput(
-                "content must be text or a list of blocks",
-                field=f"{where}.content",
-                value=content,
-                remedy=CONTENT_FORM,
-            )
-        chat += _from_blocks(str(message.get("role")), blocks, where)
+        if not isinstance(content, list):
+            chat.append({"role": role, "content": text_of(content, f"{where}.content")})
+            continue
+        start = len(chat)
+        for number, block in enumerate(content):
+            _add(chat, _part(role, block, f"{where}.content[{number}]"), start)
     return chat
-
-
-def _tool_of_messages(tool: Json) -> Json:
-    if tool.get("type", "custom") != "custom":
-        return tool
-    return made_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-
-
-def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
-    """Converts one Anthropic message to messages in OpenAI's format, where tool results are
-    separate messages.
-    """
-    results: list[Json] = []
-    message: Json = {"role": role, "content": []}
-    for i, block in enumerate(blocks):
-        kind = block.get("type")
-        at = f"{where}.content[{i}]"
-        if kind == "text":
-            message["content"].append(block)
-        elif kind == "thinking" and role == "assistant":
-            message["reasoning_content"] = block.get("thinking")
-        elif kind == "tool_use" and role == "assistant":
-            tool_call = made_tool_call(block.get("id"), block.get("name"), block.get("input"))
-            message.setdefault("tool_calls", []).append(tool_call)
-        elif kind == "tool_result" and role == "user":
-            text = text_of(block.get("content"), f"{at}.content")
-            results.append(
-                {"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")}
-            )
-        else:
-            raise InvalidInput(
-                f"a message of the {role} has no such block",
-                field=f"{at}.type",
-                value=kind,
-                remedy="use one of text, thinking, tool_use, tool_result",
-            )
-    only_results = results and not message["content"]
-    return results if only_results else [*results, message]
 
 
 def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
@@ -406,7 +382,7 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
                 "type": "tool_use",
                 "id": tool_call["id"],
                 "name": function["name"],
-                "input": _of_64_bits(function["arguments"]),
+                "input": function["arguments"],
             }
         )
 
@@ -428,19 +404,6 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         "stop_sequence": answer.stop_text or None,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
-
-
-def _of_64_bits(value: Any) -> Any:
-    """Returns arguments with floats for integers of more than 64 bits, which orjson cannot
-    write.
-    """
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return float(value)
-    if isinstance(value, dict):
-        return {name: _of_64_bits(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_of_64_bits(item) for item in value]
-    return value
 
 
 def _messages_events(body: Json, _: Call) -> Iterator[str]:
@@ -465,57 +428,26 @@ def _messages_events(body: Json, _: Call) -> Iterator[str]:
     yield _event({"type": "message_stop"})
 
 
-def _body(field: str, items: Json, others: tuple[str, ...] = (), text: bool = False) -> Json:
-    """Returns the schema of a request whose conversation is the list `field`, or also a text if
-    `text` is set.
+def _body(field: str, roles: Iterable[str]) -> Json:
+    """Returns the schema of a request with the conversation `field`. What else it may have is in
+    the documentation of its API.
     """
-    conversation: Json = {"type": "array", "items": items, "minItems": 1}
-    properties: Json = {
-        field: {"anyOf": [{"type": "string"}, conversation]} if text else conversation,
-        "tools": {"type": "array", "items": {"type": "object"}},
-        "model": {"type": "string"},
-        "stream": {"type": "boolean"},
-    }
-    for name in others:
-        properties[name] = {"type": "string"}
-    return {"type": "object", "properties": properties, "required": [field]}
-
-
-def _message_schema(roles: Iterable[str], kinds: tuple[str, ...]) -> Json:
-    """Returns the schema of a message whose content is a text or a list of parts of these kinds."""
-    part = {
+    message: Json = {
         "type": "object",
-        "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
-        "required": ["type"],
-    }
-    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    return {
-        "type": "object",
-        "properties": {"role": {"enum": list(roles)}, "content": content},
+        "properties": {"role": {"enum": list(roles)}, "content": {"type": "string"}},
         "required": ["role", "content"],
     }
+    conversation = {"type": "array", "items": message, "minItems": 1}
+    return {"type": "object", "properties": {field: conversation}, "required": [field]}
 
 
-_CHAT = _message_schema(ROLES, ("text",))
-_CHAT["properties"]["tool_calls"] = {"type": "array", "items": {"type": "object"}}
-_CHAT["properties"]["tool_call_id"] = {"type": "string"}
-_ITEM = _message_schema(ROLES, ("input_text", "output_text"))
-_ITEM["properties"]["type"] = {
-    "enum": ("message", "reasoning", "function_call", "function_call_output")
-}
-_ITEM["properties"] |= {
-    "call_id": {"type": "string"},
-    "name": {"type": "string"},
-    "arguments": {"type": "string"},
-    "output": {"type": "string"},
-}
-_BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES = Dialect(
     path="messages",
     field="messages",
-    body=_body("messages", _BLOCKS, ("system",)),
+    body=_body("messages", ("user", "assistant")),
     read=_read_messages,
-    read_tool=_tool_of_messages,
+    read_tool=partial(_flat_tool, "custom"),
     write=_write_messages,
     events=_messages_events,
 )
@@ -523,7 +455,7 @@ DIALECTS = (
     Dialect(
         path="chat/completions",
         field="messages",
-        body=_body("messages", _CHAT),
+        body=_body("messages", _ROLES),
         read=lambda body: body.get("messages"),
         read_tool=lambda tool: tool,
         write=_write_chat,
@@ -532,9 +464,9 @@ DIALECTS = (
     Dialect(
         path="responses",
         field="input",
-        body=_body("input", _ITEM, ("instructions",), text=True),
+        body=_body("input", _ROLES),
         read=_read_responses,
-        read_tool=_tool_of_responses,
+        read_tool=partial(_flat_tool, "function"),
         write=_write_responses,
         events=_responses_events,
     ),

@@ -28,7 +28,7 @@ FIELD = "environment.name"
 Grade = Callable[..., Awaitable[tuple[float, dict[str, float | None]]]]
 """Returns the reward of an episode and its parts, for the environment's object, the task, the
 messages after the prompt and the tokens that follow it."""
-BUILT_IN = {"python": "services.environment.python_tool:PythonEnvironment"}
+_PYTHON_TOOL = "services.environment.python_tool:PythonEnvironment"
 _PARAMETERS = {"step": 1, "get_reward": 0, "get_turn_rewards": 0, "close": 0}
 """The methods that the server calls, besides `reset`, and how many arguments it passes."""
 _SCALARS = (str, int, float, bool, "str", "int", "float", "bool")
@@ -62,12 +62,8 @@ class Environment:
 
         Raises ConfigError when it does not exist or violates the interface.
         """
-        path = name.partition(":")[2]
-        if path and ":" not in path:
-            module, _, class_name = path.rpartition(".")
-            path = f"{module}:{class_name}"
-        imported = import_callable(path or BUILT_IN["python"], FIELD)
-        return cls.of(imported, name)
+        path = name.partition(":")[2] or _PYTHON_TOOL
+        return cls.of(import_callable(path, FIELD), name)
 
     @classmethod
     def of(cls, user_class: Callable[[], Any], name: str) -> "Environment":
@@ -95,7 +91,7 @@ class Environment:
             has_self = not isinstance(own, staticmethod | classmethod)
             bound = types.MethodType(method, object()) if has_self else method
             if method_name in _PARAMETERS:
-                _check_ours(bound, method_name, name)
+                _refuse_tool_name(bound, method_name, name)
             elif method_name != "reset":
                 tools[method_name] = _schema(bound, name)
 
@@ -106,7 +102,7 @@ class Environment:
             tools=tools,
             has_steps="step" in methods,
             has_reward="get_reward" in methods,
-            gives_verdicts=_gives_verdicts(user_class, methods, name),
+            gives_verdicts=bool(getattr(user_class, "gives_verdicts", False)),
         )
 
     @classmethod
@@ -135,34 +131,18 @@ class _Stateless:
         """Nothing begins."""
 
 
-def _gives_verdicts(user_class: Any, methods: Mapping[str, Any], name: str) -> bool:
-    """Returns what a class declares. Raises ConfigError when its rewards cannot be verdicts."""
-    declared = bool(getattr(user_class, "gives_verdicts", False))
-    if declared and ("get_reward" not in methods or "get_turn_rewards" in methods):
-        raise ConfigError(
-            f"{name} declares gives_verdicts, which is for a get_reward without get_turn_rewards",
-            field=FIELD,
-            value=name,
-            remedy="remove gives_verdicts, or let get_reward alone return 1 for right and 0 for "
-            "wrong",
-        )
-    return declared
-
-
-def _check_ours(method: Callable[..., Any], method_name: str, name: str) -> None:
-    """Raises ConfigError for a tool with the name of a method that the server calls. For TRL, such
-    a method is a tool like any other.
+def _refuse_tool_name(method: Callable[..., Any], method_name: str, name: str) -> None:
+    """Raises ConfigError for a tool that has the name of a method that the server calls, as its
+    arguments show. For TRL, such a method is a tool like any other.
     """
     signature = inspect.signature(method)
     required = [each for each in signature.parameters.values() if each.default is each.empty]
-    takes_scalar = any(each.annotation in _SCALARS for each in required)
-    gives_text = method_name == "close" and signature.return_annotation in _SCALARS
+    is_tool = any(each.annotation in _SCALARS for each in required)
     try:
         signature.bind(*[None] * _PARAMETERS[method_name])
-        fits = not takes_scalar and not gives_text
     except TypeError:
-        fits = False
-    if not fits:
+        is_tool = True
+    if is_tool:
         given = "messages" if method_name == "step" else ""
         raise ConfigError(
             f"{name} has a tool named {method_name}, but the server itself calls "

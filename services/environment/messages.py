@@ -1,11 +1,12 @@
 """Messages in OpenAI's chat format, as passed to the chat template and compared by the gateway."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from common.errors import InvalidInput
@@ -14,19 +15,8 @@ Json = dict[str, Any]
 """A JSON object."""
 Tools = Sequence[Json]
 """The functions that a call offers to the model, in OpenAI's format."""
-CONTENT_FORM = 'send text or [{"type": "text", "text": text}]'
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 _CALL_FORM = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
 _TOOL_FORM = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
-_REASONING = ("reasoning_content", "reasoning")
-_EXACT = 2**53
-"""A float holds every integer below this one exactly."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +51,6 @@ class Message:
         return sum(len(str(value)) for value in self.fields.values())
 
     @cached_property
-    def key(self) -> str:
-        """A key that is equal for two records of the same message.
-
-        It leaves out ids, since programs make their own, and thoughts, which most programs do not
-        send back. Seeds are derived from it, so that a change of it changes what runs sample.
-        """
-        compared = {
-            "role": self.role,
-            "content": self.content,
-            "name": self.fields.get("name"),
-            "calls": [call["function"] for call in self.tool_calls],
-        }
-        return json.dumps(_as_numbers(compared), sort_keys=True)
-
-    @cached_property
     def _parts(self) -> tuple[str, str]:
         """The thoughts and the rest of the content, without what programs change on the way: line
         ends, and the white space around a text.
@@ -104,25 +79,26 @@ class Message:
 
     @cached_property
     def _calls(self) -> str:
-        """The tool calls as text, without their ids, since programs make their own."""
-        calls = [call["function"] for call in self.tool_calls]
-        return json.dumps(_as_numbers(calls), sort_keys=True)
+        """The tool calls as text, without their ids, since programs make their own.
+
+        Numbers that JavaScript does not tell apart are written alike: 1.0 comes back from it as 1,
+        and an integer from 2^53 on as the nearest float.
+        """
+        written = json.dumps([call["function"] for call in self.tool_calls])
+        # `float` of a number's text: an integer may be beyond all floats, and becomes infinity.
+        calls = json.loads(written, parse_int=_number, parse_float=_number)
+        return json.dumps(calls, sort_keys=True)
 
 
 def _plain(text: str) -> str:
     return text.replace("\r\n", "\n").strip()
 
 
-@dataclass
-class History:
-    """The messages of a session's latest call, as sent and as parsed.
-
-    A call repeats most of them; only new ones are parsed, and those that were parsed before are
-    found to be the recorded ones without comparing their texts.
-    """
-
-    sent: list[bytes] = field(default_factory=list)
-    parsed: list[Message] = field(default_factory=list)
+def _number(digits: str) -> float:
+    """Returns a number as JavaScript has it: a float, written as an integer where it is one."""
+    value = float(digits)
+    # A float holds every integer below 2^53 exactly.
+    return int(value) if abs(value) < 2**53 and value.is_integer() else value
 
 
 def user_message(text: str) -> Message:
@@ -158,12 +134,31 @@ def made_tool(name: Any, description: Any, parameters: Any) -> Json:
     return {"type": "function", "function": function}
 
 
-def parse_messages(
-    content: Any, where: str = "messages", history: History | None = None
-) -> list[Message]:
-    """Returns the messages of a request, and remembers them in `history`. Raises InvalidInput that
-    names the first wrong field.
-    """
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Sent(msgspec.Struct):
+    """A message of chat completions."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None
+    tool_calls: list[_ToolCall] | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    """Another name of the same."""
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+def parse_messages(content: Any, where: str = "messages") -> list[Message]:
+    """Returns the messages of a request. Raises InvalidInput that names the first wrong field."""
     if not isinstance(content, list) or not content:
         raise InvalidInput(
             "a conversation must be a list of messages",
@@ -171,77 +166,38 @@ def parse_messages(
             value=content,
             remedy="send at least one message",
         )
-    if history is None:
-        return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
-
-    sent = [orjson.dumps(each) for each in content]  # as mappings, 1 would equal true
-    pairs = zip(sent, history.sent, strict=False)
-    known = next((i for i, (new, old) in enumerate(pairs) if new != old), len(history.sent))
-    known = min(known, len(sent))
-    messages = history.parsed[:known]
-    for i in range(known, len(content)):
-        messages.append(_parse_message(content[i], f"{where}[{i}]"))
-    history.sent = sent
-    history.parsed = messages
-    return messages
-
-
-def check_mapping(message: Any, where: str) -> None:
-    """Raises InvalidInput for a message that is no mapping."""
-    if not isinstance(message, dict):
-        raise InvalidInput(
-            "a message must be a mapping with role and content",
-            field=where,
-            value=message,
-            remedy='send {"role": "user", "content": text}',
-        )
+    return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
 
 
 def _parse_message(content: Any, where: str) -> Message:
-    check_mapping(content, where)
-    role = content.get("role")
-    if not isinstance(role, str) or role not in ROLES:
+    try:
+        sent = msgspec.convert(content, _Sent)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
         raise InvalidInput(
-            "there is no such role",
-            field=f"{where}.role",
-            value=role,
-            remedy=f"use one of {', '.join(ROLES)}",
-        )
+            f"a message is not as in OpenAI's chat completions: {reason}",
+            field=where + path.rstrip("`"),
+            value=content,
+            remedy=f"send {{role, content}}; each of the assistant's tool_calls is {_CALL_FORM}",
+        ) from None
 
     fields: Json = {
-        "role": ROLES[role],
-        "content": text_of(content.get("content"), f"{where}.content"),
+        "role": "system" if sent.role == "developer" else sent.role,
+        "content": text_of(sent.content, f"{where}.content"),
+        "name": sent.name,
+        "tool_call_id": sent.tool_call_id,
     }
-    if fields["role"] == "assistant":
-        calls = content.get("tool_calls") or []
-        if not isinstance(calls, list):
-            raise InvalidInput(
-                "tool calls must be a list",
-                field=f"{where}.tool_calls",
-                value=calls,
-                remedy=f"send [CALL, …], for each call {_CALL_FORM}",
+    if sent.role == "assistant":
+        thoughts = sent.reasoning_content or sent.reasoning
+        fields["reasoning_content"] = thoughts if isinstance(thoughts, str) else None
+        fields["tool_calls"] = [
+            made_tool_call(
+                call.id or "", call.function.name, _parsed_arguments(call.function.arguments)
             )
-        if calls:
-            fields["tool_calls"] = [
-                _parse_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-            ]
-        for name in _REASONING:
-            if isinstance(content.get(name), str) and content[name]:
-                fields["reasoning_content"] = content[name]
-                break
-
-    for name in ("name", "tool_call_id"):
-        value = content.get(name)
-        if value is not None and not isinstance(value, str):
-            raise InvalidInput(
-                f"{name} must be text",
-                field=f"{where}.{name}",
-                value=value,
-                remedy=f'send {{"{name}": text}}, or leave it out',
-            )
-        if value:
-            fields[name] = value
-    return Message(fields)
+            for call in sent.tool_calls or []
+        ]
+    # Chat templates ask which of them a message has.
+    return Message({name: value for name, value in fields.items() if value or name == "content"})
 
 
 def text_of(content: Any, where: str) -> str:
@@ -258,7 +214,7 @@ def text_of(content: Any, where: str) -> str:
             "content must be text or a list of texts",
             field=where,
             value=content,
-            remedy=CONTENT_FORM,
+            remedy='send text or [{"type": "text", "text": text}]',
         )
     texts = []
     for i, part in enumerate(content):
@@ -279,53 +235,22 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _parse_tool_call(content: Any, where: str) -> Json:
-    function = content.get("function") if isinstance(content, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidInput(
-            "this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}"
-        )
-    arguments = _parsed_arguments(function.get("arguments"))
-    return made_tool_call(str(content.get("id") or ""), function["name"], arguments)
-
-
 def _parsed_arguments(arguments: Any) -> Any:
     """Parses the arguments of a tool call; returns them unchanged when they are not JSON."""
     if arguments is None:
         return {}
     if not isinstance(arguments, str):
         return arguments
-    if not arguments.strip():
-        return {}
-
-    def refuse(constant: str) -> None:
-        """Refuses NaN and Infinity, which Python's parser accepts."""
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        return json.loads(arguments, parse_constant=refuse)
-    except (ValueError, RecursionError):
+        # Not Python's parser, which accepts NaN and Infinity.
+        return orjson.loads(arguments) if arguments.strip() else {}
+    except ValueError:
         return arguments
 
 
-def _as_numbers(value: Any) -> Any:
-    """Writes numbers alike that JavaScript does not tell apart: 1.0 comes back as 1, and an integer
-    from 2^53 on as the nearest float.
-    """
-    if isinstance(value, float) and abs(value) < _EXACT and value.is_integer():
-        return int(value)
-    if isinstance(value, int) and abs(value) >= _EXACT:
-        return float(str(value))  # by way of its text, which may be beyond all floats
-    if isinstance(value, dict):
-        return {name: _as_numbers(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_as_numbers(item) for item in value]
-    return value
-
-
-def parse_tools(content: Any) -> list[Json]:
-    """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for
-    anything else.
+def parse_tools(content: Any, read: Callable[[Json], Any]) -> list[Json]:
+    """Returns the functions that a request offers, in OpenAI's format, to which `read` converts
+    each. Raises InvalidInput for anything else.
     """
     if content is None:
         return []
@@ -336,7 +261,8 @@ def parse_tools(content: Any) -> list[Json]:
             value=content,
             remedy=f"send [TOOL, …], for each tool {_TOOL_FORM}",
         )
-    for i, tool in enumerate(content):
+    tools = [read(tool) if isinstance(tool, dict) else tool for tool in content]
+    for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidInput(
@@ -345,14 +271,9 @@ def parse_tools(content: Any) -> list[Json]:
                 value=tool,
                 remedy=f"send {_TOOL_FORM}",
             )
-    return content
+    return tools
 
 
-def tools_key(tools: Tools) -> bytes:
-    """Returns bytes that are equal for equal tools, whatever the order of their keys."""
-    if not tools:
-        return b""
-    try:
-        return orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # orjson does not support integers of more than 64 bits
-        return json.dumps(list(tools), sort_keys=True).encode()
+def tools_key(tools: Tools) -> str:
+    """Returns a text that is equal for equal tools, whatever the order of their keys."""
+    return json.dumps(list(tools), sort_keys=True)

@@ -8,30 +8,28 @@ action. The reward is the sum over all steps, or what `environment.step_rewards`
 import asyncio
 import contextlib
 import json
-import math
-import re
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import aiohttp
+import msgspec
 
-from common.errors import ConfigError, shorten
+from common.errors import shorten
 from common.process.security import trusted
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
-from services.environment.environments import FIELD, Environment
-from services.environment.kept_server import PORT, KeptServer
+from services.environment.environments import Environment
 from services.environment.messages import Json, made_tool
 from services.environment.outcome import (
-    CallTimedOut,
     EnvironmentLost,
     EpisodeFailed,
     EpisodeRunner,
     Outcome,
-    recorded,
+    ToolFailed,
+    timed_out,
 )
 from services.environment.session import Session
+from services.environment.user_server import UserServer
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _RETRY_S = 0.1
@@ -44,15 +42,6 @@ _JOINED: dict[str, Callable[[list[float]], float]] = {
     "max": max,
 }
 """The reward of an episode from those of its steps, by `environment.step_rewards`."""
-
-
-class Interface(NamedTuple):
-    """How the model acts in an environment."""
-
-    has_mcp_tools: bool
-    """Otherwise `step` is the only tool, if `answer_field` is empty."""
-    answer_field: str
-    """The action's field for the model's answer; empty if there is none."""
 
 
 class OpenEnvRunner(EpisodeRunner):
@@ -71,148 +60,117 @@ class OpenEnvRunner(EpisodeRunner):
 
     def __init__(self, name: str, target: str, slots: int, step_rewards: str = "sum") -> None:
         self.name = name
-        self._step_rewards = step_rewards
         self.tools = {}
+        self.joined = _JOINED[step_rewards]
+        self.has_mcp_tools = False
+        self.answer_field = ""
+        """The action's field for the model's answer. Without one and without MCP tools, the only
+        tool is `step`."""
+        self._server = UserServer(name, target)
         self._slots = asyncio.Semaphore(slots)
         self._http: aiohttp.ClientSession | None = None
-        self._interface: Interface | None = None
+        self._is_described = False
         self._describing = asyncio.Lock()
 
-        self._url = ""
-        self._server: KeptServer | None = None
-        """The server that this process started; None for one at a URL."""
-        if re.match(r"(https?|wss?)://\S", target):
-            url = target.rstrip("/")
-            self._url = url.replace("ws", "http", 1) if url.startswith("ws") else url
-        else:
-            self._server = KeptServer(name, target)
-            if PORT not in target:
-                raise ConfigError(
-                    "the command has no {port}, where the server's port belongs",
-                    field=FIELD,
-                    value=target,
-                    remedy="write openenv:uvicorn package.server.app:app --port {port}",
-                )
-
-    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome."""
-        play = partial(self._play, task, session, limits)
-        if self._server is None:
-            return await play()
-        return await self._server.play(play, limits.deadline_s)
-
-    async def _play(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        outcome = Outcome()
-        if self._server is not None:
-            self._url = self._server.url  # a server that was started again has another port
-        with recorded(outcome):
-            interface = await self._described(limits.deadline_s)
-        if outcome.status != "ok":
-            return outcome
-
-        connection = Connection(
-            self._connect,
-            interface,
-            step_rewards=self._step_rewards,
-            tool_timeout_s=limits.tool_timeout_s,
-        )
-        environment = Environment(
-            name=self.name,
-            make=lambda: connection,
-            columns=None,
-            tools=self.tools,
-            has_steps=self.has_steps,
-            has_reward=None,
-            tool=Connection.tool,
-            is_done=lambda instance: bool(instance.done),
-        )
-        async with self._slots:
+    async def _play(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
+    ) -> None:
+        async with self._server.ready(limits.deadline_s) as address:
+            url = address.rstrip("/")
             try:
-                return await EpisodeRun(environment, task, session, limits=limits).run()
-            finally:
-                await asyncio.shield(connection.close())
+                async with asyncio.timeout(limits.deadline_s), self._describing:
+                    await self._describe(url)
+            except TimeoutError:
+                raise EnvironmentLost(
+                    f"the OpenEnv server did not describe itself within {limits.deadline_s:g} s"
+                ) from None
+
+            connection = Connection(self, url, limits.tool_timeout_s)
+            environment = Environment(
+                name=self.name,
+                make=lambda: connection,
+                columns=None,
+                tools=self.tools,
+                has_steps=self.has_steps,
+                has_reward=None,
+                tool=Connection.tool,
+                is_done=lambda instance: bool(instance.done),
+            )
+            run = EpisodeRun(environment, task, session, limits=limits, outcome=outcome)
+            # The deadline starts in `play`, so not while the episode waits for a slot.
+            async with self._slots:
+                try:
+                    await run.play()
+                finally:
+                    await asyncio.shield(connection.close())
 
     async def close(self) -> None:
         """Stops the server if this process started it."""
         if self._http is not None:
             await self._http.close()
-        if self._server is not None:
-            await self._server.close()
+        await self._server.close()
 
-    def _client(self) -> aiohttp.ClientSession:
+    def client(self) -> aiohttp.ClientSession:
+        """Returns the HTTP client of all episodes, which is made in the event loop."""
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=0, ssl=trusted())
             self._http = aiohttp.ClientSession(connector=connector)
         return self._http
 
-    async def _get(self, path: str) -> Any:
-        """Returns the JSON at a path of the server. Raises EnvironmentLost."""
-        with _reaching(self._url):
-            async with self._client().get(f"{self._url}{path}") as answer:
-                if answer.status != 200:
-                    raise EnvironmentLost(f"{self._url}{path} answered {answer.status}")
-                return await answer.json(content_type=None)
-
-    async def _described(self, deadline_s: float) -> Interface:
-        """Returns how the model acts; asks the server the first time. Raises EnvironmentLost."""
-        try:
-            async with asyncio.timeout(deadline_s), self._describing:
-                if self._interface is None:
-                    self._interface = await self._describe()
-                return self._interface
-        except TimeoutError:
-            raise EnvironmentLost(
-                f"the OpenEnv server did not describe itself within {deadline_s:g} s"
-            ) from None
-
-    async def _describe(self) -> Interface:
-        """Asks the server how the model acts; sets `tools` and `has_steps`."""
-        schema = await self._get("/schema")
-        unknown = Interface(has_mcp_tools=False, answer_field="")
-        connection = Connection(self._connect, unknown)
+    async def _describe(self, url: str) -> None:
+        """Asks the server, the first time, how the model acts; sets `tools`, `has_mcp_tools`,
+        `answer_field` and `has_steps`. Raises EnvironmentLost or EpisodeFailed.
+        """
+        if self._is_described:
+            return
+        with _reaching(url):
+            async with self.client().get(f"{url}/schema", raise_for_status=True) as answer:
+                schema = await answer.json(content_type=None)
+        connection = Connection(self, url)
         try:
             self.tools = await connection.list_tools()
-        except Refused as error:
+        except (Refused, ToolFailed) as error:
             raise EpisodeFailed(f"the OpenEnv server does not list its tools: {error}") from error
         finally:
             await connection.close()
-        if self.tools:
-            return Interface(has_mcp_tools=True, answer_field="")
 
-        action = schema.get("action") if isinstance(schema, dict) else None
-        answer_field, self.tools = _action(action)
-        self.has_steps = bool(answer_field)
-        return Interface(has_mcp_tools=False, answer_field=answer_field)
+        self.has_mcp_tools = bool(self.tools)
+        if not self.has_mcp_tools:
+            action = schema.get("action") if isinstance(schema, dict) else None
+            self.answer_field, self.tools = _action(action)
+            self.has_steps = bool(self.answer_field)
+        self._is_described = True
 
-    async def _connect(self) -> aiohttp.ClientWebSocketResponse:
-        """Returns a connection to the server. Raises EnvironmentLost."""
-        with _reaching(self._url):
-            return await self._client().ws_connect(
-                f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=30
-            )
+
+class _Message(msgspec.Struct):
+    """What the server sends."""
+
+    type: str
+    data: Json = {}
+
+
+class _Observed(msgspec.Struct):
+    """The server's answer to a reset or a step."""
+
+    observation: Json
+    reward: float | None = None
+    done: bool | None = False
 
 
 class Connection:
     """One episode of an OpenEnv server, with the methods that a runner calls.
 
     Args:
-        connect: opens the WebSocket.
-        interface: how the model acts in it.
-        step_rewards: `environment.step_rewards`.
+        runner: knows how the model acts.
+        url: URL of the server.
         tool_timeout_s: seconds that a step may take; None for no limit.
     """
 
     def __init__(
-        self,
-        connect: Callable[[], Awaitable[aiohttp.ClientWebSocketResponse]],
-        interface: Interface,
-        *,
-        step_rewards: str = "sum",
-        tool_timeout_s: float | None = None,
+        self, runner: OpenEnvRunner, url: str, tool_timeout_s: float | None = None
     ) -> None:
-        self._connect = connect
-        self._interface = interface
-        self._step_rewards = step_rewards
+        self._runner = runner
+        self._url = url
         self._tool_timeout_s = tool_timeout_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_behind = False
@@ -228,27 +186,25 @@ class Connection:
 
     async def step(self, messages: list[Json]) -> str | None:
         """Sends the answer as an action; returns None when the episode is over."""
-        action = {self._interface.answer_field: messages[-1]["content"]}
+        action = {self._runner.answer_field: messages[-1]["content"]}
         try:
             text = _text(await self._act(action))
-        except (InvalidAction, CallTimedOut) as error:  # the model may do better next time
+        except ToolFailed as error:  # the model may do better next time
             return f"error: {error}"
-        if self.done:
-            return None
-        return text or "(nothing)"
+        return None if self.done else text or "(nothing)"
 
     async def get_reward(self) -> float | None:
         """Returns the reward of the episode; None when no step gave one."""
         await self._catch_up()
-        return _JOINED[self._step_rewards](self._rewards) if self._rewards else None
+        return self._runner.joined(self._rewards) if self._rewards else None
 
     async def close(self) -> None:
         """Ends the episode."""
         socket = self._socket
-        self._socket = None
+        self._socket = None  # first: `_ask` connects again after this
         if socket is not None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                await socket.send_str('{"type": "close"}')
+                await socket.send_json({"type": "close"})
                 await socket.close()
 
     async def list_tools(self) -> dict[str, Any]:
@@ -257,8 +213,7 @@ class Connection:
         """
         call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         answer = await self._ask({"type": "mcp", "data": call})
-        data = answer.get("data", {})
-        listed = (data.get("result") or {}).get("tools", []) if isinstance(data, dict) else []
+        listed = (answer.data.get("result") or {}).get("tools", [])
         return {
             tool["name"]: made_tool(
                 tool["name"],
@@ -274,7 +229,7 @@ class Connection:
 
         async def call(**arguments: Any) -> str:
             action = arguments
-            if self._interface.has_mcp_tools:
+            if self._runner.has_mcp_tools:
                 action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
             return _text(await self._act(action)) or "(nothing)"
 
@@ -284,48 +239,44 @@ class Connection:
         """Takes a step and returns its observation; an empty one if an earlier step, whose answer
         came late, ended the episode.
 
-        Raises CallTimedOut; the server may still be at it.
+        Raises ToolFailed; the server may still be at it.
         """
         try:
             async with asyncio.timeout(self._tool_timeout_s):
                 await self._catch_up()
                 return {} if self.done else await self._observation("step", action)
         except TimeoutError:
-            raise CallTimedOut(self._tool_timeout_s) from None
+            raise timed_out(self._tool_timeout_s) from None
 
     async def _catch_up(self) -> None:
         """Waits for the answer to a step that took too long: its reward and its end count."""
         if self._is_behind:
-            with contextlib.suppress(Refused):  # the model has been told an error already
+            with contextlib.suppress(Refused, ToolFailed):  # the model was told an error already
                 self._observed("step", await self._exchange(None))
 
     async def _observation(self, kind: str, data: Json) -> Json:
         """Sends a message and returns the observation in the response."""
         return self._observed(kind, await self._ask({"type": kind, "data": data}))
 
-    def _observed(self, kind: str, answer: Json) -> Json:
+    def _observed(self, kind: str, answer: _Message) -> Json:
         """Returns the observation in an answer, and notes its reward and whether it is the last."""
-        content = answer.get("data")
-        observation = content.get("observation") if isinstance(content, dict) else None
-        if answer.get("type") != "observation" or not isinstance(observation, dict):
-            raise EpisodeFailed(f"the OpenEnv server answered a {kind} with {shorten(answer)}")
-        assert isinstance(content, dict)
+        try:
+            seen = msgspec.convert(answer.data, _Observed)
+        except msgspec.ValidationError as error:
+            raise EpisodeFailed(
+                f"the OpenEnv server answered a {kind} with {shorten(answer)}: {error}"
+            ) from None
+        self.done = bool(seen.done)
+        if seen.reward is not None and kind == "step":
+            self._rewards.append(seen.reward)
+        return seen.observation
 
-        self.done = content.get("done") is True
-        reward = content.get("reward")
-        if reward is not None and kind == "step":
-            if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise EpisodeFailed(
-                    f"the reward of a step is {shorten(reward)}, but must be a finite number"
-                )
-            self._rewards.append(float(reward))
-        return observation
-
-    async def _ask(self, message: Json) -> Json:
+    async def _ask(self, message: Json) -> _Message:
         """Sends a message and returns the response; waits while the server has no room for another
         session.
 
-        Raises EnvironmentLost, EpisodeFailed, or Refused when the environment rejects the message.
+        Raises EnvironmentLost, EpisodeFailed, or Refused or ToolFailed when the environment rejects
+        the message.
         """
         while True:
             try:
@@ -334,28 +285,28 @@ class Connection:
                 await self.close()
                 await asyncio.sleep(_RETRY_S)
 
-    async def _exchange(self, message: Json | None) -> Json:
+    async def _exchange(self, message: Json | None) -> _Message:
         """Sends a message, if there is one, and returns the next answer."""
         with _reaching("of this episode"):
-            self._socket = self._socket or await self._connect()
+            self._socket = self._socket or await self._runner.client().ws_connect(
+                f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=30
+            )
             self._is_behind = True  # until the answer comes, in case this is cancelled
             if message is not None:
-                await self._socket.send_str(json.dumps(message))
+                await self._socket.send_json(message)
             answer = await self._socket.receive()
         self._is_behind = False
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
 
         try:
-            content = json.loads(answer.data)
-        except ValueError:
+            content = msgspec.json.decode(answer.data, type=_Message)
+        except msgspec.DecodeError as error:
             raise EpisodeFailed(
-                f"the OpenEnv server's answer is not JSON: {shorten(answer.data)}"
+                f"the OpenEnv server answered {shorten(answer.data)}: {error}"
             ) from None
-        if not isinstance(content, dict):
-            raise EpisodeFailed(f"the OpenEnv server answered {shorten(content)}")
-        if content.get("type") == "error":
-            raise _refusal(content.get("data"))
+        if content.type == "error":
+            raise _refusal(content.data)
         return content
 
 
@@ -373,27 +324,22 @@ class _Full(Exception):
 
 
 class Refused(Exception):
-    """The server refused a message; if it was an action, the model may do better next time."""
+    """The environment refused a message."""
 
 
-class InvalidAction(Refused):
-    """The schema refused the action, before the environment saw it."""
-
-
-def _refusal(data: Any) -> Exception:
+def _refusal(data: Json) -> Exception:
     """Returns the error for what the server sent instead of an answer."""
-    data = data if isinstance(data, dict) else {}
     code = data.get("code")
-    message = data.get("message")
+    message = str(data.get("message"))
     if code == "CAPACITY_REACHED":
         return _Full(message)
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
         return EnvironmentLost(f"the OpenEnv server has no session: {message}")
     if "errors" in data:
-        return InvalidAction(f"{message} {json.dumps(data['errors'], default=str)}")
-    if code == "VALIDATION_ERROR":
-        return InvalidAction(str(message))
-    return Refused(str(message))
+        message += f" {json.dumps(data['errors'], default=str)}"
+    # The schema refused the action, before the environment saw it: the model may do better.
+    is_invalid = "errors" in data or code == "VALIDATION_ERROR"
+    return ToolFailed(message) if is_invalid else Refused(message)
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
@@ -415,23 +361,20 @@ def _action(schema: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _text(observation: Json) -> str:
-    """Returns an observation as the model reads it."""
-    fields: Json = {}
-    for name, value in observation.items():
-        if name != "metadata" and value is not None:
-            fields[name] = value
-
-    if "tool_name" in fields:
-        result = fields.get("result", fields.get("error"))
-        if result is not None:
-            content = result
-            if isinstance(result, dict):
-                content = result.get("data", result.get("structured_content"))
-            fields = {"result": result if content is None else content}
-
-    if not fields:
+    """Returns an observation as the model reads it: a text as it is, the rest as JSON."""
+    shown: Any = {
+        name: value
+        for name, value in observation.items()
+        if name != "metadata" and value is not None
+    }
+    if "tool_name" in shown:  # what an MCP tool returned, which its server may have wrapped
+        result = shown.get("result", shown.get("error"))
+        if isinstance(result, dict):
+            content = result.get("data", result.get("structured_content"))
+            result = result if content is None else content
+        shown = shown if result is None else result
+    elif len(shown) == 1:
+        (shown,) = shown.values()
+    if shown == {}:
         return ""
-    if len(fields) > 1:
-        return json.dumps(fields, ensure_ascii=False)
-    (value,) = fields.values()
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)

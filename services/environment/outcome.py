@@ -1,19 +1,19 @@
 """The outcome of an episode, whatever runs it."""
 
-import asyncio
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from common.errors import InvalidInput, ServiceError, shorten
+from common.errors import InvalidInput, ServiceError, ServiceLost, shorten
 from common.wire.schemas import EpisodeLimits, EpisodeStatus, EpisodeTask, StopReason
 from services.environment.session import Session
 
 if TYPE_CHECKING:  # the threads raise this module's errors
     from services.environment.threads import Threads
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -43,15 +43,18 @@ class EnvironmentLost(Exception):
     """
 
 
-class CallTimedOut(Exception):
-    """A tool call took longer than `environment.tool_timeout_s`: the model is told."""
-
-    def __init__(self, limit_s: float | None) -> None:
-        assert limit_s is not None
-        super().__init__(f"it took longer than {limit_s:g} s")
+class ToolFailed(Exception):
+    """A tool call that cannot be made or took longer than `environment.tool_timeout_s`: the model
+    is told the text, and the episode goes on.
+    """
 
 
-def told(error: BaseException) -> str:
+def timed_out(limit_s: float | None) -> ToolFailed:
+    """Returns the error of a tool call that took longer than its limit."""
+    return ToolFailed(f"it took longer than {limit_s} s")
+
+
+def error_text(error: BaseException) -> str:
     """Returns the type and the text of an exception of user code, whatever its `__str__` does."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -73,53 +76,56 @@ class EpisodeRunner(ABC):
     threads: "Threads | None" = None
     """The threads whose calls may hang; None for episodes that run in their own processes."""
 
-    @abstractmethod
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome.
 
-        Raises ServiceLost when a server that it needs never starts; otherwise nothing, except when
-        cancelled.
+        This is the one place where the faults of an episode become its status:
+
+            raised                                       status
+            TimeoutError: the deadline has passed        timeout
+            EnvironmentLost, or no answer of the engines died: it is tried again
+            anything else, such as EpisodeFailed         error
+
+        Raises ServiceLost when a server that all episodes need never starts.
         """
+        outcome = Outcome()
+        try:
+            await self._play(task, session, limits, outcome=outcome)
+            outcome.stop_reason = session.stop_reason or "done"
+        except TimeoutError:
+            outcome.status = "timeout"
+            outcome.stop_reason = "deadline"
+            outcome.detail = (
+                f"it took longer than {limits.deadline_s:g} s; its longest call may be stuck"
+            )
+        except ServiceLost:
+            raise
+        except EnvironmentLost as error:
+            outcome.status = "died"
+            outcome.detail = str(error)
+        except (EpisodeFailed, InvalidInput) as error:
+            outcome.status = "error"
+            outcome.detail = str(error)
+        except ServiceError as error:
+            outcome.status = "died"
+            outcome.detail = f"the engines did not answer: {error}"
+        except Exception as error:  # a fault in one episode is no fault of the others
+            log.exception("an episode of %s failed", self.name)
+            outcome.status = "error"
+            outcome.detail = error_text(error)
+        finally:
+            session.close()
+        return outcome
+
+    @abstractmethod
+    async def _play(
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
+    ) -> None:
+        """Plays an episode and fills `outcome`, but for its status; raises what `run` records."""
 
     @abstractmethod
     async def close(self) -> None:
         """Stops whatever keeps running between episodes."""
-
-
-@contextmanager
-def recorded(outcome: Outcome) -> Iterator[None]:
-    """Records in `outcome` that an episode failed, or that what it needs was lost."""
-    try:
-        yield
-    except EnvironmentLost as error:
-        outcome.status = "died"
-        outcome.detail = str(error)
-    except (EpisodeFailed, InvalidInput) as error:
-        outcome.status = "error"
-        outcome.detail = str(error)
-
-
-async def play_to_end(
-    episode: Awaitable[None], session: Session, limits: EpisodeLimits, outcome: Outcome
-) -> None:
-    """Waits for an episode and records in `outcome` how it ended; never raises, except when
-    cancelled.
-    """
-    try:
-        with recorded(outcome):
-            async with asyncio.timeout(limits.deadline_s):
-                await episode
-    except TimeoutError:
-        outcome.status = "timeout"
-        outcome.stop_reason = "deadline"
-        outcome.detail = (
-            f"it took longer than {limits.deadline_s:g} s; its longest call may be stuck"
-        )
-    except ServiceError as error:
-        outcome.status = "died"
-        outcome.detail = f"the engines did not answer: {error}"
-    finally:
-        session.close()
 
 
 def parse_reward(reward: Any, where: str) -> tuple[float, dict[str, float | None]]:

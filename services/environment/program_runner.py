@@ -14,12 +14,8 @@ import asyncio
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
+from contextlib import nullcontext, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import orjson
@@ -27,11 +23,9 @@ import orjson
 from common.errors import ConfigError
 from common.process.exits import SIGNALLED, how_ended
 from common.process.security import trusted
-from common.settings.sections import HARBOR_COLUMN, RuntimeSection
+from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
-from services.environment.environments import FIELD
 from services.environment.harbor import HarborTask, grade
-from services.environment.kept_server import PORT, KeptServer
 from services.environment.messages import Json
 from services.environment.outcome import (
     EnvironmentLost,
@@ -39,16 +33,15 @@ from services.environment.outcome import (
     EpisodeRunner,
     Outcome,
     parse_reward,
-    play_to_end,
 )
 from services.environment.programs import Folders, RunningProgram, words_of
 from services.environment.runtimes import load_runtime
 from services.environment.runtimes.runtime import Container, Network, Spec, with_tools
 from services.environment.session import Session
+from services.environment.user_server import PORT, UserServer, is_url
 
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
-_MAX_REWARD_BYTES = 1 << 20
 _SHOWN_CHARS = 1000
 
 
@@ -84,57 +77,28 @@ class ProgramRunner(EpisodeRunner):
         self.tools = {}
         self.has_reward = has_reward
         self._folders = Folders()
-        self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
         self._section = section
         self._plays_tasks = plays_tasks
-
-        self._url = target if target.startswith(("http://", "https://")) else ""
-        try:
-            has_host = bool(urlsplit(self._url).hostname)
-        except ValueError:  # a bracket that is not closed
-            has_host = False
-        if self._url and not has_host:
-            raise ConfigError(
-                "this is not a URL",
-                field=FIELD,
-                value=target,
-                remedy="write agent:http://host:port/path",
-            )
-        is_here = self._section.kind == "local"
-        keeps_server = PORT in target and not self._url
-        self._server = KeptServer(name, target) if keeps_server and is_here else None
-        self._words = [] if self._url else words_of(target, is_here=is_here)
-        if not is_here:
-            self._words = with_tools(self._words, self._section)
-        if keeps_server and not is_here:
-            raise ConfigError(
-                f"a command with {PORT} starts one server for all episodes, but a container holds "
-                "only one episode",
-                field="runtime.kind",
-                value=self._section.kind,
-                remedy=f"set it to local, or name a command without {PORT} that plays one episode",
-            )
-        starts_programs = bool(self._words) and not keeps_server
-        self._runtime = load_runtime(
-            self._section if starts_programs else RuntimeSection(), gateway
-        )
-
-    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome."""
-        play = partial(self._play_to_end, task, session, limits)
-        async with self._slots:
-            if self._server is None:
-                outcome = await play()
-            else:
-                outcome = await self._server.play(play, limits.deadline_s)
-
-        answers = [node.answer for node in session.tree.nodes]
-        outcome.answer = answers[-1].content if answers else ""
-        outcome.tool_calls = sum(len(answer.tool_calls) for answer in answers)
-        if outcome.status == "ok":
-            outcome.stop_reason = session.stop_reason or "done"
-        return outcome
+        self._server: UserServer | None = None
+        """Plays all episodes; None for a command that plays one."""
+        self._words: list[str] = []
+        if is_url(target) or PORT in target:
+            if not is_url(target) and section.kind != "local":
+                raise ConfigError(
+                    f"a command with {PORT} starts one server for all episodes, but a container "
+                    "holds only one episode",
+                    field="runtime.kind",
+                    value=section.kind,
+                    remedy=f"set it to local, or name a command without {PORT} that plays one "
+                    "episode",
+                )
+            self._server = UserServer(name, target, "/run")
+            section = RuntimeSection()  # nothing is started in containers
+        else:
+            words = words_of(target, is_here=section.kind == "local")
+            self._words = with_tools(words, section)
+        self._runtime = load_runtime(section, gateway)
 
     async def close(self) -> None:
         """Ends the server if this process started one, and removes the episodes' folders and
@@ -145,74 +109,69 @@ class ProgramRunner(EpisodeRunner):
         await self._runtime.close()
         await asyncio.to_thread(self._folders.close)
 
-    async def _play_to_end(
-        self, task: EpisodeTask, session: Session, limits: EpisodeLimits
-    ) -> Outcome:
-        outcome = Outcome()
-        await play_to_end(self._play(task, session, limits, outcome), session, limits, outcome)
-        return outcome
-
     async def _play(
-        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, outcome: Outcome
+        self, task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
     ) -> None:
-        url = f"{self._server.url}/run" if self._server else self._url
-        if url:
-            content = self._task(task, session, self._gateway)
-            reward = await self._post_task(url, content, session)
-            session.close()  # no more sampling once it is graded
-            _check_answered(session)
-        else:
-            content = self._task(task, session, self._runtime.gateway)
-            reward = await self._run_command(content, session, limits)
+        content = self._task(task, session)
+        address = self._server.ready(limits.deadline_s) if self._server else nullcontext()
+        async with self._slots, address as url:
+            try:
+                # The deadline starts when the program does.
+                async with asyncio.timeout(limits.deadline_s):
+                    if url:
+                        reward = await self._post_task(url, content, session)
+                    else:
+                        reward = await self._run_command(content, session, limits)
+            finally:
+                answers = [node.answer for node in session.tree.nodes]
+                outcome.answer = answers[-1].content if answers else ""
+                outcome.tool_calls = sum(len(answer.tool_calls) for answer in answers)
+
+        # What an agent posts is no reward of a Harbor task.
         if session.graded.is_set() and not self._plays_tasks:
             reward = session.reward
         if reward is not None:
             outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
 
     async def _run_command(self, content: Json, session: Session, limits: EpisodeLimits) -> Any:
-        """Runs the command in a container; returns the reward, or None."""
+        """Runs the command in a container; returns its reward, that of a Harbor task's tests, or
+        None.
+        """
         home = await asyncio.to_thread(self._folders.make)
         spec = Spec(lifetime_s=limits.deadline_s, image=self._section.image)
+        task: HarborTask | None = None
         try:
             if self._plays_tasks:
-                return await self._work_on_task(content, session, home, spec)
+                task = await asyncio.to_thread(HarborTask.read, content["columns"])
+                spec = task.spec(spec)
             container = await self._runtime.start(spec, home)
             try:
-                return await self._reward_of(container, content, session)
+                async with asyncio.timeout(task.settings.agent.timeout_sec if task else None):
+                    reward = await self._reward_of(container, content, session)
+                if task is None:
+                    return reward
+                network: Network = "open" if self._section.grader_network else "none"
+                clean = dataclasses.replace(spec, network=network)
+                return await grade(task, container, self._runtime, clean=clean, home=home)
             finally:
                 await asyncio.shield(container.kill())
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
-
-    async def _work_on_task(self, content: Json, session: Session, home: Path, spec: Spec) -> Any:
-        """Runs the command in the container of a Harbor task; returns the reward that its tests
-        gave.
-        """
-        folder = content["columns"].get(HARBOR_COLUMN)
-        if not isinstance(folder, str):
-            raise EpisodeFailed(
-                f"the row has no column {HARBOR_COLUMN}: set data.source to a folder of Harbor "
-                "tasks"
-            )
-        task = await asyncio.to_thread(HarborTask.read, Path(folder))
-        for_agent = task.spec(spec)
-        network: Network = "open" if self._section.grader_network else "none"
-        clean = dataclasses.replace(for_agent, network=network)
-
-        container = await self._runtime.start(for_agent, home)
-        try:
-            async with asyncio.timeout(task.timeout_s):
-                await self._reward_of(container, content, session)
-            return await grade(task, container, self._runtime, clean=clean, home=home)
-        finally:
-            await asyncio.shield(container.kill())
 
     async def _reward_of(self, container: Container, content: Json, session: Session) -> Any:
         """Runs the command; returns the reward that it wrote, or None. The session is closed then,
         before anything is graded.
         """
         reward_file = f"{container.directory}/reward.json"
-        env = _variables(content["session"]) | {
+        addresses = content["session"]
+        env = {
+            # Where client libraries find the session.
+            "OPENAI_BASE_URL": addresses["openai_base_url"],
+            "OPENAI_API_BASE": addresses["openai_base_url"],
+            "OPENAI_API_KEY": addresses["api_key"],
+            "ANTHROPIC_BASE_URL": addresses["anthropic_base_url"],
+            "ANTHROPIC_API_KEY": addresses["api_key"],
+            "EPISODE_URL": addresses["url"],
             "EPISODE_DIR": container.directory,
             "EPISODE_REWARD_FILE": reward_file,
         }
@@ -229,8 +188,10 @@ class ProgramRunner(EpisodeRunner):
             # before its last call does not: it may be a default.
             written = await container.read(reward_file, after=session.asked_at)
             with suppress(EpisodeFailed):
-                parse_reward(_parse_reward(written), "the program's reward is")
+                parse_reward(_parsed(written, "the reward file"), "the program's reward is")
                 has_reward = True
+        # A program that gave its reward, or that a limit left without an answer, may end as it
+        # likes. Otherwise it failed; but first, a call without an answer is not its fault.
         if status and not has_reward and not session.stop_reason:
             _check_answered(session)
             shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
@@ -238,16 +199,22 @@ class ProgramRunner(EpisodeRunner):
             raise kind(f"{words[0]} {how_ended(status)}{shown}")
         session.close()
         _check_answered(session)
-        return None if self._plays_tasks else _parse_reward(await container.read(reward_file))
+        if self._plays_tasks:
+            return None
+        return _parsed(await container.read(reward_file), "the reward file")
 
     async def _post_task(self, url: str, content: Json, session: Session) -> Any:
-        """Posts the task; returns the reward in the response, or None."""
-        post = asyncio.create_task(_post(url, orjson.dumps(content)))
+        """Posts the task; returns the reward in the response, or None. The session is closed
+        then.
+        """
+        post = asyncio.create_task(_post(url, content))
         try:
             await _until_graded(post, session)
             if not post.done():
+                session.close()
+                _check_answered(session)
                 return None
-            status, body = post.result()
+            answer = post.result()
         except (httpx.HTTPError, OSError) as error:
             raise EnvironmentLost(
                 f"{url} did not answer: {type(error).__name__} {error}"
@@ -255,26 +222,27 @@ class ProgramRunner(EpisodeRunner):
         finally:
             post.cancel()
 
-        text = body.decode("utf-8", "replace").strip()
-        if status >= 300:
+        has_failed = answer.status_code >= 300
+        # As for a command: a limit may have left the program without an answer.
+        if has_failed and not session.stop_reason:
             _check_answered(session)
-        if status >= 300 and session.stop_reason:
+            kind = EnvironmentLost if answer.status_code >= 500 else EpisodeFailed
+            raise kind(f"{url} answered {answer.status_code}: {answer.text[:_SHOWN_CHARS]}")
+        session.close()
+        _check_answered(session)
+        if has_failed or not answer.content.strip():
             return None
-        if status >= 500:
-            raise EnvironmentLost(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
-        if status >= 300:
-            raise EpisodeFailed(f"{url} answered {status}: {text[:_SHOWN_CHARS]}")
-        return _parse_json(text, f"the answer of {url}") if text else None
+        return _parsed(answer.content, f"the answer of {url}")
 
-    def _task(self, task: EpisodeTask, session: Session, gateway: str) -> Json:
-        """Returns the task as sent to the program, which reaches this server at `gateway`."""
+    def _task(self, task: EpisodeTask, session: Session) -> Json:
+        """Returns the task as sent to the program."""
         prompt = task.prompt
         if not prompt:
             users = [each.get("content") for each in task.messages if each.get("role") == "user"]
             texts = [content for content in users if isinstance(content, str)]
             prompt = texts[-1] if texts else ""
 
-        base = f"{gateway}/sessions/{session.id}"
+        base = f"{self._runtime.gateway}/sessions/{session.id}"
         return {
             "prompt": prompt,
             "messages": task.messages or [{"role": "user", "content": prompt}],
@@ -288,18 +256,6 @@ class ProgramRunner(EpisodeRunner):
                 "api_key": session.id,
             },
         }
-
-
-def _variables(session: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables through which client libraries find the session."""
-    return {
-        "OPENAI_BASE_URL": session["openai_base_url"],
-        "OPENAI_API_BASE": session["openai_base_url"],
-        "OPENAI_API_KEY": session["api_key"],
-        "ANTHROPIC_BASE_URL": session["anthropic_base_url"],
-        "ANTHROPIC_API_KEY": session["api_key"],
-        "EPISODE_URL": session["url"],
-    }
 
 
 async def _wait_for_end(program: RunningProgram, session: Session) -> int:
@@ -337,38 +293,23 @@ def _check_answered(session: Session) -> None:
         )
 
 
-def _parse_reward(content: bytes | None) -> Any:
-    """Returns the content of a reward file; None when there is none. Raises EpisodeFailed."""
+def _parsed(content: bytes | None, source: str) -> Any:
+    """Returns a reward that was written as JSON; None when none was. Raises EpisodeFailed."""
     if content is None:
         return None
-    return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
-
-
-def _parse_json(text: str, source: str) -> Any:
-    """Parses a reward. Raises EpisodeFailed."""
     try:
-        return json.loads(text)
+        return json.loads(content)
     except (ValueError, RecursionError):
+        text = content[:_SHOWN_CHARS].decode("utf-8", "replace")
         raise EpisodeFailed(
-            f"{source} is not JSON: {text[:_SHOWN_CHARS]!r}; write a number or a mapping of numbers"
+            f"{source} is not JSON: {text!r}; write a number or a mapping of numbers"
         ) from None
 
 
-async def _post(url: str, content: bytes) -> tuple[int, bytes]:
-    """Posts `content` as JSON; returns status and body. Raises httpx.HTTPError, or EpisodeFailed
-    for a large body.
-    """
-    headers = {"content-type": "application/json"}
-    async with (
-        httpx.AsyncClient(timeout=None, trust_env=False, verify=trusted()) as client,  # noqa: S113
-        client.stream("POST", url, content=content, headers=headers) as response,
-    ):
-        body = b""
-        async for part in response.aiter_bytes():
-            body += part
-            if len(body) > _MAX_REWARD_BYTES:
-                raise EpisodeFailed(
-                    f"{url} answered with more than {_MAX_REWARD_BYTES} bytes: answer with a number"
-                    " or a mapping of numbers"
-                )
-        return response.status_code, body
+async def _post(url: str, content: Json) -> httpx.Response:
+    async with httpx.AsyncClient(
+        timeout=None,  # noqa: S113 - the episode has a deadline
+        trust_env=False,
+        verify=trusted(),
+    ) as client:
+        return await client.post(url, json=content)

@@ -7,12 +7,10 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import shlex
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE
@@ -28,12 +26,13 @@ from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """The server's environment variables that programs get; the others may be secrets."""
+_AUTHORITY = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+"""Where OpenSSL, requests and Node look for the authority of the run's certificates."""
 _OUT_OF_RESOURCES = frozenset(
     (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 )
 _OUTPUT_BYTES = 4000
 """Bytes of a program's output that are kept, from its end."""
-_MAX_SCANS = 20
 _END_S = 10.0
 """Seconds in which a program's starter (`common.process.child`) kills what the program started."""
 _FOLDERS = "rlhf-episodes-"
@@ -84,7 +83,8 @@ class Folders:
         self._root: Path | None = None
         self._lock = -1
         for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-            self._remove_if_left(left)
+            with contextlib.suppress(OSError):  # another user's, or just removed
+                _remove_if_left(left)
 
     def make(self) -> Path:
         """Returns a new folder. Raises EnvironmentLost when none can be made, as on a full disk."""
@@ -106,32 +106,31 @@ class Folders:
             os.close(self._lock)
             self._root = None
 
-    @staticmethod
-    def _remove_if_left(root: Path) -> None:
-        with contextlib.suppress(OSError):  # another user's, or just removed
-            lock = os.open(root, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A server that is starting may have made it and not locked it yet.
-                age_s = time.time() - root.stat().st_mtime
-                if any(root.iterdir()) or age_s > _STARTED_S:
-                    shutil.rmtree(root, ignore_errors=True)
-            finally:
-                os.close(lock)
+
+def _remove_if_left(root: Path) -> None:
+    """Removes the folders of a server that has ended. Raises OSError while it lives."""
+    lock = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A server that is starting may have made it and not locked it yet.
+        age_s = time.time() - root.stat().st_mtime
+        if any(root.iterdir()) or age_s > _STARTED_S:
+            shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 class RunningProgram:
     """A process group, made by `start`.
 
     Args:
-        process: its starter (`common.process.child`).
-        mark: a text that only the environment variables of its processes contain.
+        process: its starter (`common.process.child`), which kills all that the program started.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._mark = mark.encode()
-        self._output = b""
+        self.output = b""
+        """The end of what it has written so far."""
         self._ending: asyncio.Task[str] | None = None
         self._reading = asyncio.create_task(self._read())
 
@@ -157,14 +156,11 @@ class RunningProgram:
         Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the
         resources.
         """
-        mark = secrets.token_hex(16)
         variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         authority = tls().authority
         if authority:
-            for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"):
-                variables[name] = authority
-        variables |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}
-        variables |= {**env, "PROGRAM_ID": mark}
+            variables |= dict.fromkeys(_AUTHORITY, authority)
+        variables |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1", **env}
 
         try:
             with contextlib.ExitStack() as files:
@@ -188,21 +184,15 @@ class RunningProgram:
                     start_new_session=True,
                 )
         except (OSError, ValueError) as error:  # ValueError: a null character
-            reason = error.strerror if isinstance(error, OSError) else error
             # Another program may start later, if only the machine's resources were used up.
-            is_full = isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES
+            is_full = getattr(error, "errno", None) in _OUT_OF_RESOURCES
             kind = EnvironmentLost if is_full else EpisodeFailed
-            raise kind(f"{words[0]} could not be started: {reason}") from error
-        return cls(process, mark)
+            raise kind(f"{words[0]} could not be started: {error}") from error
+        return cls(process)
 
     @property
     def ended(self) -> bool:
         return self._process.returncode is not None
-
-    @property
-    def output(self) -> bytes:
-        """The end of what it has written so far."""
-        return self._output
 
     async def wait(self) -> int:
         """Waits for the program and returns its exit status, 128 + n when signal n ended it.
@@ -247,34 +237,14 @@ class RunningProgram:
         # PermissionError: macOS, only zombies left
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.to_thread(_kill_marked, self._mark)
         await self.wait()
         # A process that cannot be found may still hold the pipe.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._reading, 2)
-        return SecretRedactor().redact(self._output.decode("utf-8", "replace")).strip()
+        return SecretRedactor().redact(self.output.decode("utf-8", "replace")).strip()
 
     async def _read(self) -> None:
         output = self._process.stdout or self._process.stderr
         assert output is not None
         while data := await output.read(65536):
-            self._output = (self._output + data)[-_OUTPUT_BYTES:]
-
-
-def _kill_marked(mark: bytes) -> None:
-    """Kills all processes with `mark` in their environment, also those that left the session (Linux
-    only).
-    """
-    if sys.platform != "linux":
-        return
-    for _ in range(_MAX_SCANS):  # a process may start another one meanwhile
-        killed_any = False
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdecimal():
-                continue
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes():  # empty for an ended process
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    killed_any = True
-        if not killed_any:
-            return
+            self.output = (self.output + data)[-_OUTPUT_BYTES:]

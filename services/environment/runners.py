@@ -7,81 +7,68 @@ from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
-from services.environment.kept_server import PORT
 from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import EpisodeRunner
 from services.environment.program_runner import ProgramRunner
+from services.environment.user_server import PORT, is_url
 
 _THREADS = 1024
 _PROGRAMS = 64
+_PROGRAM_KINDS = ("agent", "harbor", "verifiers")
 _VERIFIERS = Path(__file__).with_name("verifiers_server.py")
 _VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
 
 
 def needs_gateway(config: EnvironmentSection) -> bool:
     """Whether episodes are programs that reach the model over HTTP."""
-    return config.name.partition(":")[0] in ("agent", "harbor", "verifiers")
-
-
-def class_runner(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
-    """Returns the runner for a class."""
-    return ClassRunner(environment, config.workers or _THREADS)
+    return config.name.partition(":")[0] in _PROGRAM_KINDS
 
 
 def load_runner(
-    config: EnvironmentSection, gateway: str, runtime: RuntimeSection | None = None
+    config: EnvironmentSection,
+    gateway: str,
+    runtime: RuntimeSection,
+    environment: Environment | None = None,
 ) -> EpisodeRunner:
-    """Returns the runner that the settings name; programs run in `runtime`, and reach this server
-    at the URL `gateway`.
+    """Returns the runner that the settings name, or that of the caller's `environment`; programs
+    run in `runtime`, and reach this server at the URL `gateway`.
 
     Raises ConfigError when it cannot work here.
     """
     name = config.name
     kind, _, target = name.partition(":")
-    if kind == "python":
-        return class_runner(Environment.load(name), config)
+    if kind == "python" and environment is None:
+        environment = Environment.load(name)
+    if environment is not None:
+        return ClassRunner(environment, config.workers or _THREADS)
 
-    runtime = runtime or RuntimeSection()
     slots = config.workers or _PROGRAMS
-    if kind == "agent":
-        return ProgramRunner(name, target, slots=slots, gateway=gateway, section=runtime)
-    if kind == "harbor":
-        is_url = target.startswith(("http://", "https://"))
-        if runtime.kind == "local" or is_url:
-            raise ConfigError(
-                "the agents and tests of Harbor tasks run in containers",
-                field="runtime.kind",
-                value=runtime.kind,
-                remedy="set it to docker, kubernetes or, for tasks that need only Python and a "
-                "shell, sandbox, and write harbor:COMMAND",
-            )
+    if kind == "openenv":
+        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
+    if kind == "harbor" and (runtime.kind == "local" or is_url(target)):
+        raise ConfigError(
+            "the agents and tests of Harbor tasks run in containers",
+            field="runtime.kind",
+            value=runtime.kind,
+            remedy="set it to docker, kubernetes or, for tasks that need only Python and a shell, "
+            "sandbox, and write harbor:COMMAND",
+        )
+    if kind == "verifiers":
+        python, _, taskset = target.strip().rpartition(" ")
+        target = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
+        runtime = RuntimeSection()
+    if kind in _PROGRAM_KINDS:
         return ProgramRunner(
             name,
             target,
             slots=slots,
             gateway=gateway,
-            has_reward=True,
             section=runtime,
-            plays_tasks=True,
-        )
-    if kind == "openenv":
-        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
-    if kind == "verifiers":
-        python, _, taskset = target.strip().rpartition(" ")
-        if taskset.endswith(".toml") and not Path(taskset).is_file():
-            raise ConfigError(
-                f"there is no file {taskset}",
-                field=FIELD,
-                value=name,
-                remedy="name a file of the environment-server, by its path from the working "
-                "directory",
-            )
-        command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
-        return ProgramRunner(
-            name, command, slots=slots, gateway=gateway, section=RuntimeSection(), has_reward=True
+            has_reward=None if kind == "agent" else True,
+            plays_tasks=kind == "harbor",
         )
     raise ConfigError(
-        f"there is no environment {name}",
+        f"there is no environment {name!r} to serve",
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "

@@ -23,9 +23,8 @@ from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
 from services.environment.messages import Json, encodable
-from services.environment.outcome import Outcome
-from services.environment.runners import class_runner, load_runner
-from services.environment.session import Session, SessionSettings, session_closed
+from services.environment.runners import load_runner
+from services.environment.session import Session, session_closed
 from services.environment.template import Template
 
 log = logging.getLogger(__name__)
@@ -82,20 +81,18 @@ class EpisodeService:
         environment: Environment | None = None,
         runtime: RuntimeSection | None = None,
     ) -> None:
-        if environment is None:
-            self.environment = load_runner(config, gateway, runtime)
-        else:
-            self.environment = class_runner(environment, config)
-        if self.environment.tools and template.no_tools:
+        runtime = runtime or RuntimeSection()
+        self.runner = load_runner(config, gateway, runtime, environment)
+        if self.runner.tools and template.no_tools:
             raise ConfigError(
-                f"{self.environment.name} has tools, which the model's chat template cannot use: "
+                f"{self.runner.name} has tools, which the model's chat template cannot use: "
                 f"{template.no_tools}",
                 field="model.name",
                 value=template.name,
                 remedy="use a model that was trained with tools (docs/reference/models.md lists "
                 "templates), set model.chat_template, or use an environment that has only step()",
             )
-        if template.no_tools and self.environment.threads is None:
+        if template.no_tools and self.runner.threads is None:  # not a class, whose tools are known
             # A program's tools are known once it calls; its calls with tools get this reason.
             log.warning("episodes cannot offer tools to the model: %s", template.no_tools)
         self._template = template
@@ -105,7 +102,7 @@ class EpisodeService:
         self._sessions: dict[str, Session] = {}
         self._ended_sessions: OrderedDict[str, None] = OrderedDict()
         self._running = 0
-        self._gives_rewards = self.environment.has_reward
+        self._gives_rewards = self.runner.has_reward
         self._counts: Counter[EpisodeStatus] = Counter()
         self._refused_fields: set[str] = set()
 
@@ -127,21 +124,19 @@ class EpisodeService:
             "Calls of the model that were refused, by field",
             ["field"],
         )
-        running = metrics.gauge("environment_episodes_running", "Episodes that run now")
-        running.set_function(lambda: self._running)
-        running_limit = metrics.gauge(
-            "environment_episodes_running_limit", "Episodes that may run at once"
+        metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(
+            lambda: self._running
         )
-        running_limit.set(MAX_EPISODES)
-        hung = metrics.gauge(
+        metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(
+            MAX_EPISODES
+        )
+        metrics.gauge(
             "environment_hung_calls",
             "Calls of the environment that still run although nobody waits for them any more",
-        )
-        hung.set_function(lambda: self._hung_calls()["hung_calls"])
-        hung_limit = metrics.gauge(
+        ).set_function(lambda: self._hung_calls()["hung_calls"])
+        metrics.gauge(
             "environment_hung_calls_limit", "Hung calls at which no more episodes can run"
-        )
-        hung_limit.set(self._hung_calls()["hung_calls_limit"])
+        ).set(self._hung_calls()["hung_calls_limit"])
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Runs the episodes of a request; a repeated request gets the same episodes.
@@ -161,16 +156,16 @@ class EpisodeService:
             self._check(request)
             self._running += request.n
             task = asyncio.create_task(self._run_all(request))
-            task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
+            loop = asyncio.get_running_loop()
+            task.add_done_callback(lambda _: loop.call_later(_REMEMBERED_S, self._forget, task))
             known = _Known(request, task)
             self._requests[request.request_id] = known
         try:
             return await asyncio.shield(known.task)  # the client may come back
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            caller_left = caller is None or caller.cancelling() > 0
-            if caller_left or not known.task.cancelled():
-                raise
+            if caller is None or caller.cancelling() or not known.task.cancelled():
+                raise  # the caller left
             raise NotReady(
                 "the episodes were ended: the request was deleted, or the server is ending",
                 field="request_id",
@@ -222,9 +217,14 @@ class EpisodeService:
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)
 
-        seed = session_seed(request.task.seed, index, attempt)
-        settings = SessionSettings(sampling.max_new_tokens, request.limits, seed)
-        session = Session(secrets.token_urlsafe(24), self._template, sample, settings=settings)
+        session = Session(
+            secrets.token_urlsafe(24),
+            self._template,
+            sample,
+            limits=request.limits,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=session_seed(request.task.seed, index, attempt),
+        )
         self._sessions[session.id] = session
         return session
 
@@ -234,7 +234,7 @@ class EpisodeService:
         field = (error.field or "").partition("[")[0]
         if field not in self._refused_fields:
             self._refused_fields.add(field)
-            log.warning("calls of %s are refused: %s", self.environment.name, error)
+            log.warning("calls of %s are refused: %s", self.runner.name, error)
         self._refused.labels(field).inc()
         session.refused_calls += 1
         # The trainer shows this text: the field alone would not say what to do.
@@ -251,11 +251,11 @@ class EpisodeService:
     def environments(self) -> list[Json]:
         """Returns the served environments, with the functions offered to the model."""
         served = {
-            "name": self.environment.name,
-            "tools": list(self.environment.tools.values()),
-            "has_steps": self.environment.has_steps,
-            "has_reward": self.environment.has_reward,
-            "gives_verdicts": self.environment.gives_verdicts,
+            "name": self.runner.name,
+            "tools": list(self.runner.tools.values()),
+            "has_steps": self.runner.has_steps,
+            "has_reward": self.runner.has_reward,
+            "gives_verdicts": self.runner.gives_verdicts,
         }
         return [served]
 
@@ -270,7 +270,7 @@ class EpisodeService:
 
     def problem(self) -> str | None:
         """Returns why no more episodes can run, or None."""
-        threads = self.environment.threads
+        threads = self.runner.threads
         return threads.problem if threads is not None else None
 
     async def close(self) -> None:
@@ -279,22 +279,22 @@ class EpisodeService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.environment.close()
+        await self.runner.close()
 
     def _hung_calls(self) -> dict[str, int]:
-        threads = self.environment.threads
+        threads = self.runner.threads
         if threads is None:
             return {"hung_calls": 0, "hung_calls_limit": 0}
         return {"hung_calls": threads.hung, "hung_calls_limit": threads.limit}
 
     def _check(self, request: EpisodeRequest) -> None:
         """Raises InvalidInput for an environment that is not served, or Overloaded."""
-        if request.task.env != self.environment.name:
+        if request.task.env != self.runner.name:
             raise InvalidInput(
                 "there is no such environment",
                 field="task.env",
                 value=request.task.env,
-                remedy=f"this server serves only {self.environment.name}",
+                remedy=f"this server serves only {self.runner.name}",
             )
         if self._running + request.n > MAX_EPISODES:
             raise Overloaded(
@@ -304,27 +304,18 @@ class EpisodeService:
                 remedy="try again later, or add nodes of environment-server",
             )
 
-    def _forget_later(self, request_id: str, task: asyncio.Task[list[Episode]]) -> None:
-        """Drops the answer of a request after `_REMEMBERED_S`, unless its id has been used
-        again.
-        """
-
-        def forget() -> None:
-            known = self._requests.get(request_id)
-            if known is not None and known.task is task:
+    def _forget(self, task: asyncio.Task[list[Episode]]) -> None:
+        """Drops the answer of a request, unless its id has been used again."""
+        for request_id, known in list(self._requests.items()):
+            if known.task is task:
                 del self._requests[request_id]
-
-        asyncio.get_running_loop().call_later(_REMEMBERED_S, forget)
 
     async def _run_all(self, request: EpisodeRequest) -> list[Episode]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
         except ExceptionGroup as group:
-            for error in group.exceptions:
-                if isinstance(error, ServiceLost):
-                    raise error from None
-            raise
+            raise group.exceptions[0] from None  # such as ServiceLost
         finally:
             self._running -= request.n
 
@@ -349,9 +340,10 @@ class EpisodeService:
         for episode in ended:
             if episode.reward is not None:
                 continue
+            # Nothing to grade: no tool call worked, or a limit came before the first reward.
             did_nothing = episode.metrics["tool_calls"] == episode.metrics["tool_errors"]
             reached_limit = episode.stop_reason != "done"
-            if reached_limit or (self.environment.tools and did_nothing):
+            if reached_limit or (self.runner.tools and did_nothing):
                 episode.reward = 0.0
                 episode.components = {"reward": 0.0}
             else:
@@ -376,12 +368,7 @@ class EpisodeService:
         started = time.monotonic()
         session = self.open_session(request, index, attempt)
         try:
-            outcome = await self.environment.run(request.task, session, request.limits)
-        except ServiceLost:
-            raise
-        except Exception as error:  # a fault in one episode is no fault of the others
-            log.exception("an episode of %s failed", self.environment.name)
-            outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
+            outcome = await self.runner.run(request.task, session, request.limits)
         finally:
             self.close_session(session)
         for call in session.unanswered():
@@ -395,15 +382,14 @@ class EpisodeService:
             outcome.detail = f"{outcome.detail}; {reason}" if outcome.detail else reason
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
         if outcome.status == "ok" and not sequences:
-            too_long = session.stop_reason == "context"
-            reason = (
-                "the first messages are too long for environment.context (unless it is set: "
-                "rollout.max_context_tokens, or max_prompt_length + max_new_tokens in Python)"
-                if too_long
-                else "the model was not asked"
-            )
             outcome.status = "error"
-            outcome.detail = f"{reason}: nothing to train on"
+            outcome.detail = "the model was not asked: nothing to train on"
+            if session.stop_reason == "context":
+                outcome.detail = (
+                    "nothing to train on: the first messages are too long for environment.context "
+                    "(unless it is set: rollout.max_context_tokens, or max_prompt_length + "
+                    "max_new_tokens in Python)"
+                )
 
         return Episode(
             id=f"{request.request_id}-{index}",

@@ -18,13 +18,13 @@ from common.wire.schemas import (
     Int32,
     StopReason,
 )
-from services.environment.messages import History, Message, Tools
+from services.environment.messages import Message, Tools
 from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 
 MAX_CHARS_PER_TOKEN = 64
-"""New messages with more characters than this per token of the context cannot fit and are not
-tokenised."""
+"""Most characters of a token. New messages with more characters than this for each token of the
+context are refused without being tokenised: they cannot fit."""
 
 
 class SessionClosed(ServiceError):
@@ -43,7 +43,7 @@ class LimitReached(ServiceError):
 
 
 def session_closed(identifier: str) -> SessionClosed:
-    """Returns the error for a call that comes too late."""
+    """Returns the error for a call after the end."""
     return SessionClosed(
         "the session has ended",
         field="session",
@@ -84,7 +84,7 @@ class CallRecord:
 
     name: str
     task: "asyncio.Task[CallAnswer] | None" = None
-    """Samples the answer; None before that, and after a failure, since the call may be repeated."""
+    """Samples the answer. None before it starts, and after it failed: the call may be repeated."""
     clients: int = 0
     """How many clients wait for the answer."""
     is_answered: bool = True
@@ -95,21 +95,23 @@ class CallRecord:
     """Tells whether the client has read an answer that was sent; None when none is on its way."""
 
     def lacks_answer(self) -> bool:
-        """Returns whether no client has got the answer that the engines were asked for."""
+        """Returns whether no client has got the answer that the engines were asked for; first asks
+        about one that was sent (`was_taken`).
+        """
         taken = self.was_taken() if self.was_taken is not None else None
         # None: the client may still be reading, and counts as one that gets the answer.
         if taken is not None:
             self.was_taken = None
         if taken is False:
-            self.lose()
+            self.mark_unanswered()
         return not self.is_answered
 
     def is_open(self) -> bool:
         """Returns whether it is being sampled, or its client may lack the answer."""
         return self.lacks_answer() or (self.task is not None and not self.task.done())
 
-    def lose(self) -> None:
-        """Records that the client left before it got the answer."""
+    def mark_unanswered(self) -> None:
+        """Records that no client has the answer: it is being sampled, or the client left."""
         self.is_answered = False
         self.error = None
 
@@ -136,17 +138,21 @@ class CallAnswer(NamedTuple):
 _NO_OPTIONS = CallOptions()
 
 
-@dataclass(frozen=True)
-class SessionSettings:
-    """The settings of every call of a session, whatever the call requests."""
-
-    max_new_tokens: int
-    limits: EpisodeLimits
-    seed: int = 0
-
-
 class Session:
     """The calls of one episode, recorded with their exact tokens.
+
+    A conversation with a tool, as its program calls the model, and the sequence to train on:
+
+        call 1   user "1+2?"                                   answer 1   add(1, 2)
+        call 2   user "1+2?", answer 1, tool "3"               answer 2   it is 3
+
+        prompt   <user> 1+2? <assistant>
+        tokens   add(1, 2) <end> │ <tool> 3 <assistant> │ it is 3 <end>
+        mask     1               │ 0                    │ 1
+
+    Call 2 continues the tokens of call 1: its engine gets the prompt, what was sampled for answer 1
+    and then the new messages as the chat template writes them, whatever the program made of the
+    answer's text. A call whose history has other answers begins a new sequence.
 
     A call that is sent again gets the answer of the first one, even while that is still being
     sampled. An identical call that was answered is sampled anew, as a sibling of the first. So a
@@ -163,11 +169,17 @@ class Session:
     """
 
     def __init__(
-        self, identifier: str, template: Template, sample: Sample, settings: SessionSettings
+        self,
+        identifier: str,
+        template: Template,
+        sample: Sample,
+        *,
+        limits: EpisodeLimits,
+        max_new_tokens: int,
+        seed: int = 0,
     ) -> None:
         self.id = identifier
         self.tree = SessionTree()
-        self.history = History()
         self.closed = False
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""
@@ -186,7 +198,9 @@ class Session:
         """Set by the program's reward call."""
         self._template = template
         self._sample = sample
-        self._settings = settings
+        self._limits = limits
+        self._max_new_tokens = max_new_tokens
+        self._seed = seed
         self._calls: dict[str, list[CallRecord]] = {}
         """By key, the calls with it, the first one first."""
         self._reserved_tokens = 0
@@ -210,7 +224,7 @@ class Session:
         """
         self._check(messages)
         self.asked_at = time.time()
-        call = self._call(key, is_retry)
+        call = self._find_or_add_call(key, is_retry)
         if call.task is None:
             call.task = asyncio.create_task(self._answer(messages, tools, call, options=options))
             call.task.add_done_callback(call.forget_failed)
@@ -279,7 +293,7 @@ class Session:
         return sequences
 
     def _check(self, messages: Sequence[Message]) -> None:
-        """Raises SessionClosed after the end, InvalidInput for messages that ask for nothing."""
+        """Raises SessionClosed after the end, InvalidInput when the last message is an answer."""
         if self.closed:
             raise session_closed(self.id)
         if messages[-1].role == "assistant":
@@ -290,8 +304,8 @@ class Session:
                 remedy="end with a message of the user or of a tool",
             )
 
-    def _call(self, key: str, is_retry: bool | None) -> CallRecord:
-        """Returns the earlier call that is sent again, or a new one."""
+    def _find_or_add_call(self, key: str, is_retry: bool | None) -> CallRecord:
+        """Returns the record of the earlier call that is sent again, or a new one."""
         calls = self._calls.setdefault(key, [])
         open_calls = [call for call in calls if call.is_open()]
         # A client that does not say is taken to repeat a call whose answer it may lack.
@@ -315,10 +329,9 @@ class Session:
         options: CallOptions,
     ) -> CallAnswer:
         """Samples the answer to a call and records the turn."""
-        limits = self._settings.limits
         try:
-            if self.turns >= limits.turns:
-                raise _limit_reached("turns", limits.turns)
+            if self.turns >= self._limits.turns:
+                raise _limit_reached("turns", self._limits.turns)
             parent, new_messages, added = self._continued(messages, tools)
             prompt = np.array(added, np.int32)
             if parent is not None:
@@ -328,12 +341,12 @@ class Session:
             self.stop_reason = error.limit
             raise
 
-        # Calls may run at once: what this one may use is taken before it is sampled.
+        # Calls may run at once: each reserves its turn and its tokens before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
-        call.lose()  # until a client gets the answer
-        # Each call has its own seed: its siblings have others, a repeated run has the same.
-        named = f"{self._settings.seed} {call.name}".encode()
+        call.mark_unanswered()
+        # Siblings have different names, so different seeds; a repeated run has the same seeds.
+        named = f"{self._seed} {call.name}".encode()
         seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest())
         seed &= 0x7FFFFFFF  # not negative as an int32
         try:
@@ -367,8 +380,8 @@ class Session:
         """Returns which limit an answer meets first, and after how many tokens. Raises LimitReached
         when none are left.
         """
-        limits = self._settings.limits
-        max_new_tokens = self._settings.max_new_tokens
+        limits = self._limits
+        max_new_tokens = self._max_new_tokens
         tokens_left: dict[StopReason, int] = {
             "length": min(max_new_tokens, asked) if asked else max_new_tokens,
             "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved_tokens,
@@ -394,7 +407,7 @@ class Session:
                 remedy="use a model that was trained with tools, or describe them in the messages",
             )
 
-        context = self._settings.limits.context
+        context = self._limits.context
         parent, new_messages = self.tree.find(messages, tools)
         if sum(message.chars for message in new_messages) > MAX_CHARS_PER_TOKEN * context:
             raise _limit_reached("context", context)

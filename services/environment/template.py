@@ -7,7 +7,7 @@ that this text depends only on the new messages, or refuses with the reason.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +16,11 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import ConfigError, InvalidInput, shorten
+from common.models.hub import check_model
+from common.settings.chat_templates import OWN
+from common.settings.sections import ModelSection
 from common.wire.schemas import Int32
-from services.environment.call_formats import FORMATS, HERMES, CallFormat
+from services.environment.call_formats import FORMATS, HERMES, CallFormat, Parsed, parse_answer
 from services.environment.messages import (
     Json,
     Message,
@@ -27,7 +30,6 @@ from services.environment.messages import (
     tool_message,
     user_message,
 )
-from services.environment.parsing import Parsed, parse_answer
 
 _MARK = "Zq7Answer7qZ"
 """The text of a made-up answer; no template writes it by itself."""
@@ -39,18 +41,19 @@ _ARGUMENTS: tuple[Json, ...] = (
 """Arguments of two made-up calls, which the template writes and the gateway has to read back."""
 
 
-def _tool(name: str) -> Json:
-    types = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
-    properties: Json = {
-        key: {"type": kind, "description": "Probes."} for key, kind in types.items()
-    }
-    properties["items"]["items"] = {}
-    parameters = {"type": "object", "properties": properties, "required": ["x"]}
-    return made_tool(name, "Probes.", parameters)
-
-
-_TOOL = _tool("probe_tool")
-_OTHER_TOOL = _tool("other_probe")
+_TYPES = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
+_TOOL = made_tool(
+    "probe_tool",
+    "Probes.",
+    {
+        "type": "object",
+        "properties": {
+            name: {"type": kind, "description": "Probes.", "items": {}}
+            for name, kind in _TYPES.items()
+        },
+        "required": ["x"],
+    },
+)
 
 
 class Template:
@@ -74,9 +77,6 @@ class Template:
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = variables
-        self._encode = _encoder(tokenizer)
-        self._repeats_tools = True
-        """Whether the text that the template writes after an answer depends on the tools."""
         self._stop_tokens = {tokenizer.decode([token]): token for token in stop_token_ids}
         """The tokens that end an answer, by their text."""
         self.name = str(tokenizer.name_or_path)
@@ -111,9 +111,7 @@ class Template:
             sampled: the answer's tokens. If they do not end with a stop token, the template's own
                 is added first.
         """
-        # Where the tools do not change the text, one short tool renders faster than the real ones.
-        rendered_tools = tools if self._repeats_tools or not tools else [_TOOL]
-        ending = self._after(_stand_in(answer), new, rendered_tools)
+        ending = self._after(_stand_in(answer), new, tools)
         if ending is None:
             return None
         ids = self._tokens(*ending)
@@ -132,6 +130,10 @@ class Template:
     def parse(self, text: str, tools: Tools, answer: int = 0) -> Parsed:
         """Returns the message in the text of an answer, which is the session's `answer`th."""
         return parse_answer(text, tools, self.call_format, answer)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, unchanged."""
@@ -193,7 +195,7 @@ class Template:
 
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
         messages = [user_message(text) for text in _NEW_TEXTS]
-        no_tools = self._verify_tools(question, answer)
+        no_tools = self._verify_tools(question)
         # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
         # continue; a message of the user begins a new sequence.
         ends = self._after(answer, messages[:1], []) is not None
@@ -203,61 +205,49 @@ class Template:
                 self._check(answer, messages, [], answer_start)
         return no_tools
 
-    def _verify_tools(self, question: list[Message], answer: Message) -> str:
+    def _verify_tools(self, question: list[Message]) -> str:
         """Chooses the format of calls; returns why tools cannot be used, or nothing."""
         try:
             if "probe_tool" not in self._render(question, [_TOOL]):
                 return "it does not write the tools into the prompt"
-            unread = self._choose_format(2)
-            single = bool(unread)
-            if single:  # some templates write one call in an answer
-                unread = self._choose_format(1)
-            if unread:
-                return unread
-            calling, results = _tool_exchange(1 if single else 2)
-            self._check(calling, results, [_TOOL], "")
+            try:
+                calling, results = self._choose_format(question, 2)
+            except InvalidInput:  # some templates write one call in an answer
+                calling, results = self._choose_format(question, 1)
+            self._check(_stand_in(calling), results, [_TOOL], "")
         except InvalidInput as error:
             return str(error)
-
-        continuations = (
-            (calling, results),
-            (calling, [*results, *question]),
-            (answer, question),
-        )
-        with suppress(InvalidInput):  # some templates allow no user message there
-            self._repeats_tools = any(
-                self._after(last, new, [_TOOL]) != self._after(last, new, [_OTHER_TOOL])
-                for last, new in continuations
-            )
         return ""
 
-    def _choose_format(self, count: int) -> str:
-        """Chooses the format that reads back what the template writes for `count` calls; returns
-        why there is none.
+    def _choose_format(self, question: list[Message], count: int) -> tuple[Message, list[Message]]:
+        """Chooses the format that reads back what the template writes for an answer with `count`
+        calls; returns this answer, and the calls' results. Raises InvalidInput with the reason
+        when there is none.
         """
-        arguments = _ARGUMENTS[:count]
-        calls = [_call(number, each) for number, each in enumerate(arguments)]
+        calls = [
+            made_tool_call(f"call{number:05}", "probe_tool", arguments)
+            for number, arguments in enumerate(_ARGUMENTS[:count], 1)
+        ]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
-        _, results = _tool_exchange(count)
-        asking = self._render([user_message("x")], [_TOOL])
-        try:
-            whole = self._render([user_message("x"), answer, *results], [_TOOL])
-        except InvalidInput as error:
-            return str(error)
+        results = [tool_message(text, call) for text, call in zip(_NEW_TEXTS, calls, strict=False)]
+        asking = self._render(question, [_TOOL])
+        whole = self._render([*question, answer, *results], [_TOOL])
 
         # The answer begins where the two differ, and ends with a stop token.
         start = len(os.path.commonprefix([asking, whole]))  # noqa: RUF071 - of characters
         written, _, _ = cut(whole[start:], self._stop_tokens)
-
         if "probe_tool" not in written:
-            return "it writes no tool calls"
+            raise InvalidInput("it writes no tool calls")
+
         expected = [call["function"] for call in calls]
         for call_format in FORMATS:
             message, _ = parse_answer(written, [_TOOL], call_format)
             if [call["function"] for call in message.tool_calls] == expected:
                 self.call_format = call_format
-                return ""
-        return f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
+                return answer, results
+        raise InvalidInput(
+            f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
+        )
 
     def _check(
         self, answer: Message, new: list[Message], tools: list[Json], answer_start: str
@@ -311,23 +301,6 @@ def cut(text: str, stops: Iterable[str]) -> tuple[str, str, str]:
     return text[:place], stop, text[place + len(stop) :]
 
 
-def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Returns a function that tokenises text: the tokenizer's core, three times as fast, if its
-    tokens are the same.
-    """
-
-    def whole(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
-    probe = f"{_MARK}  é\n{''.join(tokenizer.all_special_tokens)} x\n"
-    expected = whole(probe)  # first: it switches off truncation and padding of the core
-    core = getattr(tokenizer, "backend_tokenizer", None)
-    if core is None or core.encode(probe, add_special_tokens=False).ids != expected:
-        return whole
-    return lambda text: list(core.encode(text, add_special_tokens=False).ids)
-
-
 def _stand_in(answer: Message) -> Message:
     """Returns a made-up answer with the tool calls of `answer`: templates read their names and ids
     for later messages.
@@ -343,13 +316,42 @@ def _stand_in(answer: Message) -> Message:
     return Message(fields)
 
 
-def _tool_exchange(count: int) -> tuple[Message, list[Message]]:
-    """Returns a made-up answer with tool calls, and their results."""
-    calls = [_call(i, {}) for i in range(count)]
-    results = [tool_message(text, call) for call, text in zip(calls, _NEW_TEXTS, strict=False)]
-    answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
-    return _stand_in(answer), results
+def load_template(config: ModelSection, variables: Mapping[str, Any]) -> tuple[Template, list[int]]:
+    """Returns the template of `config.name`, and the tokens that end an answer. Raises ConfigError.
 
+    Never imports torch: the tokenizer does not need it.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer, GenerationConfig  # slow to import
 
-def _call(number: int, arguments: Json) -> Json:
-    return made_tool_call(f"call{number + 1:05}", "probe_tool", arguments)
+    check_model(config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name, trust_remote_code=config.trust_remote_code
+        )
+        if config.chat_template not in ("", OWN):
+            tokenizer.chat_template = config.chat_template
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"the tokenizer cannot be loaded: {reason}",
+            field="model.name",
+            value=config.name,
+            remedy="name a model with a tokenizer, or set HF_TOKEN",
+        ) from None
+
+    try:
+        eos_token_id = GenerationConfig.from_pretrained(config.name).eos_token_id
+    except OSError:  # the model has no such file
+        eos_token_id = None
+    # It is a token, a list of tokens or None.
+    candidates = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    stop_token_ids = sorted({*candidates, tokenizer.eos_token_id} - {None})
+    if not stop_token_ids:
+        raise ConfigError(
+            "the model has no end-of-sequence token",
+            field="model.name",
+            value=config.name,
+            remedy="set eos_token_id in its generation_config.json",
+        )
+    return Template(tokenizer, stop_token_ids, variables), stop_token_ids

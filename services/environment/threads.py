@@ -4,34 +4,20 @@ can replace it.
 
 import asyncio
 import logging
-import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
-from services.environment.outcome import CallTimedOut, EnvironmentLost, told
+from common.process.daemon_threads import in_daemon_thread
+from services.environment.outcome import EnvironmentLost, error_text, timed_out
 
 log = logging.getLogger(__name__)
-_WARN_EVERY_S = 60.0
 _BEAT_S = 1.0
 """Seconds between two looks at the users' event loop."""
 BLOCKED_S = 30.0
 """Seconds in which a coroutine may block that loop."""
 _BLOCKED = "another coroutine of the environment blocked their event loop"
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call, and the future of its caller."""
-
-    function: Callable[[], Any]
-    future: "asyncio.Future[Any]"
-    is_left: bool = False
-    """Whether the caller has stopped waiting."""
-    is_over: bool = False
 
 
 @dataclass(eq=False)
@@ -51,29 +37,29 @@ class _UserLoop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.calls: set[_Coroutine] = set()
-        threading.Thread(target=self._serve, name="environment-loop", daemon=True).start()
+        self._ended = asyncio.Event()
+        in_daemon_thread(self._serve, "environment-loop")
 
-    def beat(self) -> "asyncio.Future[None]":
-        """Returns a future that is done when the loop has run its next callbacks."""
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop))
+    async def responds(self, within_s: float) -> bool:
+        """Returns whether the loop runs its next callbacks within some seconds, so is not
+        blocked.
+        """
+        beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop)
+        done, _ = await asyncio.wait((asyncio.wrap_future(beat),), timeout=within_s)
+        return bool(done)
 
     def end(self) -> None:
-        """Stops the loop, unless it is blocked."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Cancels what runs in the loop and closes it, unless it is blocked."""
+        self.loop.call_soon_threadsafe(self._ended.set)
 
     def _serve(self) -> None:
-        self.loop.run_forever()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self.loop.run_until_complete(asyncio.wait(tasks))
-        self.loop.close()
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._ended.wait())
 
 
 class Threads:
-    """Runs calls in threads, at most `limit` at once; further calls wait. Coroutines share the
-    event loop of one thread, which is replaced when one of them blocks it.
+    """Runs each call in a thread of its own, at most `limit` at once; further calls wait.
+    Coroutines share the event loop of one thread, which is replaced when one of them blocks it.
 
     A call whose caller has given up, or whose time is over, keeps its thread until it ends, but
     frees its slot and counts as `hung`. At `limit` hung calls, no more calls are accepted. The
@@ -86,9 +72,6 @@ class Threads:
         self.limit = limit
         self.hung = 0
         self._slots = asyncio.Semaphore(limit)
-        self._idle_threads = 0
-        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
-        self._warned_at = -_WARN_EVERY_S
         self._user_loop: _UserLoop | None = None
         self._watches: set[asyncio.Task[None]] = set()
 
@@ -107,28 +90,21 @@ class Threads:
     ) -> Any:
         """Returns or raises what `function` does.
 
-        Raises EnvironmentLost when too many calls hang, and CallTimedOut `timeout_s` seconds after
+        Raises EnvironmentLost when too many calls hang, and ToolFailed `timeout_s` seconds after
         the beginning of the call.
         """
         async with self._slots:
             self._check()
-            call = _Call(function, asyncio.get_running_loop().create_future())
-            if self._idle_threads:
-                self._idle_threads -= 1
-            else:
-                threading.Thread(target=self._work, name="environment", daemon=True).start()
-            self._queue.put(call)
-
+            done = asyncio.wrap_future(in_daemon_thread(partial(_called, function), "environment"))
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    return await call.future
-            except (asyncio.CancelledError, TimeoutError) as error:
-                if not call.is_over:
-                    call.is_left = True
-                    self.hung += 1
-                    self._warn(name)
-                if isinstance(error, TimeoutError) and limit.expired():
-                    raise CallTimedOut(timeout_s) from None
+                    return await asyncio.shield(done)
+            except (asyncio.CancelledError, TimeoutError):
+                if not done.done():
+                    self._count_hung(name)
+                    done.add_done_callback(lambda _: self._end_hung())
+                if limit.expired():
+                    raise timed_out(timeout_s) from None
                 raise
 
     async def run_coroutine(
@@ -137,7 +113,7 @@ class Threads:
         """Returns or raises what an awaitable that `function` makes does, in the users' event loop.
 
         Raises EnvironmentLost when another coroutine has blocked that loop, or too many hang, and
-        CallTimedOut after `timeout_s` seconds, when the coroutine is cancelled.
+        ToolFailed after `timeout_s` seconds, when the coroutine is cancelled.
         """
         self._check()
         if self._user_loop is None:
@@ -158,11 +134,10 @@ class Threads:
             if not limit.expired():  # the user's own
                 raise
             # If another coroutine blocks the loop, this one was lost and not too slow.
-            beat = user_loop.beat()
-            await asyncio.wait((beat,), timeout=_BEAT_S)
-            if not beat.done() and asyncio.current_task(user_loop.loop) is not call.task:
+            is_blocked = not await user_loop.responds(_BEAT_S)
+            if is_blocked and asyncio.current_task(user_loop.loop) is not call.task:
                 raise EnvironmentLost(_BLOCKED) from None
-            raise CallTimedOut(timeout_s) from None
+            raise timed_out(timeout_s) from None
         except asyncio.CancelledError:
             if call.is_lost:
                 raise EnvironmentLost(_BLOCKED) from None
@@ -179,73 +154,42 @@ class Threads:
         """
         while True:
             await asyncio.sleep(_BEAT_S)
-            beat = user_loop.beat()
-            await asyncio.wait((beat,), timeout=BLOCKED_S)
-            if beat.done():
+            if await user_loop.responds(BLOCKED_S):
                 continue
 
             self._user_loop = None
-            self.hung += 1
-            self._warn(name)
+            self._count_hung(name)
             blocking = asyncio.current_task(user_loop.loop)
             for call in user_loop.calls:
                 if call.task is not blocking and call.future is not None:
                     call.is_lost = True
                     call.future.cancel()
-            await beat
-            self.hung -= 1
+            while not await user_loop.responds(BLOCKED_S):
+                pass
+            self._end_hung()
             while user_loop.calls:  # noqa: ASYNC110
                 await asyncio.sleep(_BEAT_S)
             user_loop.end()
             return
 
     def close(self) -> None:
-        """Ends the threads that do not hang."""
+        """Ends the users' event loop, unless it is blocked."""
         for watch in self._watches:
             watch.cancel()
         if self._user_loop is not None:
             self._user_loop.end()
             self._user_loop = None
-        for _ in range(self._idle_threads):
-            self._queue.put(None)
-        self._idle_threads = 0
 
     def _check(self) -> None:
         """Raises EnvironmentLost when no more calls are accepted."""
         if self.problem is not None:
             raise EnvironmentLost(self.problem)
 
-    def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
-            result: Any = None
-            error: BaseException | None = None
-            try:
-                result = call.function()
-            except BaseException as raised:
-                # A future does not accept StopIteration, and SystemExit would end the server.
-                is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-                error = raised if is_plain else RuntimeError(told(raised))
-            with suppress(RuntimeError):  # the loop has ended
-                call.future.get_loop().call_soon_threadsafe(self._finish, call, result, error)
+    def _end_hung(self) -> None:
+        self.hung -= 1
 
-    def _finish(self, call: _Call, result: Any, error: BaseException | None) -> None:
-        """Gives the result to the caller, in the event loop."""
-        self._idle_threads += 1
-        call.is_over = True
-        if call.is_left:
-            self.hung -= 1
-        if call.future.cancelled():
-            return
-        if error is not None:
-            call.future.set_exception(error)
-        else:
-            call.future.set_result(result)
-
-    def _warn(self, name: str) -> None:
-        now = time.monotonic()
-        if now - self._warned_at < _WARN_EVERY_S and self.hung != self.limit:
-            return
-        self._warned_at = now
+    def _count_hung(self, name: str) -> None:
+        self.hung += 1
         log.warning(
             "%s is still running although nobody waits for it any more: "
             "%d such calls hold their threads, the limit is %d",
@@ -253,6 +197,17 @@ class Threads:
             self.hung,
             self.limit,
         )
+
+
+def _called(function: Callable[[], Any]) -> Any:
+    """Calls a function in its thread."""
+    try:
+        return function()
+    except BaseException as raised:
+        # A future does not accept StopIteration, and SystemExit would end the server.
+        if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+            raise
+        raise RuntimeError(error_text(raised)) from raised
 
 
 async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
@@ -263,4 +218,4 @@ async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as ending:
-        raise RuntimeError(told(ending)) from ending
+        raise RuntimeError(error_text(ending)) from ending

@@ -9,9 +9,8 @@ is ever rendered or tokenised again, so every trained token is exactly the sampl
               └────── root ────┘└────── child ────┘
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +29,8 @@ class TurnNode:
     """Tokens of those messages, up to the answer."""
     sampled: Completion
     children: "list[TurnNode]" = field(default_factory=list)
+    reward: float | None = None
+    """The reward of this turn alone; None when the environment gives none."""
 
     @property
     def answer(self) -> Message:
@@ -53,24 +54,12 @@ class TurnNode:
         return np.concatenate(parts)
 
 
-class _Match(NamedTuple):
-    """A node whose messages are a beginning of a call's messages."""
-
-    messages: int
-    """Length of that beginning."""
-    same_marks: int
-    """How many tool-call ids and thoughts agree in it; this tells two equal answers to one prompt
-    apart.
-    """
-    node: TurnNode | None
-
-
 class SessionTree:
     """The turns of one session, in the order of their answers."""
 
     def __init__(self) -> None:
         self.nodes: list[TurnNode] = []
-        self._roots: dict[bytes, list[TurnNode]] = {}
+        self._roots: dict[str, list[TurnNode]] = {}
 
     def find(
         self, messages: Sequence[Message], tools: Tools
@@ -80,23 +69,30 @@ class SessionTree:
         If an answer in the history was not recorded there, the history was rewritten and continues
         no node.
         """
-        root = _Match(messages=0, same_marks=0, node=None)
-        best = root
-        # Depth first, earlier nodes first: the stack is filled in reverse.
-        stack = [(root, node) for node in reversed(self._roots.get(tools_key(tools), []))]
+        best = 0
+        best_marks = 0
+        best_node: TurnNode | None = None
+        # Depth first, earlier nodes first: the stack is filled in reverse. Beside each node, how
+        # many messages and marks its parents match.
+        stack = [(node, 0, 0) for node in reversed(self._roots.get(tools_key(tools), []))]
         while stack:
-            above, node = stack.pop()
-            match = _match(above, node, messages)
-            if match is None:
+            node, start, marks = stack.pop()
+            end = start + len(node.messages)
+            own_marks = _same_marks(node, messages[start:end])
+            if own_marks is None:  # nothing below it can match either
                 continue
-            if match[:2] > best[:2]:
-                best = match
-            stack += [(match, child) for child in reversed(node.children)]
+            marks += own_marks
+            if (end, marks) > (best, best_marks):
+                best = end
+                best_marks = marks
+                best_node = node
+            stack += [(child, end, marks) for child in reversed(node.children)]
 
-        new_messages = list(messages[best.messages :])
+        # An answer among the new messages is one that no node has: the program rewrote it.
+        new_messages = list(messages[best:])
         if any(message.role == "assistant" for message in new_messages):
             return None, list(messages)
-        return best.node, new_messages
+        return best_node, new_messages
 
     def add(
         self,
@@ -121,44 +117,43 @@ class SessionTree:
         `turn_rewards` has one reward for each node, in the order of the answers; empty when they
         have none.
         """
-        reward_of_node: dict[int, float] = {}
         for node, reward in zip(self.nodes, turn_rewards, strict=False):
-            reward_of_node[id(node)] = reward
-
-        owned: set[int] = set()
-        leaves = [node for node in self.nodes if not node.children]
-        return [_sequence(leaf.path, owned, reward_of_node) for leaf in leaves]
+            node.reward = reward
+        owned: set[TurnNode] = set()
+        return [_sequence(node.path, owned) for node in self.nodes if not node.children]
 
 
-def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match | None:
-    """Returns the match of a node below one that matches, or None when `messages` differ."""
-    end = above.messages + len(node.messages)
-    part = messages[above.messages : end]
-    if len(part) < len(node.messages):
+def _same_marks(node: TurnNode, sent: Sequence[Message]) -> int | None:
+    """Returns how many thoughts and tool-call ids of a node's answer agree with what was sent; None
+    if the messages differ. The number tells two equal answers to one prompt apart.
+    """
+    if len(sent) < len(node.messages):
         return None
-    for recorded, sent in zip(node.messages, part, strict=True):
-        if recorded is not sent and not recorded.is_sent(sent):
-            return None
-
-    answer = part[-1]
-    same_marks = above.same_marks + node.answer.has_thoughts_of(answer)
+    if not all(map(Message.is_sent, node.messages, sent)):
+        return None
+    answer = sent[-1]
+    marks = int(node.answer.has_thoughts_of(answer))
     for call, sent_call in zip(node.answer.tool_calls, answer.tool_calls, strict=True):
-        same_marks += call["id"] == sent_call["id"]
-    return _Match(end, same_marks, node)
+        marks += call["id"] == sent_call["id"]
+    return marks
 
 
-def _sequence(
-    path: list[TurnNode], owned: set[int], reward_of_node: Mapping[int, float]
-) -> EpisodeSequence:
+def _sequence(path: list[TurnNode], owned: set[TurnNode]) -> EpisodeSequence:
     """Returns the sequence of a path. Everything before its first own token is its prompt.
+
+    Two calls that continue the same answer, for instance, share the root. The first sequence trains
+    it, the second has it in its prompt:
+
+        path              owned before   prompt                         tokens
+        root, child 1     –              root.added                     root.sampled, child 1
+        root, child 2     root, child 1  root's tokens, child 2.added   child 2.sampled
 
     Args:
         path: nodes from a root to a leaf.
-        owned: ids of the nodes that earlier sequences train; this path's are added.
-        reward_of_node: rewards of turns, by the node's id.
+        owned: the nodes that earlier sequences train; this path's are added.
     """
-    first = next(i for i, node in enumerate(path) if id(node) not in owned)
-    owned.update(id(node) for node in path)
+    first = next(i for i, node in enumerate(path) if node not in owned)
+    owned.update(path)
     prompt = path[first].added
     if first > 0:
         prompt = np.concatenate([path[first - 1].tokens, prompt])
@@ -166,33 +161,33 @@ def _sequence(
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
-    versions: list[tuple[int, int, int]] = []
+    begins: list[tuple[int, int]] = []
+    """Weight versions, each with its first token."""
     turns: list[Turn] = []
     for node in path[first:]:
         if turns:  # the first node's added tokens are the prompt's
             tokens += node.added.tolist()
             logprobs += [0.0] * len(node.added)
             mask += [0] * len(node.added)
-            version, begin, _ = versions[-1]  # they count to the version before them
-            versions[-1] = (version, begin, len(tokens))
 
         start = len(tokens)
         tokens += node.sampled.token_ids.tolist()
         logprobs += node.sampled.logprobs.tolist()
         mask += [1] * len(node.sampled.token_ids)
-        for version, begin, end in node.sampled.weight_versions:
-            if versions and versions[-1][0] == version:
-                versions[-1] = (version, versions[-1][1], start + end)
-            else:
-                versions.append((version, start + begin, start + end))
-        turns.append(Turn(start, len(tokens), reward_of_node.get(id(node))))
+        for version, begin, _ in node.sampled.weight_versions:
+            if not begins or begins[-1][0] != version:
+                begins.append((version, start + begin))
+        turns.append(Turn(start, len(tokens), node.reward))
 
+    # A version lasts until the next begins: added tokens count to the version before them.
+    ends = [begin for _, begin in begins[1:]] + [len(tokens)]
+    spans = [(version, begin, end) for (version, begin), end in zip(begins, ends, strict=False)]
     return EpisodeSequence(
         prompt_ids=prompt,
         token_ids=np.array(tokens, np.int32),
         mask=np.array(mask, np.int32),
         logprobs=np.array(logprobs, np.float32),
-        weight_versions=versions,
+        weight_versions=spans,
         turns=turns,
         finish_reason=path[-1].sampled.finish_reason,
     )

@@ -14,7 +14,7 @@ import importlib.metadata
 import itertools
 import sys
 import tomllib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,7 +53,7 @@ class PlayedEpisodes:
         self._url = url
         self._http: ClientSession | None = None
         self._tasks: list[Any] = []
-        self._more_tasks: Iterator[Any] | None = None
+        self._more_tasks = iter(environment.taskset)
         self._reading = asyncio.Lock()
         self._sessions: dict[str, dict[str, str]] = {}
         """The session of each running trace, by the trace's id."""
@@ -69,9 +69,8 @@ class PlayedEpisodes:
 
     async def run(self, request: web.Request) -> web.Response:
         """Plays an episode and answers with its weighted rewards by name."""
-        task = await request.json()
         try:
-            rewards = await self._play(task)
+            rewards = await self._play(await request.json())
         except Wrong as error:
             return web.Response(status=422, text=str(error))
         except Lost as error:
@@ -152,18 +151,14 @@ class PlayedEpisodes:
             )
         position = int(index)
         async with self._reading:
-            if position >= len(self._tasks):
-                await asyncio.to_thread(self._read_tasks, position)
+            # As far as needed: a taskset may be endless.
+            missing = max(0, position + 1 - len(self._tasks))
+            self._tasks += await asyncio.to_thread(
+                list, itertools.islice(self._more_tasks, missing)
+            )
         if position >= len(self._tasks):
             raise Wrong(f"the taskset has no task {index}: column index is beyond its end")
         return self._tasks[position]
-
-    def _read_tasks(self, last: int) -> None:
-        """Reads the tasks up to `last`; a taskset may be endless."""
-        if self._more_tasks is None:
-            self._more_tasks = iter(self._environment.taskset)
-        missing = last + 1 - len(self._tasks)
-        self._tasks += itertools.islice(self._more_tasks, missing)
 
 
 def _check(episode: Any, traces: Sequence[Any]) -> None:
@@ -214,15 +209,11 @@ def configuration(target: str) -> Any:
             values.setdefault(name, {})["runtime"] = {"type": "subprocess"}
     config = resolve_env_config(deepcopy(values))
 
-    owners = {"env": config}
-    for name, agent in agent_config_fields(config).items():
-        owners[f"env.{name}"] = agent
-    for name, owner in owners.items():
-        budgets = [owner.retries.max_retries, *(rule.max_retries for rule in owner.retries.rules)]
-        if any(budgets):
+    for owner in (config, *agent_config_fields(config).values()):
+        if owner.retries.max_retries or any(rule.max_retries for rule in owner.retries.rules):
             raise Wrong(
-                f"[{name}.retries] would train on abandoned tries with the reward of the last one; "
-                "remove it: the environment-server plays lost episodes again"
+                "retries would train on abandoned tries with the reward of the last one; remove "
+                "them: the environment-server plays lost episodes again"
             )
     return config
 
@@ -275,13 +266,11 @@ def main(target: str, port: int) -> None:
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
-        refuse(
-            f"verifiers is not installed for {sys.executable}: install verifiers=={VERSIONS}* there"
-        )
+        version = "none"
     if not version.startswith(VERSIONS):
         refuse(
-            f"verifiers {version} is installed for {sys.executable}, and only {VERSIONS}* is "
-            f"supported: install verifiers=={VERSIONS}*"
+            f"of verifiers, only {VERSIONS}* is supported, and {sys.executable} has {version}: "
+            f"install verifiers=={VERSIONS}* there"
         )
     try:
         config = configuration(target)

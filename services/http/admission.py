@@ -127,6 +127,8 @@ class Admission:
             await self.app(scope, receive, send)
             return
         load = self.load
+        # What the client announces counts from now on, so that many large bodies cannot be let in
+        # before any of them has arrived. What comes without an announcement counts as it arrives.
         length = dict(scope["headers"]).get(b"content-length", b"")
         held = int(length) if length.isdigit() else 0
         received = 0
@@ -161,9 +163,11 @@ class Admission:
             try:
                 await self.app(scope, counted, watched)
             except ServiceError as error:
+                # Raised in `counted`, and passed through the app: it is answered below.
                 if error is not refusal:
                     raise
             except asyncio.CancelledError:
+                # `Load.end` cancelled the task to answer it; anyone else wants it to end.
                 if task not in load.ended:
                     raise
                 task.uncancel()

@@ -30,8 +30,9 @@ from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
 from services.http.errors import add_error_handlers
-from services.http.going_back import GoingBack, MarkedStore
+from services.http.going_back import GoingBack
 from services.http.openapi import EVERYWHERE, described, errors
+from services.http.sqlite_store import SqliteStore
 from services.http.tracing import RequestTracing
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def create_app(
     open_paths: frozenset[str] = frozenset(),
     access_level: int = logging.INFO,
     keyed_path: str = "",
-    store: MarkedStore | None = None,
+    store: SqliteStore | None = None,
 ) -> FastAPI:
     """Returns a FastAPI app with the parts that all services share.
 

@@ -17,10 +17,11 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
+from fastapi import Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import NotReady, ServiceError
-from services.http.delivery import EXTENSION, Delivery, was_taken
+from services.http.delivery import Delivery, was_taken
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
@@ -41,6 +42,8 @@ HTTP/1.1: no reason for uvicorn's warning of an invalid request."""
 MAX_CONNECTIONS = 8192
 """Limit on open connections, unless file descriptors limit them further."""
 _OWN_FILES = 256
+_EXTENSION = "rlhf"
+"""The key in `scope["extensions"]` of a mapping that has the `connection` of the request."""
 
 
 def max_connections() -> int:
@@ -68,13 +71,15 @@ class BoundedConnection(HttpToolsProtocol):
         """Whether the client is in the middle of a body."""
         self._unread_bytes = 0
         """Bytes of the current body that came after its answer."""
-        self._deliveries: list[Delivery] = []
+        self.deliveries: list[Delivery] = []
         """Answers that were sent and that the client may still be reading."""
         self._socket: Any = None
         self.when_lost: Callable[[], None] | None = None
+        """Called when the client has left."""
 
     @property
     def is_lost(self) -> bool:
+        """Whether the client has left."""
         return self.transport.is_closing()
 
     def deliver(self) -> Delivery:
@@ -84,7 +89,7 @@ class BoundedConnection(HttpToolsProtocol):
             # In TLS the socket is closed before `connection_lost`.
             self._socket = sock.dup() if self.scheme == "https" else sock
         delivery = Delivery(self._look)
-        self._deliveries.append(delivery)
+        self.deliveries.append(delivery)
         return delivery
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -151,7 +156,7 @@ class BoundedConnection(HttpToolsProtocol):
             # It has read the answer before.
             self._end_deliveries(taken=True)
         super().on_message_begin()
-        self.scope["extensions"] = {EXTENSION: {"connection": self}}
+        self.scope["extensions"] = {_EXTENSION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -222,11 +227,6 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             self._stuck = self.loop.call_later(READER_PATIENCE_S, self._check_reader, left)
 
-    @property
-    def follows(self) -> bool:
-        """Whether the client may still be reading an answer that is followed."""
-        return bool(self._deliveries)
-
     def timeout_keep_alive_handler(self) -> None:
         self._end_deliveries()  # as in eof_received
         super().timeout_keep_alive_handler()
@@ -247,14 +247,14 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _end_deliveries(self, taken: bool | None = None) -> None:
         """Ends following the answers; what the connection tells decides, unless `taken` does."""
-        if not self._deliveries:
+        if not self.deliveries:
             return
         if taken is None:
             # None: this server closes an idle connection.
             taken = self._is_sent and was_taken(self._socket) is not False
-        for delivery in self._deliveries:
+        for delivery in self.deliveries:
             delivery.end(taken)
-        self._deliveries.clear()
+        self.deliveries.clear()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(
@@ -283,6 +283,13 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
+def connection_of(request: Request) -> BoundedConnection | None:
+    """Returns the connection of a request; None when client and server are one process."""
+    extension = request.scope.get("extensions", {}).get(_EXTENSION, {})
+    connection: BoundedConnection | None = extension.get("connection")
+    return connection
+
+
 class _ClosedByClient:
     """The transport of the last answer of a connection, which the client closes when it has read
     it: how it does so says whether it has. A client that does not close it meets the time-out for
@@ -297,5 +304,5 @@ class _ClosedByClient:
     def close(self) -> None:
         """Ends an answer."""
         is_whole = self._connection.cycle.response_complete
-        if not (is_whole and self._connection.follows):
+        if not (is_whole and self._connection.deliveries):
             self._connection.transport.close()

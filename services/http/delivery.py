@@ -13,13 +13,7 @@ import struct
 import sys
 import termios
 from collections.abc import Callable
-from typing import Protocol
 
-from fastapi import Request
-
-EXTENSION = "rlhf"
-"""The key in `scope["extensions"]` of a mapping that has the `connection`; missing where client and
-server are one process."""
 _ESTABLISHED = 1
 _CLOSE_WAIT = 8
 """States of TCP: both sides are open, and the client has closed its side."""
@@ -43,27 +37,6 @@ class Delivery:
     def taken(self) -> bool | None:
         """Returns whether the client took the answer; None when it may still be reading."""
         return self._look() if self._taken is None else self._taken
-
-
-class ClientConnection(Protocol):
-    """The connection of a request."""
-
-    when_lost: Callable[[], None] | None
-    """Called when the client has left."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the client of the request has left."""
-
-    def deliver(self) -> Delivery:
-        """Follows the answer to the request, which is sent now."""
-
-
-def connection_of(request: Request) -> ClientConnection | None:
-    """Returns the connection of a request; None when client and server are one process."""
-    extension = request.scope.get("extensions", {}).get(EXTENSION, {})
-    connection: ClientConnection | None = extension.get("connection")
-    return connection
 
 
 def was_taken(sock: socket.socket) -> bool | None:

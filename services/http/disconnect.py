@@ -8,7 +8,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from common.errors import NotReady, ServiceError
-from services.http.delivery import connection_of
+from services.http.connections import connection_of
 
 _T = TypeVar("_T")
 _WATCH_S = 0.25

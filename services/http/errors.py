@@ -1,7 +1,6 @@
 """Error responses: one shape for errors of services, of the framework and of unexpected crashes."""
 
 import logging
-import math
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
@@ -50,15 +49,10 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
         too_long = TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer")
         return error_response(too_long, request.scope)
 
-    value = first.get("input")
-    if isinstance(value, float) and not math.isfinite(value):
-        value = str(value)
-    count = len(error.errors())
-    more = f" (and {count - 1} more)" if count > 1 else ""
     wrong = InvalidInput(
-        f"{first['msg']}{more}",
+        first["msg"],
         field=where,
-        value=value,
+        value=first.get("input"),
         remedy="the fields are described at /docs",
     )
     return error_response(wrong, request.scope)

@@ -1,7 +1,6 @@
 """Refuses requests when the service's store has gone back behind what the client has seen."""
 
 import asyncio
-from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,16 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import Conflict
 from common.wire.store_mark import STORE_HEADER, StoreMark
 from services.http.errors import error_response
-
-
-class MarkedStore(Protocol):
-    """A store that counts its changes."""
-
-    mark: StoreMark
-    """After the last change of this process; any thread may read it."""
-
-    def read_mark(self) -> StoreMark:
-        """Returns the mark now, with the changes of other processes; any thread may call it."""
+from services.http.sqlite_store import SqliteStore
 
 
 class GoingBack:
@@ -26,7 +16,7 @@ class GoingBack:
     one: groups would be handed out a second time, and acknowledged ones would be missing.
     """
 
-    def __init__(self, app: ASGIApp, store: MarkedStore | None) -> None:
+    def __init__(self, app: ASGIApp, store: SqliteStore | None) -> None:
         self.app = app
         self._store = store
 
@@ -43,9 +33,9 @@ class GoingBack:
 
         seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
         mark = store.mark
-        if seen is not None and _is_behind(mark, seen):
+        if mark.is_behind(seen):
             mark = await asyncio.to_thread(store.read_mark)
-        if seen is None or not _is_behind(mark, seen):
+        if seen is None or not mark.is_behind(seen):
             await self.app(scope, receive, marked)
             return
         error = Conflict(
@@ -58,7 +48,3 @@ class GoingBack:
             "it has not trained on",
         )
         await error_response(error, scope)(scope, receive, send)
-
-
-def _is_behind(mark: StoreMark, seen: StoreMark) -> bool:
-    return mark.identity == seen.identity and mark.changes < seen.changes

@@ -15,7 +15,6 @@ log = logging.getLogger(__name__)
 _POLLED = frozenset(
     (
         "/health",
-        "/ready",
         "/metrics",
         "/stats",
         "/status",

@@ -102,7 +102,7 @@ def create_replay_app(
     _gauges(metrics, buffer)
     app = create_app(
         "replay-buffer",
-        flush=lambda: worker.call(buffer.flush),
+        flush=lambda: worker.call(buffer.store.flush),
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
@@ -148,7 +148,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id,
         which gives a 404.
         """
-        return {"acknowledged": await worker.call_of_run(buffer.ack, body.ids)}
+        return {"acknowledged": await worker.call_of_run(buffer.store.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
     async def reset_fresh(
@@ -203,7 +203,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
     async def group(group_id: str) -> Response:
         """One group, arrays as lists."""
         found = await worker.call(buffer.group, group_id)
-        return Response(orjson.dumps(codec.group_json(found)), media_type=JSON)
+        return Response(orjson.dumps(codec.plain(found)), media_type=JSON)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
     async def clear(request: Request) -> dict[str, str]:
         """Forgets everything stored."""
         stored = sum(groups for groups, _ in buffer.store.committed.values())
-        await worker.call(buffer.clear)
+        await worker.call(buffer.store.clear)
         _note(request, f"everything was forgotten, {stored} groups (clear)")
         return {"status": "cleared"}
 
@@ -286,7 +286,7 @@ async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Respons
 
 
 def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
-    groups = [codec.group_json(group) for group in unpack_groups(blobs)]
+    groups = [codec.plain(group) for group in unpack_groups(blobs)]
     return orjson.dumps({"groups": groups, **extra}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from common.errors import InvalidInput, TooLarge
 from common.process.current_run import CurrentRun
-from common.process.storage import StorageFailed, sum_of
+from common.process.storage import StorageFailed
 from common.settings.sections import ReplaySection
 from common.wire import codec
 from common.wire.schemas import (
@@ -37,8 +37,9 @@ from common.wire.schemas import (
     Text,
     Wire,
 )
+from services.http.sqlite_store import sum_of
 from services.replay import sampling
-from services.replay.reading import GroupRecord
+from services.replay.queries import GroupRecord
 from services.replay.store import AddResult, Lease, Store
 
 log = logging.getLogger(__name__)
@@ -103,14 +104,11 @@ class ReplayBuffer:
         beside it.
         """
         try:
-            self.store.checkpoint()
+            self.store.flush()
         except StorageFailed as error:
             log.error("nothing is lost, keep both files: %s", error)
         finally:
             self.store.close()
-
-    def flush(self) -> None:
-        self.store.checkpoint()
 
     # ------------------------------------------------------------ the queue
 
@@ -152,24 +150,10 @@ class ReplayBuffer:
             )
         return self.store.take(request, self.clock(), self.lease_s)
 
-    def end_take(self, request_id: str) -> Lease:
-        """Returns the empty lease for a request whose wait ended without groups, and remembers
-        that it has ended.
-        """
-        return self.store.end_take(request_id)
-
     def next_expiry_s(self) -> float | None:
         """Returns the seconds until the first lease ends; None without leases."""
         until = self.store.next_expiry()
         return None if until is None else max(0.0, until - self.clock())
-
-    def ack(self, ids: list[str]) -> int:
-        """Marks groups as trained on, for reuse with the largest priority seen. Returns how many
-        were newly marked.
-
-        Raises NotFound for an unknown id.
-        """
-        return self.store.ack(ids)
 
     def reset_fresh(
         self, from_position: int | None = None, step: int | None = None, run_id: str = ""
@@ -213,8 +197,6 @@ class ReplayBuffer:
         rows = self.store.reusable(request.min_version, request.max_times_sampled)
         keys = np.array([key for key, _ in rows], np.int64)
         priorities = np.array([priority for _, priority in rows], np.float64)
-        if not np.isfinite(priorities).all():
-            raise self.store.damaged("the priority of a group is not a number")
         chances = sampling.probabilities(priorities, request.priority_exponent)
         included = sampling.inclusion(chances, request.count)
         sample = sampling.draw(included, np.random.default_rng(request.seed))
@@ -248,10 +230,6 @@ class ReplayBuffer:
         with suppress(StorageFailed):
             self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
-
-    def clear(self) -> None:
-        """Deletes all groups and experiences; the counters stay."""
-        self.store.clear()
 
     def add_experiences(self, experiences: list[Experience]) -> int:
         """Stores experiences. Returns the size of the buffer."""

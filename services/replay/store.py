@@ -7,24 +7,20 @@ tokens, are in another table, so no method that hands out groups can return them
 synchronous and must run in one thread.
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import InvalidInput
-from common.process.storage import StorageFailed, sum_of
+from common.process.storage import StorageFailed
 from common.wire.schemas import TakeRequest
+from services.http.sqlite_store import Damaged, sealed
 from services.replay.database import MAX_PRIORITY, Full
-from services.replay.reading import COLUMNS, EXPERIENCE, GroupRecord, Reading, unknown
+from services.replay.queries import COLUMNS, EXPERIENCE, GroupRecord, Queries, unknown
 
 log = logging.getLogger(__name__)
-_REMEMBERED_REQUESTS = 10_000
-"""Answers to each call that are kept, for retries and for copies that arrive late."""
-_FORGET_EVERY = 100
 _REMEMBERED_IDS = 100_000
 """Ids of removed groups that are kept, so that a late retry of an add does not bring them back."""
 
@@ -58,7 +54,7 @@ _CHANGE = (
 )
 
 
-class Store(Reading):
+class Store(Queries):
     """Changes of the stored groups."""
 
     # ------------------------------------------------------------ adding
@@ -77,7 +73,7 @@ class Store(Reading):
                     new[record.id] = record, data
             self._make_room(sum(record.completions for record, _ in new.values()), capacity)
             for record, data in new.values():
-                cursor = self.db.execute(_INSERT, (*record, sum_of(tuple(record))))
+                cursor = self.db.execute(_INSERT, sealed(record))
                 self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, data))
             self.count("added", len(new))
             self.count("duplicates", duplicates)
@@ -92,13 +88,13 @@ class Store(Reading):
             self._make_room(len(rows), capacity)
             self.db.executemany(
                 f"INSERT INTO experiences ({columns}) VALUES (?, ?, ?, ?, ?)",  # noqa: S608
-                [(*row, sum_of(row)) for row in rows],
+                map(sealed, rows),
             )
 
     def _change(self, key: int, record: GroupRecord) -> None:
         """Stores what has changed in a record, which was read in this transaction."""
-        changed = record[-5:]  # the fields in the order of `_CHANGE`
-        self.db.execute(_CHANGE, (*changed, sum_of(tuple(record)), key))
+        changed = sealed(record)[-6:]  # the fields in the order of `_CHANGE`
+        self.db.execute(_CHANGE, (*changed, key))
 
     def _known(self, group_id: str) -> bool:
         query = "SELECT 1 FROM groups WHERE id = :id UNION ALL SELECT 1 FROM gone WHERE id = :id"
@@ -172,7 +168,7 @@ class Store(Reading):
                     "repeats its id",
                 )
             if not taken:
-                if self._answer(_TAKE, request.request_id).get("answered"):
+                if self.answer_to(_TAKE, request.request_id).get("answered"):
                     return Lease([], self.evicted_for(request.request_id))
                 self._evict(request)
                 taken = self._first_fresh(request.count)
@@ -189,14 +185,15 @@ class Store(Reading):
 
     def _first_fresh(self, count: int) -> list[tuple[int, GroupRecord]]:
         """Returns up to `count` fresh groups in the order in which they are taken."""
+        found: list[tuple[int, GroupRecord]] = []
         query = f"SELECT key FROM groups WHERE state = 'fresh' {_ORDER} LIMIT ?"  # noqa: S608
-        keys = [key for (key,) in self.db.execute(query, (count,))]
-        found = [(key, self.record(key)) for key in keys]
+        for (key,) in self.db.execute(query, (count,)).fetchall():
+            found += self.records("WHERE key = ? AND state = 'fresh'", key)
+        # The checksums are of rows: what an index leaves out or puts elsewhere shows here.
         turns = [(record.version, record.position, record.id) for _, record in found]
         waiting, _ = self.totals()["fresh"]
-        is_right = all(record.state == "fresh" for _, record in found) and turns == sorted(turns)
-        if not is_right or len(found) < min(count, waiting):
-            raise self.damaged("the index of the groups that wait to be taken is wrong")
+        if turns != sorted(turns) or len(found) < min(count, waiting):
+            raise Damaged("the index of the groups that wait to be taken is wrong")
         return found
 
     def end_take(self, request_id: str) -> Lease:
@@ -215,12 +212,12 @@ class Store(Reading):
         """Returns how many groups were too old for this request. The number is stored, since a
         response may be lost.
         """
-        return int(self._answer(_TAKE, request_id).get("evicted", 0))
+        return int(self.answer_to(_TAKE, request_id).get("evicted", 0))
 
     def _answered(self, request_id: str) -> None:
-        answer = self._answer(_TAKE, request_id)
+        answer = self.answer_to(_TAKE, request_id)
         if not answer.get("answered"):
-            self._remember(_TAKE, request_id, answer | {"answered": True})
+            self.remember(_TAKE, request_id, answer | {"answered": True})
 
     def next_expiry(self) -> float | None:
         """Returns the time at which the first lease ends, on the clock of `take`; None without
@@ -236,9 +233,9 @@ class Store(Reading):
         if not old:
             return
         self._remove([key for key, _ in old], "evicted")
-        answer = self._answer(_TAKE, request.request_id)
+        answer = self.answer_to(_TAKE, request.request_id)
         evicted = len(old) + answer.get("evicted", 0)
-        self._remember(_TAKE, request.request_id, answer | {"evicted": evicted})
+        self.remember(_TAKE, request.request_id, answer | {"evicted": evicted})
 
     def _expire(self, now: float) -> None:
         self._end_leases(self.records("WHERE request_id IS NOT NULL AND lease_until <= ?", now))
@@ -261,7 +258,8 @@ class Store(Reading):
             self._change(key, record._replace(state="fresh", request_id=None, lease_until=None))
 
     def ack(self, ids: list[str]) -> int:
-        """Marks groups as consumed; already consumed and removed ones stay unchanged.
+        """Marks groups as trained on, for reuse with the largest priority seen; those that are
+        consumed or removed already stay unchanged.
 
         Returns how many were newly consumed. Raises NotFound for an unknown id and then changes
         nothing.
@@ -311,7 +309,7 @@ class Store(Reading):
     def _take_back(self, step: int) -> None:
         query = "SELECT key, request FROM answers WHERE call = ?"
         for key, request_id in self.db.execute(query, (_SAMPLE,)).fetchall():
-            drawn = self._answer(_SAMPLE, request_id)
+            drawn = self.answer_to(_SAMPLE, request_id)
             if drawn["step"] is not None and drawn["step"] >= step:
                 self._count_draws(drawn["keys"], -1)
                 self.db.execute("DELETE FROM answers WHERE key = ?", (key,))
@@ -326,7 +324,7 @@ class Store(Reading):
             self._count_draws(keys, 1)
             if request_id is not None:
                 drawn = {"keys": keys, "weights": weights, "step": step}
-                self._remember(_SAMPLE, request_id, drawn)
+                self.remember(_SAMPLE, request_id, drawn)
 
     def _count_draws(self, keys: list[int], more: int) -> None:
         for key in keys:
@@ -335,7 +333,7 @@ class Store(Reading):
 
     def draw_of(self, request_id: str | None) -> tuple[list[int], list[float]] | None:
         """Returns the keys and weights drawn for this request; None if it is new."""
-        drawn = {} if request_id is None else self._answer(_SAMPLE, request_id)
+        drawn = {} if request_id is None else self.answer_to(_SAMPLE, request_id)
         return (drawn["keys"], drawn["weights"]) if drawn else None
 
     def set_priorities(
@@ -346,7 +344,7 @@ class Store(Reading):
         """
         changed = 0
         with self.transaction():
-            answer = {} if request_id is None else self._answer(_PRIORITIES, request_id)
+            answer = {} if request_id is None else self.answer_to(_PRIORITIES, request_id)
             if answer:
                 return int(answer["changed"])
             for group_id, priority in priorities:
@@ -356,7 +354,7 @@ class Store(Reading):
             largest = max(priority for _, priority in priorities)
             self.set_counter(MAX_PRIORITY, max(self.counter(MAX_PRIORITY), largest))
             if request_id is not None:
-                self._remember(_PRIORITIES, request_id, {"changed": changed})
+                self.remember(_PRIORITIES, request_id, {"changed": changed})
         return changed
 
     def clear(self) -> None:
@@ -365,32 +363,3 @@ class Store(Reading):
             for table in ("groups", "experiences", "gone"):
                 self.db.execute(f"DELETE FROM {table}")  # noqa: S608
             self.set_counter(MAX_PRIORITY, 1.0)
-
-    # ------------------------------------------------------------ answers
-
-    def _answer(self, call: str, request_id: str) -> dict[str, Any]:
-        """Returns what is remembered of a request; empty when it is new."""
-        query = "SELECT answer, seal FROM answers WHERE call = ? AND request = ?"
-        with self.errors():
-            row = self.db.execute(query, (call, request_id)).fetchone()
-        if row is None:
-            return {}
-        if row[1] != sum_of((call, request_id, row[0])):
-            raise self.damaged(f"the answer to {call} {request_id} differs from its checksum")
-        answer: dict[str, Any] = json.loads(row[0])
-        return answer
-
-    def _remember(self, call: str, request_id: str, answer: dict[str, Any]) -> None:
-        content = (call, request_id, json.dumps(answer))
-        self.db.execute(
-            "INSERT INTO answers (call, request, answer, seal) VALUES (?, ?, ?, ?) ON CONFLICT DO "
-            "UPDATE SET answer = excluded.answer, seal = excluded.seal",
-            (*content, sum_of(content)),
-        )
-        (newest,) = self.db.execute("SELECT MAX(key) FROM answers").fetchone()
-        if newest % _FORGET_EVERY == 0:
-            self.db.execute(
-                "DELETE FROM answers WHERE call = :call AND key <= (SELECT key FROM answers WHERE "
-                "call = :call ORDER BY key DESC LIMIT 1 OFFSET :kept)",
-                {"call": call, "kept": _REMEMBERED_REQUESTS},
-            )

@@ -61,7 +61,7 @@ class Worker(OneThread):
                 return taken
             left = deadline - loop.time()
             if left <= 0:
-                return await self.call(self.buffer.end_take, request.request_id)
+                return await self.call(self.buffer.store.end_take, request.request_id)
             expiry = await self.call(self.buffer.next_expiry_s)
             await self._arrival(seen, left if expiry is None else min(left, expiry + 0.001))
 

@@ -1,4 +1,4 @@
-"""HTTP API of the reward-server: translates requests to calls of `RewardScorer`."""
+"""HTTP API of the reward-server: translates requests to calls of `RewardService`."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,10 +18,10 @@ from common.wire.schemas import (
 from services.http.app import create_app
 from services.http.disconnect import cancel_on_disconnect
 from services.reward.functions.base import RewardFunction
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
+# Maximum concurrent requests; further ones get a 503.
 MAX_REQUESTS = 256
-"""Maximum concurrent requests; further ones get a 503."""
 
 
 def create_reward_app(
@@ -42,16 +42,16 @@ def create_reward_app(
         ConfigError: a function does not exist or cannot work here.
     """
     metrics = Metrics("reward-server")
-    scorer = RewardScorer(config, metrics, functions)
+    service = RewardService(config, metrics, functions)
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        async with scorer:
+        async with service:
             yield
 
     app = create_app(
         "reward-server",
-        not_ready=scorer.not_ready,
+        not_ready=service.not_ready,
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
@@ -61,27 +61,29 @@ def create_reward_app(
     @app.post("/reward")
     async def reward(item: RewardItem, request: Request) -> RewardResult:
         """Scores one answer. `reward` is null when it could not be scored; `status` says why."""
-        scorer.check(item)
-        results = await cancel_on_disconnect(request, scorer.score([item]))
+        service.check(item)
+        results = await cancel_on_disconnect(request, service.score([item]))
         return results[0]
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
         """Scores many answers, in order. The means are over the answers with a reward."""
-        return await cancel_on_disconnect(request, scorer.score_batch(body.items))
+        return await cancel_on_disconnect(request, service.score_batch(body.items))
 
     @app.post("/check_ground_truths")
     async def check_ground_truths(
         body: BatchRewardRequest, request: Request
     ) -> GroundTruthProblems:
-        """The items that no response could solve: their ground truths cannot be read, or do not
-        match themselves. The responses of the items do not count.
+        """Lists the items that no response could solve: their ground truths cannot be read, or do
+        not match themselves. The responses of the items are ignored.
         """
-        return await cancel_on_disconnect(request, scorer.check_ground_truths(body.items))
+        return await cancel_on_disconnect(request, service.check_ground_truths(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Answers scored so far by status, the functions, and the state of the workers."""
-        return scorer.stats() | {"load": app.state.load.stats()}
+        """Returns the answers scored so far by status, the functions, and the state of the
+        workers.
+        """
+        return service.stats() | {"load": app.state.load.stats()}
 
     return app

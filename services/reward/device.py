@@ -1,5 +1,5 @@
 """Determines the device for a reward model in a separate process, because the server never imports
-torch.
+torch. Apart from `reward_model`, which `services.reward.functions` imports.
 """
 
 from collections.abc import Callable

@@ -16,8 +16,8 @@ class FairSlots:
 
     def __init__(self, slots: int) -> None:
         self._free = slots
+        # The waiting calls of every batch; the batch that has waited longest comes first.
         self._waiting: dict[object, deque[asyncio.Future[None]]] = {}
-        """The waiting calls of every batch; the batch that has waited longest comes first."""
         self._newest_next = False
 
     @asynccontextmanager

@@ -1,5 +1,5 @@
-"""Hosts run reward functions in the reward-server: in its threads, or in worker processes that can
-be killed.
+"""Hosts call the reward functions of the reward-server: in its threads, or in worker processes that
+can be killed.
 
 Both limit the time of a call, split large batches, share the workers fairly between the batches of
 several requests, and repeat a failed call for each item separately, so that one bad item never
@@ -9,21 +9,19 @@ affects the others.
 import asyncio
 import json
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
+from common.process.daemon_threads import in_daemon_thread
 from common.process.logs import event
 from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.fair_slots import FairSlots
 from services.reward.functions.base import (
-    Message,
+    Completions,
     RewardFunction,
     Score,
     WrongScores,
@@ -33,17 +31,13 @@ from services.reward.functions.base import (
 from services.reward.pool import CallFailed, WorkerPool
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
+# Maximum answers waiting for one function.
 QUEUE_LIMIT = 4 * MAX_BATCH_ITEMS
-"""Maximum answers waiting for one function."""
+# Completions per call of a function; larger batches are spread over the workers.
 CALL_ITEMS = 64
-"""Completions per call of a function; larger batches are spread over the workers."""
+# Distinct reasons of failed calls that are logged.
 _REASONS = 20
-"""Distinct outcomes of failed calls that are logged as warnings."""
 _RESERVED = frozenset(("self", "completions"))
-Check = Callable[[RewardItem, str], object]
-"""Raises InvalidInput for an item that the function cannot score; the second argument is the prefix
-of the field."""
 
 
 class Host(ABC):
@@ -51,20 +45,19 @@ class Host(ABC):
 
     Args:
         name: name of its component.
-        check: checks every item before it is accepted.
+        gives_verdicts: its scores say which answers are right.
     """
 
-    def __init__(self, name: str, check: Check | None = None) -> None:
+    verifies_answers = False
+    """Whether it compares a final answer with the ground truth."""
+    call_items: int | None = None
+    """Completions per call; None: `CALL_ITEMS`."""
+
+    def __init__(self, name: str, gives_verdicts: bool = False) -> None:
         self.name = name
-        self.call_items: int | None = None
-        """Completions per call; None: `CALL_ITEMS`."""
-        self.gives_verdicts = False
-        """Whether its scores say which answers are right."""
-        self.verifies_answers = False
-        """Whether it compares a final answer with the ground truth."""
+        self.gives_verdicts = gives_verdicts
         self.unfinished = 0
         """Items that are waiting or being scored."""
-        self._check = check
         self._reasons: set[str] = set()
 
     def check(self, item: RewardItem, where: str) -> None:
@@ -76,8 +69,6 @@ class Host(ABC):
                 value=name,
                 remedy="rename the column",
             )
-        if self._check is not None:
-            self._check(item, where)
 
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """Returns the scores of a batch, in order. Cancelling the call frees the workers.
@@ -107,11 +98,6 @@ class Host(ABC):
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         return await self._score_chunks(chunks, batch=object())
 
-    async def call_once(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Returns the scores of exactly one call of the function. Raises CallFailed."""
-        completions, columns = arguments(items)
-        return await self._call(completions, columns, batch=object())
-
     async def _score_chunks(
         self, chunks: Sequence[Sequence[RewardItem]], batch: object
     ) -> list[Score]:
@@ -119,33 +105,28 @@ class Host(ABC):
         return list(chain.from_iterable(found))
 
     async def _score_chunk(self, items: Sequence[RewardItem], batch: object) -> list[Score]:
-        completions, columns = arguments(items)
         try:
-            return await self._call(completions, columns, batch)
+            return await self.call(items, batch)
         except CallFailed as error:
+            # One bad completion fails the whole call: repeated alone, the others get their scores.
             if len(items) == 1 or error.always:
-                self._report("has no score", error)
+                self._report(f"has no score: {error}")
                 return [Score(None, error.status, reason=str(error))] * len(items)
-            self._report(f"failed for {len(items)} answers, now one by one", error)
+            self._report(f"failed for {len(items)} answers, now one by one: {error}")
         return await self._score_chunks([[item] for item in items], batch)
 
-    def _report(self, outcome: str, reason: CallFailed) -> None:
-        """Logs an outcome with its reason only once, because a function often fails in the same way
-        for many answers.
+    def _report(self, failure: str) -> None:
+        """Logs a failure only once, because a function often fails in the same way for many
+        answers.
         """
-        text = f"{outcome}: {reason}"
-        known = text in self._reasons or len(self._reasons) >= _REASONS
-        if not known:
-            self._reasons.add(text)
-        level = logging.DEBUG if known else logging.WARNING
-        facts = event("reward_function_failed", function=self.name)
-        log.log(level, "the reward function %s %s", self.name, text, extra=facts)
+        if failure not in self._reasons and len(self._reasons) < _REASONS:
+            self._reasons.add(failure)
+            facts = event("reward_function_failed", function=self.name)
+            log.warning("the reward function %s %s", self.name, failure, extra=facts)
 
     @abstractmethod
-    async def _call(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
-    ) -> list[Score]:
-        """Calls the function once, when `batch` gets a slot. Raises CallFailed."""
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+        """Calls the function exactly once, when `batch` gets a slot. Raises CallFailed."""
 
 
 class ThreadHost(Host):
@@ -157,7 +138,6 @@ class ThreadHost(Host):
         timeout_s: seconds until a call is abandoned, for a function that does not limit its own
             time. Its thread cannot be killed and continues.
         calls: concurrent calls of a function that limits its own time.
-        check: checks every item before it is accepted.
         call_items: completions per call; 64 when None.
     """
 
@@ -166,25 +146,22 @@ class ThreadHost(Host):
         function: RewardFunction,
         timeout_s: float | None,
         calls: int,
-        check: Check | None = None,
         call_items: int | None = None,
     ) -> None:
-        super().__init__(function.name, check)
+        super().__init__(function.name, function.gives_verdicts)
         self._function = function
-        self.gives_verdicts = function.gives_verdicts
         self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)
         self._needs_main_thread = False
         self.call_items = call_items
 
-    async def _call(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
-    ) -> list[Score]:
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+        """Calls the function in a thread. Raises CallFailed."""
         async with self._slots.slot(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._scores(completions, columns)
+                    return await self._scores(*arguments(items))
             except TimeoutError as error:
                 reason = f"no answer within {self._timeout_s} s {error}"
                 raise CallFailed("timeout", reason) from None
@@ -192,9 +169,7 @@ class ThreadHost(Host):
                 always = isinstance(error, WrongScores)
                 raise CallFailed("error", reason_of(error), always=always) from error
 
-    async def _scores(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]]
-    ) -> list[Score]:
+    async def _scores(self, completions: Completions, columns: dict[str, list[Any]]) -> list[Score]:
         """Calls the function in a new thread, or in the main thread if it sets signal handlers, as
         a limit of time by `signal.alarm` does.
         """
@@ -219,19 +194,23 @@ class ProcessHost(Host):
         name: name of its component.
         pool: the workers; the owner enters and exits it.
         index: index of the function in the pool's specification.
-        check: checks every item before it is accepted.
+        gives_verdicts: its scores say which answers are right.
     """
 
     def __init__(
-        self, name: str, pool: WorkerPool, index: int = 0, check: Check | None = None
+        self,
+        name: str,
+        pool: WorkerPool,
+        index: int = 0,
+        gives_verdicts: bool = False,
     ) -> None:
-        super().__init__(name, check)
+        super().__init__(name, gives_verdicts)
         self.pool = pool
         self._index = index
 
-    async def _call(
-        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
-    ) -> list[Score]:
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+        """Calls the function in a worker. Raises CallFailed."""
+        completions, columns = arguments(items)
         message = {"function": self._index, "completions": completions, "columns": columns}
         content = json.loads(await self.pool.call(json.dumps(message).encode(), batch))
         if "error" in content:
@@ -239,26 +218,25 @@ class ProcessHost(Host):
         return [Score(**score) for score in content["scores"]]
 
 
-def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[str, list[Any]]]:
+def arguments(items: Sequence[RewardItem]) -> tuple[Completions, dict[str, list[Any]]]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item. A response is a text, or the messages of an episode.
     """
-    names: set[str] = set()
-    for item in items:
-        names.update(item.columns)
-
     columns: dict[str, list[Any]] = {}
-    for name in names:
+    for name in set(chain.from_iterable(item.columns for item in items)):
         columns[name] = [item.columns.get(name) for item in items]
     columns["prompt"] = [item.prompt for item in items]
     columns["ground_truth"] = [item.ground_truth for item in items]
 
-    completions: list[list[Message]] = []
+    completions: Completions = []
     for item in items:
         response: Any = item.response  # that of an episode does not come over the wire
         is_text = isinstance(response, str)
         completions.append([{"role": "assistant", "content": response}] if is_text else response)
     return completions, columns
+
+
+_T = TypeVar("_T")
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
@@ -268,16 +246,11 @@ async def in_thread(function: Callable[[], _T]) -> _T:
     An exit of the interpreter becomes a RuntimeError: it would end the event loop that all services
     may share.
     """
-    future: Future[_T] = Future()
 
-    def work() -> None:
-        with suppress(InvalidStateError):  # the caller has given up
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as ending:
-                future.set_exception(RuntimeError(f"{type(ending).__name__}: {ending}"))
+    def call() -> _T:
+        try:
+            return function()
+        except (SystemExit, KeyboardInterrupt) as ending:
+            raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
 
-    threading.Thread(target=work, name="reward-function", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await asyncio.wrap_future(in_daemon_thread(call, "reward-function"))

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second, but much longer on a busy machine
 _RETRY_S = 1.0
+# Failures in a row, before the first workers have started, after which nobody needs to wait for
+# them.
 _MAX_FAILED_STARTS = 5
-"""Failures in a row, before the first workers have started, after which nobody needs to wait for
-them."""
 _LOOK_S = 0.05
 _ANSWERS_PER_WORKER = 2000  # then it is replaced, because sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
@@ -40,7 +40,7 @@ _MAX_LINE_BYTES = 256 << 20
 class CallFailed(Exception):
     """A call of a reward function gave no scores; its answers get `status`.
 
-    `always`: it would fail for any completions.
+    `always`: it would fail for other completions too.
     """
 
     def __init__(self, status: RewardStatus, reason: str, always: bool = False) -> None:
@@ -201,7 +201,9 @@ class WorkerPool:
         self.unfinished = 0
         """Calls that are in a worker or waiting for one."""
         self._slots = FairSlots(workers)
+        # Workers that wait for a call; in their place the error of starts that keep failing.
         self._idle: asyncio.Queue[_Worker | CallFailed] = asyncio.Queue()
+        # Counts the workers to start: `_fill` takes one, a killed worker adds one.
         self._missing = asyncio.Semaphore(workers + spec.spares)
         self._started_once = asyncio.Event()
         self._server = ForkServer(spec)
@@ -250,21 +252,19 @@ class WorkerPool:
         worker = await self._idle.get()
         if isinstance(worker, CallFailed):
             raise worker
-        keep = False
+        # A call that fails or is cancelled leaves a worker that may still be computing.
+        is_spent = True
         try:
             answer = await self._answer(worker, message)
-            keep = self.spec.answers is None or worker.answered < self.spec.answers
+            is_spent = worker.answered == self.spec.answers
             return answer
         finally:
-            if keep:
-                self._idle.put_nowait(worker)
+            if is_spent:
+                worker.kill()
+                self._missing.release()
+                self._on_restart()
             else:
-                self._replace(worker)
-
-    def _replace(self, worker: _Worker) -> None:
-        worker.kill()
-        self._missing.release()
-        self._on_restart()
+                self._idle.put_nowait(worker)
 
     async def _answer(self, worker: _Worker, message: bytes) -> bytes:
         """Returns the answer of a worker. Raises CallFailed."""
@@ -313,55 +313,37 @@ class WorkerPool:
         """Records that `failed` starts in a row have failed, and fails a call that might otherwise
         wait forever.
         """
-        hopeless = failed > 1  # the first failure may have been a kill
+        is_hopeless = failed > 1  # the first failure may have been a kill
         if not self._started_once.is_set():
-            hopeless = failed >= _MAX_FAILED_STARTS
+            is_hopeless = failed >= _MAX_FAILED_STARTS
             self.problem = f"the graders do not start: {error}"
-            if hopeless:
+            if is_hopeless:
                 self.problem = ServiceLost(
                     f"the graders did not start {failed} times in a row: {error}",
                     remedy="the output of the forking process, on standard error, says more",
                 )
-        if hopeless and self._idle.empty() and self.unfinished:
+        if is_hopeless and self._idle.empty() and self.unfinished:
             self._idle.put_nowait(error)
 
     async def _spawn(self) -> _Worker:
         """Starts a worker and waits until it is ready. Raises CallFailed."""
-        try:
-            pool_end, worker_end = socket.socketpair()
-        except OSError as error:  # too many open files
-            raise CallFailed("died", f"no grader can be started: {error}") from None
-
-        with worker_end:
-            try:
-                self._server.fork(worker_end)
-            except OSError as error:
-                pool_end.close()
-                raise CallFailed(
-                    "died", f"the process that forks graders has ended: {error}"
-                ) from None
-
-        try:
-            reader, writer = await asyncio.open_unix_connection(
-                sock=pool_end, limit=_MAX_LINE_BYTES
-            )
-        except BaseException:
-            pool_end.close()
-            raise
-
         line = b""
-        waits = Progress("a grader to start", self.start_s)
-        meter = WorkMeter(self._server.pid)
-        try:
-            line = await bounded(reader.readline(), waits, meter.read)
-            return _Worker(reader, writer, int(line))
-        except (Stuck, ValueError, OSError) as error:
-            writer.close()
-            reason = line.decode("utf-8", "replace").strip()
-            silent = "the process that forks graders did not answer; see its log"
-            if isinstance(error, Stuck):
-                silent = f"{silent}: {error.message}"
-            raise CallFailed("died", reason or silent) from None
-        except BaseException:
-            writer.close()
-            raise
+        with contextlib.ExitStack() as opened:  # is closed unless the worker has started
+            try:
+                pool_end, worker_end = map(opened.enter_context, socket.socketpair())
+                self._server.fork(worker_end)
+                worker_end.close()
+                reader, writer = await asyncio.open_unix_connection(
+                    sock=pool_end, limit=_MAX_LINE_BYTES
+                )
+                opened.callback(writer.close)
+                waits = Progress("a grader to start", self.start_s)
+                meter = WorkMeter(self._server.pid)
+                line = await bounded(reader.readline(), waits, meter.read)
+                worker = _Worker(reader, writer, int(line))
+                opened.pop_all()
+                return worker
+            except (Stuck, ValueError, OSError) as error:
+                reason = line.decode("utf-8", "replace").strip()
+                silent = f"no grader can be started; see the log of the process that does: {error}"
+                raise CallFailed("died", reason or silent) from None

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+# Makes the handler of a worker; called in the worker.
 Make = Callable[[], Callable[[str], str]]
-"""Makes the handler of a worker; called in the worker."""
 
 
 def _prepared(spec: dict[str, Any]) -> Make:

@@ -1,4 +1,4 @@
-"""`python -m services.rollout`: a rollout node, which is its supervisor and its engine, and on node
+"""`python -m services.rollout`: the agent of a rollout node, with its engine, and on node
 0 the router, until SIGTERM. With `rollout.nodes_per_engine` several nodes form one engine.
 
 Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means
@@ -14,11 +14,11 @@ from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, Topology, setting_status
 from common.settings.config import Config, main
 from services.http.app import serve
-from services.rollout.app import create_member_app, create_node_app
+from services.rollout.app import create_agent_app
 from services.rollout.engine_client import engine_command, first_node
-from services.rollout.member import MemberSupervisor
+from services.rollout.first_node import FirstNodeAgent
+from services.rollout.further_node import FurtherNodeAgent
 from services.rollout.router import chosen_router, router_command
-from services.rollout.supervisor import NodeSupervisor
 
 
 def run(config: Config) -> None:
@@ -34,16 +34,13 @@ def run(config: Config) -> None:
         router_command(config, topology)
 
     metrics = Metrics("rollout-server")
-    first = first_node(config, topology)
-    node: NodeSupervisor | MemberSupervisor
-    if topology.node_rank == first:
-        node = NodeSupervisor(config, topology, metrics)
-        app = create_node_app(node, metrics)
-        role = ""
+    agent: FirstNodeAgent | FurtherNodeAgent
+    role = ""
+    if topology.node_rank == first_node(config, topology):
+        agent = FirstNodeAgent(config, topology, metrics)
     else:
-        node = MemberSupervisor(config, topology, metrics)
-        app = create_member_app(node, metrics)
-        role = f" of the engine of {node.first_node}"
+        agent = FurtherNodeAgent(config, topology, metrics)
+        role = f" of the engine of {agent.first_node}"
     router, reason = chosen_router(config)
     because = f" ({reason})" if reason else ""
     settings = (
@@ -51,10 +48,10 @@ def run(config: Config) -> None:
         f"engine={config.rollout.engine} router={router}{because}{role}"
     )
     host, port = topology.bind(ROLLOUT, config.rollout.agent_port)
-    serve(app, host, port, settings)
+    serve(create_agent_app(agent, metrics), host, port, settings)
 
-    if node.fatal is not None:
-        fail(node.fatal, setting_status() if isinstance(node.fatal, ConfigError) else 1)
+    if agent.fatal is not None:
+        fail(agent.fatal, setting_status() if isinstance(agent.fatal, ConfigError) else 1)
 
 
 if __name__ == "__main__":

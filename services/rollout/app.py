@@ -5,62 +5,42 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query
 
-from common.errors import InvalidInput
 from common.process.metrics import Metrics
 from common.wire.schemas import EngineNodeReport, EngineOrder
 from services.http.app import create_app
-from services.rollout.member import MemberStatus, MemberSupervisor
-from services.rollout.nodes import EngineNodes
-from services.rollout.supervisor import NodeStatus, NodeSupervisor
+from services.rollout.engine_nodes import EngineNodes
+from services.rollout.first_node import FirstNodeAgent, FirstNodeStatus
+from services.rollout.further_node import FurtherNodeAgent, FurtherNodeStatus
 
 _LONGEST_WAIT_S = 60.0
 
 
-def create_node_app(node: NodeSupervisor, metrics: Metrics) -> FastAPI:
-    """Returns the node's app; the node runs while the app runs.
+def create_agent_app(agent: FirstNodeAgent | FurtherNodeAgent, metrics: Metrics) -> FastAPI:
+    """Returns the app of a node's agent; the node runs while the app runs.
 
     `/health` is 200 when the engine is up, serves the newest known weights, and is listed by the
-    router.
+    router; on a further node of an engine, when this node's process of it is up.
     """
-    # The other nodes of an engine report every few seconds.
-    app = _create(node, metrics, logging.DEBUG if node.nodes.names else logging.INFO)
-
-    @app.get("/status")
-    async def status() -> NodeStatus:
-        """Returns what the node serves, and its processes."""
-        return node.status()
-
-    if node.nodes.names:
-        _add_nodes(app, node.nodes)
-    return app
-
-
-def create_member_app(node: MemberSupervisor, metrics: Metrics) -> FastAPI:
-    """Returns the app of a further node of an engine; the node runs while the app runs.
-
-    `/health` is 200 when this node's process of the engine is up.
-    """
-    app = _create(node, metrics)
-
-    @app.get("/status")
-    async def status() -> MemberStatus:
-        """Returns the state of this node and of its process."""
-        return node.status()
-
-    return app
-
-
-def _create(
-    node: NodeSupervisor | MemberSupervisor, metrics: Metrics, access_level: int = logging.INFO
-) -> FastAPI:
-    return create_app(
+    nodes = agent.nodes if isinstance(agent, FirstNodeAgent) else None
+    is_asked_often = nodes is not None and bool(nodes.names)
+    app = create_app(
         "rollout-server",
-        not_ready=node.problem,
-        lifespan=node.running,
+        not_ready=agent.problem,
+        lifespan=agent.running,
         metrics=metrics,
         max_body_bytes=1 << 20,
-        access_level=access_level,
+        # The other nodes of an engine report every few seconds.
+        access_level=logging.DEBUG if is_asked_often else logging.INFO,
     )
+
+    @app.get("/status")
+    async def status() -> FirstNodeStatus | FurtherNodeStatus:
+        """Returns what the node serves, and its processes."""
+        return agent.status()
+
+    if nodes is not None and nodes.names:
+        _add_nodes(app, nodes)
+    return app
 
 
 def _add_nodes(app: FastAPI, nodes: EngineNodes) -> None:
@@ -75,15 +55,8 @@ def _add_nodes(app: FastAPI, nodes: EngineNodes) -> None:
         """
         return await nodes.order_after(after, wait_s)
 
-    @app.post("/engine/nodes/{name}")
-    async def report(name: str, report: EngineNodeReport) -> dict[str, str]:
+    @app.post("/engine/nodes")
+    async def report(report: EngineNodeReport) -> dict[str, str]:
         """Records the state of a node. 404 for a node that is not of this engine."""
-        if name != report.name:
-            raise InvalidInput(
-                "path and body name different nodes",
-                field="name",
-                value=report.name,
-                remedy=f"send {name}",
-            )
         nodes.report(report)
         return {"status": "noted"}

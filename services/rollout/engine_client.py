@@ -3,6 +3,7 @@ API.
 """
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import BaseModel
 
 from common.clients.base import Client
 from common.clients.rollout import OTHER_ENGINE
@@ -26,7 +28,7 @@ from services.rollout.api_key_launcher import run_module
 log = logging.getLogger(__name__)
 _ENV = {
     # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and
-    # supervisor.
+    # agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # In a log, a progress bar would be one endless line.
     "TQDM_DISABLE": "1",
@@ -44,11 +46,11 @@ _CPU_OPTIONS = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "mem-fraction-static": 0.3,
+    "skip-server-warmup": True,
+    "sleep-on-idle": True,  # otherwise the idle scheduler keeps a core busy
+    "enable-fp32-lm-head": False,  # everything is float32
+    "moe-runner-backend": None,
 }
-_CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
-"""Without `--sleep-on-idle` the idle scheduler keeps a core busy."""
-_FP32_HEAD = "--enable-fp32-lm-head"
-_DETERMINISTIC = "--enable-deterministic-inference"
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
 tokens."""
@@ -66,19 +68,6 @@ def first_node(config: Config, topology: Topology) -> int:
     return topology.node_rank - topology.node_rank % config.rollout.nodes_per_engine
 
 
-def _check_nodes(config: Config, topology: Topology) -> None:
-    """Raises ConfigError when the rollout nodes cannot be divided into engines."""
-    size = config.rollout.nodes_per_engine
-    if topology.num_nodes % size:
-        raise ConfigError(
-            f"the {topology.num_nodes} nodes of rollout-server cannot be divided into engines of "
-            f"{size} nodes",
-            field="rollout.nodes_per_engine",
-            value=size,
-            remedy=f"set num_nodes of rollout-server to a multiple of {size}",
-        )
-
-
 def engine_command(
     config: Config,
     topology: Topology,
@@ -94,8 +83,19 @@ def engine_command(
     engines.
     """
     rollout = config.rollout
-    _check_nodes(config, topology)
+    nodes = rollout.nodes_per_engine
+    if topology.num_nodes % nodes:
+        raise ConfigError(
+            f"the {topology.num_nodes} nodes of rollout-server cannot be divided into engines of "
+            f"{nodes} nodes",
+            field="rollout.nodes_per_engine",
+            value=nodes,
+            remedy=f"set num_nodes of rollout-server to a multiple of {nodes}",
+        )
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
+    # Engines must sample different answers, and the nodes of one the same.
+    first = first_node(config, topology)
+    seed = config.seed * topology.num_nodes + first
     options: dict[str, object] = {
         "model-path": model_path,
         "host": host,
@@ -103,67 +103,59 @@ def engine_command(
         "weight-version": weight_version,
         "max-running-requests": rollout.max_running_requests,
         "dtype": config.model.dtype,
+        "enable-fp32-lm-head": config.model.fp32_head,
+        "enable-deterministic-inference": config.reproducible,
     }
-    # Engines must sample different answers, and the nodes of one the same.
-    first = first_node(config, topology)
-    seed = config.seed * topology.num_nodes + first
     if rollout.engine == "embedded":
-        return _embedded_command(config, options, seed)
-    if rollout.nodes_per_engine > 1:
-        options["nnodes"] = rollout.nodes_per_engine
+        options["max-context-tokens"] = rollout.max_context_tokens
+        options["seed"] = seed
+        options["device"] = rollout.device
+        return [sys.executable, "-m", "services.engine", *to_options(options)]
+
+    options["random-seed"] = seed
+    if nodes > 1:
+        options["nnodes"] = nodes
         options["node-rank"] = topology.node_rank - first
         options["dist-init-addr"] = dist_init_addr
-    return _sglang_command(config, options, seed)
+    options |= _sglang_options(config, model_path)
+    command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
+    # The operator's own arguments come last, so that they win.
+    return [*command, *to_options(options), *rollout.engine_args]
 
 
-def _embedded_command(config: Config, options: dict[str, object], seed: int) -> list[str]:
-    options["max-context-tokens"] = config.rollout.max_context_tokens
-    options["seed"] = seed
-    options["device"] = config.rollout.device
-
-    command = [sys.executable, "-m", "services.engine", *to_options(options)]
-    if config.model.fp32_head:
-        command.append(_FP32_HEAD)
-    if config.reproducible:
-        command.append(_DETERMINISTIC)
-    return command
-
-
-def _sglang_command(config: Config, options: dict[str, object], seed: int) -> list[str]:
+def _sglang_options(config: Config, model_path: str) -> dict[str, object]:
+    """Returns the options that only SGLang has, or has with another value."""
     rollout = config.rollout
-    on_cpu = rollout.device == "cpu"
-    options["tp-size"] = rollout.tensor_parallel_size
-    options["random-seed"] = seed
-    options["load-format"] = "safetensors"  # never a pickle
-    if on_cpu:
+    files = tls()
+    options: dict[str, object] = {
+        "tp-size": rollout.tensor_parallel_size,
+        "load-format": "safetensors",  # never a pickle
+        "context-length": _sglang_context_length(config, model_path),
+        "ssl-certfile": files.certificate or None,
+        "ssl-keyfile": files.key or None,
+        "enable-metrics": True,
+        "enable-memory-saver": rollout.colocate,
+        "trust-remote-code": config.model.trust_remote_code,
+        "enable-return-routed-experts": config.trainer.routing_replay,
+    }
+    # Other kernels, which SGLang may prefer, choose the experts themselves and record nothing, or
+    # rearrange them in memory, so that the checksums of a broadcast are not those that were sent.
+    if config.trainer.routing_replay or config.trainer.weight_sync == "distributed":
+        options["moe-runner-backend"] = "triton"
+    if rollout.device == "cpu":
         options |= _CPU_OPTIONS
         options["max-total-tokens"] = rollout.max_running_requests * rollout.max_context_tokens
-    context_length = _sglang_context_length(config, str(options["model-path"]))
-    if context_length is not None:
-        options["context-length"] = context_length
-    files = tls()
-    if files.certificate:
-        options["ssl-certfile"] = files.certificate
-        options["ssl-keyfile"] = files.key
-
-    flags = ["--enable-metrics"]
-    if rollout.colocate:
-        flags.append("--enable-memory-saver")
-    if on_cpu:
-        flags += _CPU_FLAGS
-    elif config.model.fp32_head:
-        flags.append(_FP32_HEAD)
-    if config.model.trust_remote_code:
-        flags.append("--trust-remote-code")
-    if config.reproducible:
-        flags.append(_DETERMINISTIC)
-    if config.trainer.routing_replay:
-        flags.append("--enable-return-routed-experts")
-    flags += _lora_options(config)
-    flags += rollout.engine_args
-
-    command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
-    return command + to_options(options) + flags
+    if config.lora.publishes_adapter:
+        options |= {
+            "enable-lora": True,
+            "lora-strict-loading": True,
+            "lora-backend": "torch_native" if rollout.device == "cpu" else None,
+            "max-lora-rank": config.lora.rank,
+            # The model without an adapter counts as one.
+            "max-loras-per-batch": adapters_kept(config) + 1,
+            "lora-target-modules": config.lora.target_modules or ["all"],
+        }
+    return options
 
 
 def engine_env(config: Config) -> dict[str, str]:
@@ -193,19 +185,15 @@ def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
     `jobgroup/setup.sh` completes; without these wheels SGLang looks for the system's toolkit.
     """
     programs = python.absolute().parent
-    path = env.get("PATH", os.defpath)
-    named = env.get("CUDA_HOME") or env.get("CUDA_PATH")
     wheels = sorted(programs.parent.glob("lib/python3*/site-packages/nvidia/cu*/bin/nvcc"))
-    if named:
-        home = Path(named)
-    elif wheels:
-        home = wheels[-1].parents[1]
-    else:
+    home = env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    if not home and wheels:
+        home = str(wheels[-1].parents[1])
+
+    path = env.get("PATH", os.defpath)
+    if not home:
         return {"PATH": os.pathsep.join((str(programs), path))}
-    return {
-        "PATH": os.pathsep.join((str(programs), str(home / "bin"), path)),
-        "CUDA_HOME": str(home),
-    }
+    return {"PATH": os.pathsep.join((str(programs), f"{home}/bin", path)), "CUDA_HOME": home}
 
 
 def _sglang_python(rollout: RolloutSection) -> Path:
@@ -225,34 +213,11 @@ def _sglang_python(rollout: RolloutSection) -> Path:
 
 
 def _sglang_context_length(config: Config, model_path: str) -> int | None:
-    """Returns the context length to give SGLang; None for the model's own.
+    """Returns the context length to give SGLang: up to which it computes a model as transformers
+    does. None for the model's own.
 
-    Raises ConfigError when completions can be longer than SGLang computes them correctly.
-    """
-    bound = _sglang_bound(model_path)
-    if bound is None:
-        return None
-    tokens, reason = bound
-    lengths = {
-        "sampling.max_new_tokens": config.sampling.max_new_tokens,
-        "evaluation.max_new_tokens": config.evaluation.max_new_tokens or 0,
-    }
-    for field, length in lengths.items():
-        if length >= tokens:
-            raise ConfigError(
-                f"{reason}, and completions can be longer",
-                field=field,
-                value=length,
-                remedy=f"lower it to less than {tokens}, or set rollout.engine=embedded",
-            )
-    return tokens
-
-
-def _sglang_bound(model_path: str) -> tuple[int, str] | None:
-    """Returns up to how many tokens SGLang computes a model as transformers does, and the reason;
-    None for all lengths.
-
-    Raises ConfigError for a model that it computes differently at any length.
+    Raises ConfigError for a model that it computes differently at any length, and when completions
+    can be longer.
     """
     model_config = text_config(model_path)
     if is_dynamic(model_config):
@@ -262,42 +227,34 @@ def _sglang_bound(model_path: str) -> tuple[int, str] | None:
             value=model_path,
             remedy="set rollout.engine=embedded, or use another model",
         )
-    bounds: list[tuple[int, str]] = []
+    reasons: dict[int, str] = {}
     window = model_config.get("sliding_window")
     ignores_windows = model_config.get("model_type") in _WITHOUT_WINDOWS
     if window and ignores_windows and model_config.get("use_sliding_window", True):
-        reason = f"SGLang ignores the attention window of this model, {window} tokens"
-        bounds.append((window, reason))
-
+        reasons[window] = f"SGLang ignores the attention window of this model, {window} tokens"
     switches_at = switch_length(model_config)
     if switches_at:
-        reason = (
+        reasons[switches_at] = (
             "SGLang changes the LongRoPE factors of a whole batch "
             f"when a sequence of it exceeds {switches_at} tokens"
         )
-        bounds.append((switches_at, reason))
-    return min(bounds, default=None)
+    if not reasons:
+        return None
 
-
-def _lora_options(config: Config) -> list[str]:
-    """Returns the SGLang options for serving adapters of the configured size."""
-    if not config.lora.publishes_adapter:
-        return []
-    options: dict[str, object] = {
-        "max-lora-rank": config.lora.rank,
-        # The model without an adapter counts as one.
-        "max-loras-per-batch": adapters_kept(config) + 1,
+    tokens = min(reasons)
+    lengths = {
+        "sampling.max_new_tokens": config.sampling.max_new_tokens,
+        "evaluation.max_new_tokens": config.evaluation.max_new_tokens or 0,
     }
-    if config.rollout.device == "cpu":
-        options["lora-backend"] = "torch_native"
-    targets = config.lora.target_modules or ["all"]
-    return [
-        "--enable-lora",
-        "--lora-strict-loading",
-        *to_options(options),
-        "--lora-target-modules",
-        *targets,
-    ]
+    for field, length in lengths.items():
+        if length >= tokens:
+            raise ConfigError(
+                f"{reasons[tokens]}, and completions can be longer",
+                field=field,
+                value=length,
+                remedy=f"lower it to less than {tokens}, or set rollout.engine=embedded",
+            )
+    return tokens
 
 
 def adapters_kept(config: Config) -> int:
@@ -319,12 +276,49 @@ def released_memory(config: Config) -> list[str]:
     return ["kv_cache"] if config.lora.publishes_adapter else ["kv_cache", "weights"]
 
 
-def to_options(options: dict[str, object]) -> list[str]:
-    """Returns the options as command-line words `--name value`."""
+def to_options(options: Mapping[str, object]) -> list[str]:
+    """Returns the options as command-line words: `--name value`, for a list with all its values,
+    for True without one; nothing for None and False.
+    """
     words: list[str] = []
     for name, value in options.items():
-        words += (f"--{name}", str(value))
+        if value is None or value is False:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, list):
+            words += value
+        elif value is not True:
+            words.append(str(value))
     return words
+
+
+class _Info(BaseModel):
+    weight_version: str
+
+
+class _RankPlace(BaseModel):
+    tp_rank: int
+
+
+class _RankSums(BaseModel):
+    checksums: dict[str, str]
+    parallelism_info: list[_RankPlace] = []
+    """Set where each group of data-parallel attention answers for all ranks."""
+
+
+class _Sums(BaseModel):
+    ranks: list[_RankSums]
+
+
+class _Card(BaseModel):
+    id: str
+    root: str
+    parent: str | None = None
+    """The model that an adapter belongs to."""
+
+
+class _Cards(BaseModel):
+    data: list[_Card]
 
 
 class EngineClient(Client):
@@ -339,8 +333,7 @@ class EngineClient(Client):
 
     async def weight_version(self) -> str:
         """Returns the label of the weights that the engine serves. Raises ServiceError."""
-        response = await self.request("GET", "/model_info", deadline_s=30)
-        return str(_field(response, "weight_version"))
+        return (await self.json("GET", "/model_info", _Info, deadline_s=30)).weight_version
 
     async def load(
         self, directory: Path, version: str, timeout_s: float, whole: bool = True
@@ -358,13 +351,7 @@ class EngineClient(Client):
             await self._wake("weights", timeout_s)
 
             body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
-            response = await self.request(
-                "POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s
-            )
-            if _field(response, "success") is not True:
-                reason = f"the engine did not load weights {version}: {shorten(response.text)}"
-                raise LoadFailed(reason, field="/update_weights_from_disk", remedy=OTHER_ENGINE)
-
+            await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
             await self._wake("kv_cache", timeout_s)  # only now, because loading needs extra memory
         except ServiceError:
             if whole and not self.asleep:
@@ -373,6 +360,23 @@ class EngineClient(Client):
 
         await self.resume()
         await self.confirm(version)
+
+    async def load_version(
+        self,
+        manifest: WeightManifest,
+        directory: Path,
+        *,
+        keep: int,
+        timeout_s: float,
+        whole: bool = True,
+    ) -> None:
+        """Loads a model or an adapter, of which it keeps the newest `keep`. `timeout_s` is that of
+        an adapter: whoever loads a model, which takes as long as it is large, ends the call.
+        """
+        if manifest.kind == "adapter":
+            await self.load_adapter(directory, manifest, keep=keep, timeout_s=timeout_s)
+        else:
+            await self.load(directory, str(manifest.version), math.inf, whole)
 
     async def pause(self) -> None:
         """Stops generating; requests wait. Raises ServiceError."""
@@ -384,7 +388,7 @@ class EngineClient(Client):
         Raises ServiceError when the engine may still hold the memory.
         """
         await self.pause()
-        await self._once("/release_memory_occupation", {"tags": memory}, timeout_s)
+        await self.control("/release_memory_occupation", {"tags": memory}, timeout_s)
         self.asleep = list(memory)
 
     async def _wake(self, memory: str, timeout_s: float) -> None:
@@ -392,7 +396,7 @@ class EngineClient(Client):
         asked twice.
         """
         if memory in self.asleep:
-            await self._once("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
+            await self.control("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
             self.asleep.remove(memory)
 
     async def resume(self) -> None:
@@ -404,38 +408,26 @@ class EngineClient(Client):
 
         Raises LoadFailed when the engine refuses or does not answer.
         """
-        response = await self._once(path, body, timeout_s)
-        if _field(response, "success") is not True:
-            raise _refused(path, response)
-
-    async def _once(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
         try:
             response = await self.http.post(path, json=body, timeout=timeout_s)
         except (httpx.TransportError, OSError) as error:
             reason = f"the engine did not answer {path}: {error or type(error).__name__}"
             raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE) from None
         if not response.is_success:
-            raise _refused(path, response)
-        return response
+            reason = f"the engine refused {path}: {shorten(response.text)}"
+            raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE)
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
         """Returns, for each process of the engine in the order of their ranks, the checksums of all
         tensors by their names in the engine. Raises ServiceError.
         """
-        response = await self.request(
-            "POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s
-        )
-        try:
-            by_rank: dict[int, dict[str, str]] = {}
-            for index, rank in enumerate(response.json()["ranks"]):
-                # Each group of data-parallel attention answers for all ranks.
-                place = rank.get("parallelism_info")
-                number = place[0]["tp_rank"] if place else index
-                by_rank[number] = dict(rank["checksums"])
-            return [by_rank[number] for number in sorted(by_rank)]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            reason = f"the engine's answer has no checksums: {shorten(response.text)}"
-            raise LoadFailed(reason, field="/weights_checker", remedy=OTHER_ENGINE) from None
+        body = {"action": "checksum"}
+        found = await self.json("POST", "/weights_checker", _Sums, json=body, deadline_s=timeout_s)
+        by_rank: dict[int, dict[str, str]] = {}
+        for index, rank in enumerate(found.ranks):
+            place = rank.parallelism_info
+            by_rank[place[0].tp_rank if place else index] = rank.checksums
+        return [by_rank[number] for number in sorted(by_rank)]
 
     async def confirm(self, version: str) -> None:
         """Raises LoadFailed unless the engine serves this version."""
@@ -486,34 +478,12 @@ class EngineClient(Client):
             await self.request("POST", path, json=body, deadline_s=timeout_s)
         except ServiceError:
             loaded = await self.adapters()
-            is_loaded = body["lora_name"] in loaded
-            if is_loaded != wanted:
+            if (body["lora_name"] in loaded) != wanted:
                 raise
             return loaded
         return await self.adapters()
 
     async def adapters(self) -> dict[str, str]:
         """Returns the directories of the loaded LoRA adapters by name."""
-        response = await self.request("GET", "/v1/models", deadline_s=30)
-        directories: dict[str, str] = {}
-        for card in response.json()["data"]:
-            is_adapter = card.get("parent") is not None
-            if is_adapter:
-                directories[str(card["id"])] = str(card["root"])
-        return directories
-
-
-def _refused(path: str, response: httpx.Response) -> LoadFailed:
-    return LoadFailed(
-        f"the engine refused {path}: {shorten(response.text)}", field=path, remedy=OTHER_ENGINE
-    )
-
-
-def _field(response: httpx.Response, name: str) -> object:
-    """Returns a field of the engine's answer. Raises LoadFailed when it is missing."""
-    try:
-        value: object = response.json()[name]
-    except (ValueError, KeyError, TypeError):
-        reason = f"the engine's answer to {response.url.path} has no {name}"
-        raise LoadFailed(reason, field=name, value=response.text, remedy=OTHER_ENGINE) from None
-    return value
+        cards = (await self.json("GET", "/v1/models", _Cards, deadline_s=30)).data
+        return {card.id: card.root for card in cards if card.parent is not None}

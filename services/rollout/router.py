@@ -4,6 +4,8 @@ import importlib.util
 import math
 import sys
 
+from pydantic import BaseModel
+
 from common.clients.base import Client
 from common.errors import ConfigError, ServiceError
 from common.process.security import tls, token
@@ -13,16 +15,16 @@ from services.rollout.api_key_launcher import run_module
 from services.rollout.engine_client import to_options
 
 _MODULES = {"smg": "smg", "sglang-router": "sglang_router"}
-_SMG_OPTIONS = [
+_SMG_OPTIONS: dict[str, object] = {
     # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch
     # of groups is hundreds of requests at once, each as long as its longest completion, and weight
     # updates pause all of them.
-    "--disable-worker-overload-protection",
-    "--worker-wedge-secs=1000000",
-    "--disable-tokenizer-autoload",  # it would query the hub; requests contain token ids anyway
-    "--disable-load-monitoring",  # policies that need load data still get it
-    "--load-monitor-interval=1",
-]
+    "disable-worker-overload-protection": True,
+    "worker-wedge-secs": 1_000_000,
+    "disable-tokenizer-autoload": True,  # it would query the hub; requests contain token ids anyway
+    "disable-load-monitoring": True,  # policies that need load data still get it
+    "load-monitor-interval": 1,
+}
 
 
 def chosen_router(config: Config) -> tuple[str, str]:
@@ -56,6 +58,7 @@ def router_command(config: Config, topology: Topology) -> list[str]:
 
     host, port = topology.bind(ROLLOUT, config.rollout.router_port)
     metrics_host, metrics_port = topology.bind(ROLLOUT, config.rollout.router_metrics_port)
+    files = tls()
     options: dict[str, object] = {
         "host": host,
         "port": port,
@@ -73,18 +76,13 @@ def router_command(config: Config, topology: Topology) -> list[str]:
         "retry-max-backoff-ms": 2000,
         "shutdown-grace-period-secs": 5,
         "log-level": "warn",
+        "disable-circuit-breaker": True,
+        "tls-cert-path": files.certificate or None,
+        "tls-key-path": files.key or None,
     }
-    files = tls()
-    if files.certificate:
-        options["tls-cert-path"] = files.certificate
-        options["tls-key-path"] = files.key
-
-    command = run_module(sys.executable, f"{_MODULES[name]}.launch_router")
-    command += to_options(options)
-    command.append("--disable-circuit-breaker")
     if name == "smg":
-        command += _SMG_OPTIONS
-    return command
+        options |= _SMG_OPTIONS
+    return [*run_module(sys.executable, f"{_MODULES[name]}.launch_router"), *to_options(options)]
 
 
 def router_env() -> dict[str, str]:
@@ -94,6 +92,16 @@ def router_env() -> dict[str, str]:
     """
     authority = tls().authority
     return {"SSL_CERT_FILE": authority} if authority else {}
+
+
+class _Worker(BaseModel):
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class _Workers(BaseModel):
+    workers: list[_Worker]
 
 
 class RouterClient(Client):
@@ -108,20 +116,13 @@ class RouterClient(Client):
         The router needs a moment, so call it again until then. Raises ServiceError for an
         unexpected response.
         """
-        try:
-            response = await self.request("GET", "/workers", deadline_s=3)
-            own: dict[
-                str, bool
-            ] = {}  # whether the engine is healthy, by the ids it is listed under
-            for worker in response.json()["workers"]:
-                if str(worker["url"]).rstrip("/") == url.rstrip("/"):
-                    own[str(worker["id"])] = bool(worker["is_healthy"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ServiceError(
-                f"{self.service}: unexpected answer to /workers: {error!r}",
-                field="/workers",
-                remedy="run the same version in every task",
-            ) from None
+        listed = await self.json("GET", "/workers", _Workers, deadline_s=3)
+        # Whether the engine is healthy, by the ids that it is listed under.
+        own = {
+            worker.id: worker.is_healthy
+            for worker in listed.workers
+            if worker.url.rstrip("/") == url.rstrip("/")
+        }
 
         if not wanted:
             for worker_id in own:

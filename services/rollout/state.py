@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.wire.schemas import WorkerState
-from services.rollout.weights.store import WeightId
+from services.rollout.weights.trainer_client import WeightId
 
 UPDATES_BEFORE_RESTART = 3
 _MAX_BACKOFF_S = 30.0

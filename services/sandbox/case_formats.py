@@ -1,22 +1,58 @@
 """Reads the test cases of one problem, in the formats in which public data sets keep them."""
 
 import json
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NoReturn
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from common.errors import InvalidInput
 from services.sandbox.cases import Case
 from services.sandbox.python_tests import parse_test
 
 _FUNCTION = ("function", "fn_name", "func_name")
-_OUTPUT = ("output", "expected_output", "expected")
-_KIND = ("type", "testtype")
-_CALLS = ("function_call", "functional")
-_KINDS = ("stdin", "stdin_stdout", *_CALLS)
+_OUTPUT = AliasChoices("output", "expected_output", "expected")
+_Words = StrictStr | int | float
 _FORMS = (
     'give {"input": text, "output": text}, {"function": name, "args": [...], "output": value}, '
     '{"inputs": [...], "outputs": [...]}, {"test": text, "entry_point": name} or Python tests'
 )
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Test(_Row):
+    """A test in Python."""
+
+    test: str
+    entry_point: str = ""
+
+
+class _Comparison(_Row):
+    """What all other cases may have."""
+
+    kind: Literal["stdin", "stdin_stdout", "function_call", "functional"] | None = Field(
+        None, validation_alias=AliasChoices("type", "testtype")
+    )
+    metadata: Any = None
+
+
+class _Program(_Comparison):
+    """A program that reads standard input. APPS keeps lines in lists."""
+
+    input: _Words | list[_Words] = ""
+    expected: _Words | list[_Words] = Field(validation_alias=_OUTPUT)
+
+
+class _Call(_Comparison):
+    """A call of a function; its arguments are `args`, or a list called `input`."""
+
+    function: str
+    args: list[Any] = Field([], validation_alias=AliasChoices("args", "input"))
+    named: dict[str, Any] = Field({}, validation_alias=AliasChoices("kwargs"))
+    expected: Any = Field(validation_alias=_OUTPUT)
 
 
 def parse_cases(cases: Any, where: str = "test_cases", entry_point: str = "") -> list[Case]:
@@ -41,9 +77,15 @@ def parse_cases(cases: Any, where: str = "test_cases", entry_point: str = "") ->
     parsed: list[Case] = []
     for i, case in enumerate(cases if isinstance(cases, (list, tuple)) else []):
         here = f"{where}[{i}]"
-        is_table = isinstance(case, Mapping) and "inputs" in case
-        for one in _split(case, here) if is_table else [case]:
-            parsed.append(_parse_case(one, here, entry_point))
+        try:
+            for one in _split(case):
+                parsed.append(_parse_case(one, here, entry_point))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(map(str, problem["loc"]))
+            _refuse(f"{place}: {problem['msg']}", case, here)
+        except ValueError as error:
+            _refuse(str(error), case, here)
     if not parsed:
         raise InvalidInput(
             "there are no test cases",
@@ -54,109 +96,71 @@ def parse_cases(cases: Any, where: str = "test_cases", entry_point: str = "") ->
     return parsed
 
 
-def _split(table: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Returns the cases of `{"inputs": [...], "outputs": [...]}`, the form of APPS and TACO."""
-    inputs = table["inputs"]
-    outputs = table.get("outputs")
+def _split(case: Any) -> Iterator[Any]:
+    """Yields the cases of `{"inputs": [...], "outputs": [...]}`, the form of APPS and TACO, and any
+    other case as it is. Raises ValueError when the two have not one length.
+    """
+    if not isinstance(case, Mapping) or "inputs" not in case:
+        yield case
+        return
+    common = dict(case)
+    inputs = common.pop("inputs")
+    outputs = common.pop("outputs", None)
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        _refuse("inputs and outputs are not two lists of one length", table, where)
-
-    common = {key: value for key, value in table.items() if key not in ("inputs", "outputs")}
+        raise ValueError("inputs and outputs are not two lists of one length")
     if any(name in common for name in _FUNCTION):
         common.setdefault("type", "function_call")
-    pairs = zip(inputs, outputs, strict=True)
-    return [{**common, "input": given, "output": expected} for given, expected in pairs]
+    for given, expected in zip(inputs, outputs, strict=True):
+        yield {**common, "input": given, "output": expected}
 
 
 def _parse_case(case: Any, where: str, entry_point: str) -> Case:
+    """Returns the case of one form. Raises InvalidInput, ValidationError or ValueError."""
     if isinstance(case, str):
         return parse_test(case, where, entry_point)
     if not isinstance(case, Mapping):
-        _refuse("this is not a test case", case, where)
+        raise ValueError("this is not a test case")
+    if "test" in case:
+        test = _Test.model_validate(case)
+        return parse_test(test.test, where, test.entry_point or entry_point)
 
-    left = dict(case)
-    if "test" in left:
-        text = left.pop("test")
-        name = left.pop("entry_point", entry_point)
-        _refuse_keys(left, case, where)
-        if not isinstance(text, str) or not isinstance(name, str):
-            _refuse("test and entry_point are texts", case, where)
-        return parse_test(text, where, name)
+    kind = case.get("type", case.get("testtype"))
+    metadata = case.get("metadata")
+    places = (case, metadata if isinstance(metadata, Mapping) else {})
+    names = [place[key] for place in places for key in _FUNCTION if key in place]
+    if not names and kind not in ("function_call", "functional"):
+        program = _Program.model_validate(case)
+        return Case({"kind": "stdin", "input": _text(program.input)}, _text(program.expected))
 
-    kind = _pop(left, _KIND)
-    metadata = left.pop("metadata", None) or {}
-    name = _pop(left, _FUNCTION)
-    if name is None and isinstance(metadata, Mapping):
-        name = _pop(dict(metadata), _FUNCTION)
-    if kind is not None and kind not in _KINDS:
-        _refuse(f"{kind!r} is no type of case; there are {', '.join(_KINDS)}", case, where)
-    if not any(key in left for key in _OUTPUT):
-        _refuse("there is no expected output", case, where)
-    expected = _pop(left, _OUTPUT)
-
-    if name is None and kind not in _CALLS:
-        given = left.pop("input", "")
-        _refuse_keys(left, case, where)
-        return _program_case(given, expected, case, where)
-    if not isinstance(name, str):
-        _refuse("a call needs the name of its function", case, where)
+    content = {key: value for key, value in case.items() if key not in _FUNCTION}
+    if names:
+        content["function"] = names[0]
+    call = _Call.model_validate(_read_lines(content) if kind == "functional" else content)
     request = {
         "kind": "call",
-        "function": name,
-        "args": _arguments(left, kind, case, where),
-        "kwargs": left.pop("kwargs", {}),
+        "function": call.function,
+        "args": call.args,
+        "kwargs": call.named,
     }
-    _refuse_keys(left, case, where)
-    if kind == "functional":
-        expected = _json(expected, case, where)
-    return Case(request, expected, exact=False, may_be_wrapped=kind == "function_call")
+    may_be_wrapped = kind == "function_call"
+    return Case(request, call.expected, "close or wrapped" if may_be_wrapped else "close")
 
 
-def _program_case(given: Any, expected: Any, case: Any, where: str) -> Case:
-    """Returns the case of a program that reads standard input. APPS keeps lines in lists."""
-    texts = []
-    for value in (given, expected):
-        parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, (str, int, float)) for part in parts):
-            _refuse("the input and the output of a program are texts", case, where)
-        texts.append("\n".join(map(str, parts)))
-    return Case({"kind": "stdin", "input": texts[0]}, texts[1])
+def _text(lines: Any) -> str:
+    return "\n".join(map(str, lines if isinstance(lines, list) else [lines]))
 
 
-def _arguments(left: dict[str, Any], kind: Any, case: Any, where: str) -> list[Any]:
-    """Returns the positional arguments of a call: `args`, or a list called `input`.
-
-    LiveCodeBench (`testtype: functional`) gives one JSON value a line.
+def _read_lines(content: dict[str, Any]) -> dict[str, Any]:
+    """Reads the JSON of LiveCodeBench: the output, and one argument a line of the input. Raises
+    ValueError.
     """
-    if "args" in left and "input" in left:
-        _refuse("a call has either args or input", case, where)
-    arguments = left.pop("args", None) if "args" in left else left.pop("input", [])
-    if kind == "functional" and isinstance(arguments, str):
-        return [_json(line, case, where) for line in arguments.splitlines() if line.strip()]
-    if not isinstance(arguments, list):
-        _refuse("the arguments of a call are a list", case, where)
-    return arguments
-
-
-def _json(text: Any, case: Any, where: str) -> Any:
-    try:
-        return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        _refuse(f"{text!r:.80} is not JSON", case, where)
-
-
-def _pop(mapping: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Removes and returns the value of the first name that is there."""
-    for name in names:
-        if name in mapping:
-            return mapping.pop(name)
-    return None
-
-
-def _refuse_keys(left: Mapping[str, Any], case: Any, where: str) -> None:
-    if left:
-        _refuse(f"the key {next(iter(left))!r} means nothing here", case, where)
+    read = dict(content)
+    if isinstance(read.get("output"), str):
+        read["output"] = json.loads(read["output"])
+    if isinstance(read.get("input"), str):
+        read["input"] = [json.loads(line) for line in read["input"].splitlines() if line.strip()]
+    return read
 
 
 def _refuse(problem: str, case: Any, where: str) -> NoReturn:
-    raise InvalidInput(problem, field=where, value=case, remedy=_FORMS)
+    raise InvalidInput(problem, field=where, value=case, remedy=_FORMS) from None

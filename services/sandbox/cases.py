@@ -15,13 +15,17 @@ CaseStatus = Literal[
 limit. `died`: its process ended before the test. `starved`: it got too little CPU to use its time.
 `skipped`: not run, because the score was decided or the time for all cases was used up."""
 
+Comparison = Literal["==", "!=", "is", "close", "close or wrapped"]
+"""The first three as in a test in Python; `is` for None, True and False: 1 is not True. `close`:
+floats may differ by 1e-6, and any iterable matches a list. `close or wrapped`: the expected value
+may also stand in a list of one, as in APPS and TACO."""
 _TOLERANCE = 1e-6
 """Relative and absolute, where a float is expected: programs print six digits by default."""
 _NUMBER = re.compile(r"[-+]?(?:\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _MAX_NUMBER_CHARS = 40
 _SPACES = re.compile(r"(\s+)")
 _FORGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
-"""What the report of a program that forged it can raise."""
+"""What decoding a value that a program has forged can raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,9 @@ class Case:
 
     request: dict[str, Any]
     expected: Any = None
-    exact: bool = True
-    """Compare with Python's `==`; otherwise floats may differ by 1e-6, and any iterable matches a
-    list."""
-    equal: bool = True
-    """False for `assert … != literal`."""
-    identical: bool = False
-    """True for `assert … is literal`, a None, True or False: 1 is not True."""
-    may_be_wrapped: bool = False
-    """The expected value may stand in a list of one, as in APPS and TACO."""
+    comparison: Comparison = "=="
+    test: dict[str, Any] | None = None
+    """A test in Python, which enters the sandbox when the program has its process."""
     imports: frozenset[str] = frozenset()
     """Modules that a test in Python imports."""
 
@@ -85,18 +83,17 @@ class Case:
         """Whether the value that the program reported is as expected."""
         try:
             value = decoded(json.loads(reported))
-            if self.identical:
+            if self.comparison == "is":
                 return value is self.expected
-            if self.exact:
-                return bool(value == self.expected) == self.equal
-            is_wrapped = self.may_be_wrapped and _holds_one(self.expected)
-            return _close(value, self.expected) or (is_wrapped and _close(value, self.expected[0]))
+            if self.comparison in ("==", "!="):
+                return bool(value == self.expected) == (self.comparison == "==")
+            if _close(value, self.expected):
+                return True
+            is_list_of_one = isinstance(self.expected, list) and len(self.expected) == 1
+            may_be_wrapped = is_list_of_one and self.comparison == "close or wrapped"
+            return may_be_wrapped and _close(value, self.expected[0])
         except _FORGED:
             return False
-
-
-def _holds_one(expected: Any) -> bool:
-    return isinstance(expected, list) and len(expected) == 1
 
 
 def _close(value: Any, expected: Any) -> bool:
@@ -154,17 +151,13 @@ def _same_output(output: str, expected: str) -> bool:
         return True
     if len(lines) != len(expected_lines):
         return False
-    return all(map(_same_line, lines, expected_lines))
-
-
-def _same_line(line: str, expected: str) -> bool:
-    if line == expected:
-        return True
-    # With the spaces between the words, which draw figures.
-    words = _SPACES.split(line)
-    expected_words = _SPACES.split(expected)
-    same_count = len(words) == len(expected_words)
-    return same_count and all(map(_same_word, words, expected_words))
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        # With the spaces between the words, which draw figures.
+        words = _SPACES.split(line)
+        expected_words = _SPACES.split(expected_line)
+        if len(words) != len(expected_words) or not all(map(_same_word, words, expected_words)):
+            return False
+    return True
 
 
 def _same_word(word: str, expected: str) -> bool:

@@ -17,26 +17,11 @@ from typing import Any
 
 from common.errors import ConfigError
 
-_SOURCES = {
-    "services.sandbox.meter": "meter.py",
-    "services.sandbox.values": "values.py",
-    "services.sandbox.library_values": "library_values.py",
-    "services.sandbox.program": "program.py",
-    "services.sandbox.pytest_names": "pytest_names.py",
-    "services.sandbox.suite": "suite.py",
-    "services.sandbox.program_names": "program_names.py",
-    "services.sandbox.remote": "remote.py",
-    "__main__": "inside.py",
-}
+_MODULES = ("meter", "values")
 """Modules for the process inside the sandbox, which cannot read files."""
-_FOR_TESTS = (
-    "library_values.py",
-    "program.py",
-    "pytest_names.py",
-    "suite.py",
-    "program_names.py",
-    "remote.py",
-)
+_MODULES_FOR_TESTS = (
+    "library_values", "program", "pytest_names", "suite", "program_names", "remote"
+)  # fmt: skip
 PACKAGES = (
     "aiohttp attr attrs bs4 cv2 dateutil faker flask freezegun gmpy2 hypothesis jax jsonschema "
     "keras lxml matplotlib mpmath nltk networkx numba numpy pandas pexpect PIL polars psutil "
@@ -77,6 +62,9 @@ _FORBIDDEN = (
     "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname "
     "setdomainname vhangup iopl ioperm"
 )
+_MISSING = "clone3"
+"""It takes its flags from memory, which a filter cannot read. If the kernel seems to lack it, the C
+library uses clone."""
 _FORBIDDEN_TO_PROGRAMS = (
     # further processes, and memory that no limit of a process counts
     "fork vfork memfd_create "
@@ -221,9 +209,9 @@ def inside_command(python: Interpreter, tests: bool) -> list[str]:
     written in Python.
     """
     sources: dict[str, str] = {}
-    for name, file in _SOURCES.items():
-        if tests or file not in _FOR_TESTS:
-            sources[name] = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    for stem in (*_MODULES, *(_MODULES_FOR_TESTS if tests else ()), "inside"):
+        name = "__main__" if stem == "inside" else f"services.sandbox.{stem}"
+        sources[name] = Path(__file__).with_name(f"{stem}.py").read_text(encoding="utf-8")
     return [python.executable, *python.options, "-c", _LOADER.format(sources=sources)]
 
 
@@ -254,9 +242,8 @@ def base_filter(internet: bool = False) -> bytes:
     rules += [("setsockopt", equals(2, option)) for option in _BUFFER_SIZES]
     rules.append(("fcntl", equals(1, _F_SETPIPE_SZ)))
     rules += [("ioctl", equals(1, request)) for request in _TERMINAL_INPUT]
-    # clone3 takes its flags from memory, which a filter cannot read; if it is missing, the C
-    # library uses clone.
-    return _compile(rules, missing="clone3")
+    rules.append((_MISSING, None))
+    return _compile(rules)
 
 
 @cache
@@ -280,14 +267,12 @@ def _seccomp() -> Any:
     return pyseccomp
 
 
-def _compile(rules: list[_Rule], missing: str = "") -> bytes:
-    """Returns a filter that denies the calls in `rules` and pretends the kernel lacks `missing`."""
+def _compile(rules: list[_Rule]) -> bytes:
+    """Returns a filter that denies the calls in `rules`."""
     seccomp = _seccomp()
     syscalls = seccomp.SyscallFilter(seccomp.ALLOW)
-    if missing:
-        rules = [*rules, (missing, None)]
     for name, condition in rules:
-        action = seccomp.ERRNO(errno.ENOSYS if name == missing else errno.EPERM)
+        action = seccomp.ERRNO(errno.ENOSYS if name == _MISSING else errno.EPERM)
         conditions = () if condition is None else (condition,)
         try:
             syscalls.add_rule(action, name, *conditions)

@@ -33,7 +33,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from services.sandbox.meter import WALL_TIMES, Meter
 from services.sandbox.values import encoded, finished
@@ -95,7 +95,7 @@ def _set_limits(job: Json) -> None:
 # The work of a case's processes
 
 
-def _run_program(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
+def _run_program(job: Json, case: Json) -> Any:
     """Runs the program of a case, in its own process, and returns a dictionary for the result
     pipe.
     """
@@ -122,17 +122,15 @@ def _run_program(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
         return {"status": "done"}
 
     if kind == "call":
-        function = _callee(case["function"], module.__dict__)
-        value = finished(function(*case["args"], **case["kwargs"]))
-        return {"status": "done", "value": encoded(value)}
-    if kind == "value":
-        expression = compile(case["expression"], "<test>", "eval")
-        value = finished(eval(expression, module.__dict__))  # noqa: S307
-        return {"status": "done", "value": encoded(value)}
+        value = _callee(case["function"], module.__dict__)(*case["args"], **case["kwargs"])
+    elif kind == "value":
+        value = eval(compile(case["expression"], "<test>", "eval"), module.__dict__)  # noqa: S307
+    else:
+        from services.sandbox.program import Program
 
-    from services.sandbox.program import serve
-
-    serve(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT)
+        # Until the test has ended.
+        return Program(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT).serve()
+    return {"status": "done", "value": encoded(finished(value))}
 
 
 class _NoInput(io.TextIOBase):
@@ -203,17 +201,17 @@ def _fork(
     returns to 3.
     """
     pid = os.fork()
-    if pid != 0:
-        return pid
-    try:
-        _run_child(job, case, fds, work)
-    finally:
-        os._exit(2)
+    if pid == 0:
+        try:
+            _prepare(job, fds)
+            _report(job, case, work)
+        finally:
+            os._exit(2)
+    return pid
 
 
-def _run_child(
-    job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
-) -> NoReturn:
+def _prepare(job: Json, fds: tuple[int, ...]) -> None:
+    """Gives a new process its descriptors and limits."""
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
     os.closerange(len(fds), 256)
@@ -225,14 +223,16 @@ def _run_child(
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # the time of a case bounds it
     # As `site` defines them, which a bare Python lacks.
-    builtins.exit = sys.exit  # type: ignore[assignment]
-    builtins.quit = sys.exit  # type: ignore[assignment]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     _set_limits(job)
     if job["filter"]:
         _forbid_processes(base64.b64decode(job["filter"]))
 
+
+def _report(job: Json, case: Json, work: Callable[[Json, Json], dict[str, Any]]) -> NoReturn:
+    """Does the work of a case, writes its outcome to the result pipe, and ends the process."""
     # A program may replace them.
     exit_now = os._exit
     write = os.write
@@ -259,7 +259,7 @@ def _run_child(
 
 
 def _max_value_bytes(job: Json) -> int:
-    """Returns the limit on a value in JSON, which writes one value in many ways."""
+    """Returns the limit of a value as JSON, which may be longer than the value."""
     return int(2 * job["output_bytes"])
 
 
@@ -290,20 +290,16 @@ class _Deadline:
         return status
 
 
-class _Pipes(NamedTuple):
-    """This process's ends of the pipes to a case's processes, and how much it takes of each."""
+def _exchange(
+    limits: dict[int, int], last_fd: int | None, deadline: _Deadline
+) -> tuple[str | None, dict[int, bytearray]]:
+    """Drains a case's pipes until they end; returns a status or None, and what came from each.
 
-    stdout: int
-    result: int
-    max_output: int
-    max_result: int
-
-
-def _exchange(case: Json, pipes: _Pipes, deadline: _Deadline) -> tuple[str | None, bytes, bytes]:
-    """Drains a case's processes until their pipes end, and returns their status or None, their
-    output and their result.
+    Args:
+        limits: how many bytes may come from each pipe.
+        last_fd: the pipe whose end ends the case; None: the last one to end does.
+        deadline: when the case has used up its time.
     """
-    limits = {pipes.stdout: pipes.max_output, pipes.result: pipes.max_result}
     received = {fd: bytearray() for fd in limits}
     open_fds = set(received)
     poll = select.poll()
@@ -312,8 +308,7 @@ def _exchange(case: Json, pipes: _Pipes, deadline: _Deadline) -> tuple[str | Non
         poll.register(fd, select.POLLIN)
 
     status = None
-    # A tested program may outlive its test, whose result ends the case.
-    while open_fds and (pipes.result in open_fds or case["kind"] != "code"):
+    while open_fds and not status and (last_fd is None or last_fd in open_fds):
         for fd, _ in poll.poll(_LOOK_S * 1000):
             if fd == 0:
                 _exit_with_all()
@@ -325,9 +320,7 @@ def _exchange(case: Json, pipes: _Pipes, deadline: _Deadline) -> tuple[str | Non
             elif len(received[fd]) > limits[fd]:
                 status = "output"
         status = status or deadline.look()
-        if status:
-            break
-    return status, bytes(received[pipes.stdout]), bytes(received[pipes.result])
+    return status, received
 
 
 def _input_file(content: bytes) -> int:
@@ -354,7 +347,7 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     """Runs one case; returns its result and the time that counts towards all cases, at most its own
     limit.
     """
-    # In this order: `_run_child` copies descriptors to lower numbers.
+    # In this order: `_prepare` copies descriptors to lower numbers.
     null = os.open(os.devnull, os.O_RDWR)
     stdin = os.dup(null)
     if case["kind"] == "stdin":
@@ -380,13 +373,10 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     meter = Meter(*pids)
     limit_s = min(left_s, job["timeout_s"])
     deadline = _Deadline(meter, limit_s, max_wall_s=WALL_TIMES * job["timeout_s"])
-    pipes = _Pipes(
-        stdout=read_stdout,
-        result=read_result,
-        max_output=job["output_bytes"],
-        max_result=_max_value_bytes(job) + _CHUNK,
-    )
-    status, output, raw_result = _exchange(case, pipes, deadline)
+    limits = {read_stdout: job["output_bytes"], read_result: _max_value_bytes(job)}
+    # A tested program may outlive its test, whose result ends the case.
+    last_fd = read_result if case["kind"] == "code" else None
+    status, received = _exchange(limits, last_fd, deadline)
     os.close(read_stdout)
     os.close(read_result)
 
@@ -396,9 +386,8 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     late_status, wait_status = _reap(pids, deadline)
     result = {"seconds": meter.wall_s, "detail": "", "status": status or late_status}
     if not result["status"]:
-        result.update(_finished(case, wait_status, output, raw_result))
-    if len(str(result.get("value"))) > _max_value_bytes(job):
-        result = {**result, "status": "output", "value": "null"}
+        output = bytes(received[read_stdout])
+        result.update(_finished(case, wait_status, output, bytes(received[read_result])))
     if result["status"] == "output":
         result["detail"] = f"more than {job['output_bytes'] >> 10} KB (output_kb)"
     # A slow look at the meter must not cost the next cases their time.

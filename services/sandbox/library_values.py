@@ -1,5 +1,5 @@
-"""Values of the standard library and of numpy, which a program sends as what makes an equal value,
-and strict comparisons of arrays. Source for the Python of the sandbox, like `inside`.
+"""Builds values of the standard library and of numpy again in the test's process, and compares
+arrays strictly. Source for the Python of the sandbox, like `inside`.
 
 numpy stretches an empty array to any shape of one item, and all of its items are then equal: a
 program that returns `[]` would pass `np.allclose(f(x), 4)`.
@@ -13,75 +13,61 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-
-def _time_of_day(value: Any) -> list[Any]:
-    return [value.hour, value.minute, value.second, value.microsecond]
-
-
-def _zone(value: Any) -> Any:
-    offset = value.utcoffset()
-    return None if offset is None else datetime.timezone(offset)
-
-
-def _factory(value: Any) -> str | None:
-    """Returns the name of the type of a defaultdict's new values, if it is one of Python's."""
-    name = getattr(value.default_factory, "__name__", None)
-    return name if name in _FACTORIES else None
-
-
-_FACTORIES: dict[Any, Any] = {
-    kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
+_TYPES = {
+    "builtins": ("range",),
+    "collections": ("deque", "Counter", "OrderedDict", "defaultdict"),
+    "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "uuid": ("UUID",),
 }
-_ARGUMENTS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
-    ("builtins", "range"): lambda value: [value.start, value.stop, value.step],
-    ("collections", "deque"): lambda value: [list(value), value.maxlen],
-    ("collections", "Counter"): lambda value: [dict(value)],
-    ("collections", "OrderedDict"): lambda value: [list(value.items())],
-    ("collections", "defaultdict"): lambda value: [_factory(value), dict(value)],
-    ("datetime", "date"): lambda value: [value.year, value.month, value.day],
-    ("datetime", "datetime"): lambda value: [
-        value.year, value.month, value.day, *_time_of_day(value), _zone(value)
-    ],
-    ("datetime", "time"): lambda value: [*_time_of_day(value), _zone(value)],
-    ("datetime", "timedelta"): lambda value: [value.days, value.seconds, value.microseconds],
-    ("datetime", "timezone"): lambda value: [value.utcoffset(None)],
-    ("decimal", "Decimal"): lambda value: [str(value)],
-    ("fractions", "Fraction"): lambda value: [value.numerator, value.denominator],
-    ("uuid", "UUID"): lambda value: [value.hex],
-}  # fmt: skip
+"""Types whose values arrive as equal values. Nothing that these make from any arguments can hurt
+the test."""
 _NUMPY_KINDS = "biufcU"
 """Arrays of booleans, numbers and texts."""
 
 
-def recipe(value: Any) -> tuple[str, str, list[Any]] | None:
-    """Returns the module and the name of a value's type, and what makes an equal value; None for
-    other types.
+def recipe(value: Any) -> tuple[str, str, list[Any], list[Any]] | None:
+    """Returns how to build an equal value: the module and the name of its type, the arguments of
+    the type, and the items with which the value is then filled. None for other types.
     """
     kind = type(value)
-    key = (kind.__module__, kind.__qualname__)
-    if key in _ARGUMENTS:
-        return (*key, _ARGUMENTS[key](value))
-    dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
-    if getattr(dtype, "kind", "?") not in _NUMPY_KINDS or dtype is None:
+    module = kind.__module__
+    name = kind.__qualname__
+    dtype: Any = getattr(value, "dtype", None)
+    if module == "numpy" and getattr(dtype, "kind", "?") in _NUMPY_KINDS:
+        return module, "array", [dtype.str, list(value.shape), value.ravel().tolist()], []
+    if name not in _TYPES.get(module, ()):
         return None
-    return "numpy", "array", [dtype.str, list(value.shape), value.ravel().tolist()]
+    if name == "UUID":
+        return module, name, [value.hex], []
+    if getattr(value, "tzinfo", None) is not None:
+        # A zone of a file becomes its offset at that time.
+        offset = value.utcoffset()
+        value = value.replace(tzinfo=None if offset is None else datetime.timezone(offset))
+    # (type, arguments, attributes, items of a list, items of a dictionary), as for `pickle`; what
+    # comes last may be left out.
+    _, arguments, *rest = value.__reduce_ex__(2)
+    items = [item for iterator in rest[1:] if iterator is not None for item in iterator]
+    return module, name, list(arguments), items
 
 
-def made(module: str, name: str, content: list[Any]) -> Any:
-    """Returns the value with this `recipe`. Raises ValueError for types that have none."""
+def made(module: str, name: str, arguments: list[Any], items: list[Any]) -> Any:
+    """Builds a value by its `recipe`. Raises ValueError for types that have none."""
     if (module, name) == ("numpy", "array"):
         import numpy
 
-        dtype, shape, items = content
+        dtype, shape, content = arguments
         if numpy.dtype(dtype).kind not in _NUMPY_KINDS:
             raise ValueError(dtype)
-        array = numpy.array(items, dtype=dtype).reshape(shape)
+        array = numpy.array(content, dtype=dtype).reshape(shape)
         return array if shape else array[()]
-    if (module, name) not in _ARGUMENTS:
+    if name not in _TYPES.get(module, ()):
         raise ValueError(f"there is no such type: {module}.{name}")
-    if name == "defaultdict":
-        content = [_FACTORIES.get(content[0]), *content[1:]]
-    return getattr(importlib.import_module(module), name)(*content)
+    value = getattr(importlib.import_module(module), name)(*arguments)
+    if items:
+        (value.extend if name == "deque" else value.update)(items)
+    return value
 
 
 # Arrays

@@ -18,7 +18,7 @@ import os
 import pickle
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from services.sandbox.library_values import recipe
 from services.sandbox.values import encoded, finished
@@ -44,27 +44,11 @@ _BUILTINS = (
 )  # fmt: skip
 
 
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def _enter(manager: Any) -> Any:
-    return type(manager).__enter__(manager)
-
-
-def _exit(manager: Any) -> Any:
-    return type(manager).__exit__(manager, None, None, None)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
 ACTIONS: dict[str, Callable[..., Any]] = {
-    "call": _call,
-    "itself": _itself,
-    "enter": _enter,
-    "exit": _exit,
+    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "itself": lambda value: value,
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
     "await": finished,
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
@@ -142,29 +126,21 @@ class Program:
         """Returns the reply to a request: `ok` with its result, or `raise` with the error."""
         try:
             if kind == "names":
-                return self._look_up(content[0])
-            return self._act(content[0], content[1])
+                [names] = content
+                known = self._namespace.keys() & names
+                return ["ok", {name: self._shared(self._namespace[name]) for name in known}]
+            return self._act(*content)
         except BaseException as error:
             return ["raise", *self._error(error)]
 
     def _error(self, error: BaseException) -> list[Any]:
-        """Returns an exception's class, arguments, attributes and, unless it is Python's own, its
-        text.
-        """
+        """Returns an exception's class, arguments, attributes and text."""
         args = [encoded(arg) for arg in error.args if type(arg) in _PLAIN]
         attributes = {}
         for name, value in vars(error).items():
             if type(value) in _PLAIN:
                 attributes[name] = encoded(value)
-        has_text = type(error).__module__ != "builtins"
-        return [self._encoded(type(error)), args, attributes, str(error) if has_text else None]
-
-    def _look_up(self, names: list[str]) -> list[Any]:
-        values: dict[str, Any] = {}
-        for name in names:
-            if name in self._namespace:
-                values[name] = self._shared(self._namespace[name])
-        return ["ok", values]
+        return [self._encoded(type(error)), args, attributes, str(error)]
 
     def _act(self, action: str, arguments: str) -> list[Any]:
         """Performs an action; the reply has its value, and the arguments that it changed."""
@@ -201,14 +177,13 @@ class Program:
             return encoded(value, depth, self._encoded)
         data = recipe(value)
         if data is not None:
-            module, name, content = data
-            return ["made", module, name, [self._encoded(item, depth + 1) for item in content]]
+            module, name, *parts = data
+            sent = [[self._encoded(item, depth + 1) for item in part] for part in parts]
+            return ["made", module, name, *sent]
         self._objects[id(value)] = value
         if isinstance(value, types.CoroutineType):
             return ["coroutine", id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
-            if value.__module__ == "builtins":
-                return ["exception", 0, "builtins", value.__name__, []]
             bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
             encoded_bases = [self._encoded(base) for base in bases]
             return ["exception", id(value), value.__module__, value.__name__, encoded_bases]
@@ -236,9 +211,3 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, reference: Any) -> Any:
         return self._program.referred(*reference)
-
-
-def serve(namespace: dict[str, Any], read_fd: int, write_fd: int) -> NoReturn:
-    """Answers the test's process; runs in the program's process."""
-    Program(namespace, read_fd, write_fd).serve()
-    raise AssertionError

@@ -11,10 +11,8 @@ import ast
 import builtins
 import importlib
 import importlib.util
-import re
 import symtable
 import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from services.sandbox.library_values import make_strict
@@ -41,17 +39,18 @@ _TESTED_BUILTINS = frozenset((
     "max", "min", "oct", "ord", "pow", "reversed", "round", "sorted", "sum", "zip",
 ))  # fmt: skip
 """Builtins that a program may define for a test of nothing else. `abs`, `all`, `any`, … judge."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Names(NamedTuple):
     """The names of a test that it does not define."""
 
     asked: set[str]
-    """What the program defines for it."""
+    """What the program may define for it."""
     needed: set[str]
     """What the test cannot do without."""
     members: set[str]
-    """What the program's module has for it, besides `asked`."""
+    """What the test imports from the program's module, or uses as an attribute of anything."""
     stand_ins: set[str]
     """Members that stand for the program's module itself, unless the program defines them."""
     library: dict[str, Any]
@@ -70,47 +69,61 @@ def names_of(text: str, tree: ast.Module, source: str, *, has_candidate: bool) -
     Raises:
         AssertionError: the test uses nothing of the program, so that any program would pass it.
     """
-    bases: set[str] = set()
-    attributes: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            attributes.add(node.attr)
-            if isinstance(node.value, ast.Name):
-                bases.add(node.value.id)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
-            # No other text of a test: the program learns what it is asked for.
-            attributes |= {str(getattr(name, "value", "")) for name in node.args[1:2]}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    bases = {getattr(node.value, "id", "") for node in attributes}
     imported, stand_ins = _import_program(tree, bases)
 
-    builtin_names = set(dir(builtins))
-    table = symtable.symtable(text, "<test>", "exec")
-    used = _global_names(table) - _defined(tree.body)
-    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()}
-    own -= _wrapped(tree.body)
-    asked = _public(used - builtin_names)
-    library = dict(_imported_by(source, asked | imported))
-    for name in asked & bases & set(_MODULES):
-        library.update(_found(name, _MODULES[name], ""))
-    unbound = asked - own - set(library)
-    judges = unbound & set(_JUDGES)
-    if unbound - judges or imported or has_candidate:
-        for name in judges:
-            library.update(_found(name, _JUDGES[name], name))
+    symbols = symtable.symtable(text, "<test>", "exec")
+    defined: set[str] = set()
+    assigned: set[str] = set()
+    for symbol in symbols.get_symbols():
+        if symbol.is_namespace() or symbol.is_imported():
+            defined.add(symbol.get_name())
+        elif symbol.is_assigned():
+            assigned.add(symbol.get_name())
+    used = global_names(symbols) - defined
+    asked = {name for name in used if is_public(name) and not hasattr(builtins, name)}
 
-    if not (unbound or imported or stand_ins or has_candidate):
-        # A test of a function that has the name of a builtin.
-        program = ast.parse(source).body
-        tested = used & _TESTED_BUILTINS & (_defined(program) | _assigned(program))
-        asked |= tested
-        if not tested:
+    program = ast.parse(source).body
+    library = _imports_of_program(program, asked | imported)
+    for name in asked & bases & set(_MODULES):
+        _add(library, name, _MODULES[name])
+    needed = asked - (assigned - _wrapped(tree.body)) - set(library)
+    judges = needed & set(_JUDGES)
+    needed -= judges
+    if not (needed or imported or stand_ins or has_candidate):
+        # A test of a function that has the name of a builtin, or else of one that judges.
+        own = used & _bound(program)
+        needed = own & _TESTED_BUILTINS or own & judges
+        if not needed:
             raise AssertionError("the test uses nothing of the program")
+    asked = asked - judges | needed
+    for name in judges - needed:
+        _add(library, name, _JUDGES[name], name)
     return Names(
         asked=asked - set(library),
-        needed=(unbound | imported | _members(tree)) - stand_ins - set(library),
-        members=_public(imported | attributes),
+        needed=(needed | judges) - set(library),
+        members=imported | {node.attr for node in attributes},
         stand_ins=stand_ins,
         library=library,
     )
+
+
+def is_public(name: str) -> bool:
+    """Whether a program may define a name for a test: no `__name__`, and no `assert_equal`."""
+    return not name.startswith(("__", "assert"))
+
+
+def global_names(table: symtable.SymbolTable) -> set[str]:
+    """Returns the global names that a scope and the scopes in it use."""
+    is_module = table.get_type() == "module"
+    names: set[str] = set()
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (is_module or symbol.is_global()):
+            names.add(symbol.get_name())
+    for inner in table.get_children():
+        names |= global_names(inner)
+    return names
 
 
 def _wrapped(statements: list[ast.stmt]) -> set[str]:
@@ -119,28 +132,11 @@ def _wrapped(statements: list[ast.stmt]) -> set[str]:
     bound: set[str] = set()
     for statement in statements:
         if isinstance(statement, ast.Assign):
-            targets = _assigned([statement])
-            loaded = {node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name)}
+            targets = _bound([statement])
+            loaded = {getattr(node, "id", "") for node in ast.walk(statement.value)}
             wrapped |= (targets & loaded) - bound
             bound |= targets
     return wrapped
-
-
-def _global_names(table: symtable.SymbolTable) -> set[str]:
-    """Returns the global names that a scope and the scopes in it use."""
-    is_module = table.get_type() == "module"
-    names: set[str] = set()
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (is_module or symbol.is_global()):
-            names.add(symbol.get_name())
-    for inner in table.get_children():
-        names |= _global_names(inner)
-    return names
-
-
-def _public(names: set[str]) -> set[str]:
-    """Returns the names that a program may define: no `__name__`, and no `assert_equal`."""
-    return {name for name in names if not name.startswith(("__", "assert"))}
 
 
 # Imports of the program
@@ -166,54 +162,39 @@ def _import_program(tree: ast.Module, bases: set[str]) -> tuple[set[str], set[st
                     modules.add(alias.name)
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if is_missing(alias.name.split(".")[0]):
-                    modules |= set(alias.name.split("."))
-                    alias.asname = alias.asname or alias.name.split(".")[0]
+                root, *parts = alias.name.split(".")
+                if _is_missing(root):
+                    modules |= {root, *parts}
+                    alias.asname = alias.asname or root
                     alias.name = PROGRAM
     return names, modules
 
 
-def _members(tree: ast.Module) -> set[str]:
-    """Returns the names that a test takes from the program's module: `solution.f`."""
-    modules: set[str | None] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.asname for alias in node.names if alias.name == PROGRAM}
-    members: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in modules:
-            members.add(node.attr)
-    return _public(members)
-
-
 def _is_of_program(node: ast.ImportFrom) -> bool:
     """Whether an import is one of the program: relative, or of what no module has."""
-    root = str(node.module).split(".")[0]
-    if node.level or is_missing(str(node.module)):
-        return bool(node.level) or root not in _PURE
-    if root in (*_PURE, "pytest"):
+    name = str(node.module)
+    if node.level:
+        return True
+    if name.split(".")[0] in (*_PURE, "pytest"):
         return False
+    if _is_missing(name):
+        return True
     try:
-        module = importlib.import_module(str(node.module))
+        module = importlib.import_module(name)
     except Exception:
         return False
-    return not any(_has(module, alias.name) for alias in node.names)
+    return not any(
+        alias.name == "*" or hasattr(module, alias.name) or not _is_missing(f"{name}.{alias.name}")
+        for alias in node.names
+    )
 
 
-def _has(module: types.ModuleType, name: str) -> bool:
-    if name == "*" or hasattr(module, name):
-        return True
-    return hasattr(module, "__path__") and not is_missing(f"{module.__name__}.{name}")
-
-
-def is_missing(module: str) -> bool:
+def _is_missing(module: str) -> bool:
     """Whether nobody has a module, but for the program."""
-    if module.split(".")[0] == PROGRAM:
-        return True
     if module == "pytest":
         return False
     try:
-        return importlib.util.find_spec(module) is None
+        return module == PROGRAM or importlib.util.find_spec(module) is None
     except (ImportError, ValueError):
         return True
 
@@ -221,61 +202,57 @@ def is_missing(module: str) -> bool:
 # The library's names
 
 
-def _imported_by(source: str, wanted: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the wanted names that a program imports from a pure module and binds in no other way,
-    with their values.
+def _imports_of_program(program: list[ast.stmt], wanted: set[str]) -> dict[str, Any]:
+    """Returns the wanted names that a program imports from a pure module and binds in no other way.
+
+    The imports are executed here, so that these names are the library's and not the program's.
     """
-    body = ast.parse(source).body
-    others = [each for each in body if not isinstance(each, (ast.Import, ast.ImportFrom))]
-    wanted = wanted - _defined(others) - _assigned(others)
-    for statement in body:
-        if isinstance(statement, ast.Import):
-            for alias in statement.names:
-                name = alias.asname or alias.name
-                if name in wanted and alias.name in _PURE:
-                    yield from _found(name, alias.name, "")
-        elif isinstance(statement, ast.ImportFrom) and statement.module in _PURE:
-            for alias in statement.names:
-                names = wanted if alias.name == "*" else {alias.asname or alias.name} & wanted
-                for name in names:
-                    wants = name if alias.name == "*" else alias.name
-                    yield from _found(name, statement.module, wants)
+    found: dict[str, Any] = {}
+    for statement in program:
+        if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+            continue
+        for alias in list(statement.names):
+            module = getattr(statement, "module", alias.name)
+            is_wanted = alias.name == "*" or (alias.asname or alias.name) in wanted
+            # No `from random import _exit`.
+            if module in _PURE and is_wanted and not alias.name.startswith("_"):
+                statement.names = [alias]
+                try:
+                    if module == "numpy":
+                        make_strict()
+                    exec(compile(ast.Module([statement], []), "<import>", "exec"), found)  # noqa: S102
+                except ImportError:
+                    continue
+    library: dict[str, Any] = {}
+    for name in found.keys() & (wanted - _bound(program)):
+        value = found[name]
+        # No `from statistics import sys`.
+        if not isinstance(value, types.ModuleType) or value.__name__ in _PURE:
+            library[name] = value
+    return library
 
 
-def _found(name: str, module_name: str, attribute: str) -> Iterator[tuple[str, Any]]:
-    """Yields a name with a module, or with a public function of it, where there is one."""
+def _add(library: dict[str, Any], name: str, module_name: str, attribute: str = "") -> None:
+    """Adds a module, or a function of it, where there is one."""
     if module_name.startswith("numpy"):
         make_strict()
     try:
         module = importlib.import_module(module_name)
     except ImportError:
         return
-    value = getattr(module, attribute, None) if attribute else module
-    is_private = attribute.startswith("_") or (attribute and isinstance(value, types.ModuleType))
-    if value is not None and not is_private:
-        yield name, value
+    library[name] = getattr(module, attribute) if attribute else module
 
 
-def _defined(statements: list[ast.stmt]) -> set[str]:
-    """Returns the names of the functions, classes and modules that statements bind."""
-    names: set[str] = set()
-    for statement in statements:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(statement.name)
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
-        else:
-            inner = [each for each in ast.walk(statement) if isinstance(each, ast.stmt)]
-            names |= _defined([each for each in inner if each is not statement])
-    return names
-
-
-def _assigned(statements: list[ast.stmt]) -> set[str]:
-    """Returns the names that statements assign anywhere, also in functions."""
+def _bound(statements: list[ast.stmt]) -> set[str]:
+    """Returns the names of functions, classes and variables that statements bind, also inside
+    functions.
+    """
     names: set[str] = set()
     for statement in statements:
         for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            if isinstance(node, _DEFINITIONS):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
                 names.add(node.id)
     return names
 
@@ -296,9 +273,3 @@ def public_functions(source: str) -> list[str]:
             names += [f"Solution().{method.name}" for method in methods]
     hidden = ("_", "test", "Solution()._")
     return [name for name in names if not name.startswith(hidden)]
-
-
-def root_of(expression: str) -> str:
-    """Returns the name with which an expression begins."""
-    match = re.match(r"\w+", expression)
-    return match[0] if match else ""

@@ -82,8 +82,8 @@ class approx:
             return True
         if not isinstance(actual, (int, float, complex)) or isinstance(expected, (str, bool)):
             return False
-        if actual != actual or expected != expected:
-            return self._nan_ok and bool(actual != actual and expected != expected)
+        if self._nan_ok and actual != actual and expected != expected:
+            return True
         return bool(abs(actual - expected) <= self._tolerance(expected))
 
     def _tolerance(self, expected: Any) -> float:
@@ -168,7 +168,8 @@ class _Marks:
         return _set("is_skipped", bool(condition))
 
     def __getattr__(self, name: str) -> Any:
-        attribute = {"skip": "is_skipped", "xfail": "expects_failure"}.get(name, f"mark_{name}")
+        # Neither decides anything: any program passes a test that may fail.
+        attribute = "is_skipped" if name in ("skip", "xfail") else f"mark_{name}"
 
         def mark(*args: Any, **_: Any) -> Any:
             if len(args) == 1 and callable(args[0]):

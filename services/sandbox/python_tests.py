@@ -3,34 +3,60 @@
 A test has one of four forms: statements that run (asserts, also behind a main guard), functions
 `test_*` and classes `Test*` (pytest), cases of unittest, or `check(candidate)` (HumanEval). Which
 functions and classes run is decided here alone; `services.sandbox.suite` runs them.
+
+Only what the text alone shows is refused here. Whether the checks of a test hold, and whether any
+was executed, is decided by the run (`services.sandbox.remote`).
 """
 
 import ast
 import builtins
-import itertools
 import re
+import symtable
 import sys
 from collections.abc import Iterator
-from typing import NoReturn
 
 from common.errors import InvalidInput
-from services.sandbox.cases import Case
+from services.sandbox.cases import Case, Comparison
 from services.sandbox.command import PACKAGES
+from services.sandbox.program_names import global_names
 
 _CHECKS = re.compile(r"assert|raises\Z|fail|_?exit\Z|quit\Z", re.IGNORECASE)
 """Names of functions that may end a test (`self.assertEqual`, `pytest.raises`, `sys.exit`)."""
 _UNCOUNTED = re.compile(r"\b(?:skip|xfail|expectedFailure)\b")
 """Decorators of a test that no program can fail."""
-_MOCK = ("mock", "unittest.mock")
-_PYTEST = frozenset(("approx", "fail", "fixture", "main", "mark", "param", "raises"))
+_PYTEST = ("approx", "fail", "fixture", "main", "mark", "param", "raises")
 """What there is of pytest: the names in `services.sandbox.pytest_names`."""
-_SKIPS = frozenset(("importorskip", "skip", "skipTest", "SkipTest"))
-_STREAMS = ("sys.stdin", "sys.stdout", "sys.stderr")
-_NUMPY_ASSERTS = ("assert_allclose", "assert_array_equal")
+_UNSUPPORTED = (
+    (
+        r"(?:unittest\.)?mock\.patch|.*\bredirect_std\w+|sys\.std(?:in|out|err) =",
+        "patches do not reach the program, which runs in a process of its own",
+        "test what the program returns, or give it input and compare its output",
+    ),
+    (
+        r"(?:pytest|self)\.skip(?:Test)?|pytest\.importorskip|unittest\.SkipTest",
+        "a test that skips itself checks nothing",
+        "remove the skip, or the test",
+    ),
+    (
+        rf"pytest\.(?!(?:{'|'.join(_PYTEST)})\Z)[^.]+",
+        "there is no {name} here",
+        f"of pytest use only {', '.join(_PYTEST)}",
+    ),
+)
+"""Names that a test cannot use, as `_used_names` writes them; the problem; the remedy."""
+_NUMPY_ASSERTS = {"assert_allclose", "assert_array_equal"}
 """Functions of numpy that a test has without an import (`services.sandbox.program_names`)."""
-_CATCHING = ("AssertionError", "Exception", "BaseException")
+_COMPARISONS: dict[type[ast.cmpop], Comparison] = {ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = _Function | ast.ClassDef
+
+
+class _Refused(Exception):
+    """What is wrong with a test, and the remedy."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 def parse_test(text: str, where: str, entry_point: str = "") -> Case:
@@ -43,33 +69,22 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
         InvalidInput: the text is not Python, nothing in it can fail, or it needs what is not here.
     """
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        _refuse(f"the test is not valid Python: {error}", text, where, "correct the test")
-
-    comparison = _parse_comparison(tree.body)
-    if comparison is not None:
-        return comparison
-    undefined = _undefined_asserts(tree)
-    if undefined:
-        _refuse(
-            f"{min(undefined)} is not defined in the test, so the program would define it",
-            text,
-            where,
-            "define it in the test, or use assert",
-        )
-    for node in ast.walk(tree):
-        problem = _patched(node) or _skipped(node) or _always_true(node) or _swallowed(node, tree)
-        if problem is not None:
-            _refuse(problem[0], text, where, problem[1])
-    tests = _tests(tree, text, where)
-    _refuse_idle(tree, tests, text, where)
-    code = {"text": text, "tests": tests, "entry_point": entry_point}
-    return Case({"kind": "code", "code": code}, imports=_imports(tree))
-
-
-def _refuse(problem: str, text: str, where: str, remedy: str) -> NoReturn:
-    raise InvalidInput(problem, field=where, value=text, remedy=remedy) from None
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise _Refused(f"the test is not valid Python: {error}", "correct the test") from None
+        comparison = _parse_comparison(tree.body)
+        if comparison is not None:
+            return comparison
+        _refuse_unsupported(tree)
+        _refuse_undefined_asserts(text, tree)
+        tests = _tests(tree)
+        _refuse_always_true(tree)
+        _refuse_idle(tree, tests)
+    except _Refused as refused:
+        raise InvalidInput(str(refused), field=where, value=text, remedy=refused.remedy) from None
+    test = {"text": text, "tests": tests, "entry_point": entry_point}
+    return Case({"kind": "code"}, test=test, imports=_imports(tree))
 
 
 # A single comparison
@@ -83,8 +98,8 @@ def _parse_comparison(statements: list[ast.stmt]) -> Case | None:
     test = first.test if isinstance(first, ast.Assert) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return None
-    operator = test.ops[0]
-    if not isinstance(operator, (ast.Eq, ast.NotEq, ast.Is)):
+    comparison = _COMPARISONS.get(type(test.ops[0]))
+    if comparison is None:
         return None
 
     left = test.left
@@ -94,61 +109,61 @@ def _parse_comparison(statements: list[ast.stmt]) -> Case | None:
             expected = ast.literal_eval(literal)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
-        is_identity = isinstance(operator, ast.Is)
         is_single = expected is None or isinstance(expected, bool)
-        if not _is_call(expression) or (is_identity and not is_single):
+        if not _is_call(expression) or (comparison == "is" and not is_single):
             return None
         request = {"kind": "value", "expression": ast.unparse(expression)}
-        equal = not isinstance(operator, ast.NotEq)
-        return Case(request, expected, equal=equal, identical=is_identity)
+        return Case(request, expected, comparison)
     return None
 
 
 def _is_call(expression: ast.expr) -> bool:
-    """Whether an expression only calls a function of the program. Anything else is evaluated in the
-    test's process.
+    """Whether an expression is one call, of a function of the program. Anything else is evaluated
+    in the test's process.
     """
-    if not isinstance(expression, ast.Call):
+    calls = [node for node in ast.walk(expression) if isinstance(node, ast.Call)]
+    # A call as the function (`Solution().f(x)`) is one of the program too.
+    if not calls or calls[0] is not expression:
         return False
-    function = expression.func
-    if isinstance(function, ast.Name) and hasattr(builtins, function.id):
-        return False
-    arguments = [*expression.args, *(keyword.value for keyword in expression.keywords)]
-    return not any(_contains_call(argument) for argument in arguments)
-
-
-def _contains_call(expression: ast.expr) -> bool:
-    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
+    function = calls[0].func
+    is_builtin = isinstance(function, ast.Name) and hasattr(builtins, function.id)
+    within = set(ast.walk(function))
+    return not is_builtin and within.issuperset(calls[1:])
 
 
 # Which functions and classes run
 
 
-def _tests(tree: ast.Module, text: str, where: str) -> list[str]:
+def _tests(tree: ast.Module) -> list[str]:
     """Returns the names of the functions and classes that run after the statements of a test.
 
-    The cases of unittest are not among them: unittest finds them itself. Raises InvalidInput for a
+    The cases of unittest are not among them: unittest finds them itself. Raises _Refused for a
     test function whose argument nothing provides.
     """
-    fixtures = _fixtures(tree, text, where)
+    fixtures = _fixtures(tree)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names: list[str] = []
     for definition in _definitions(tree):
         if _never_counts(definition):
             continue
+        functions: list[_Function] = []
         if isinstance(definition, ast.ClassDef):
-            if definition.name.startswith("Test") and not _is_unittest(definition, tree):
-                names.append(definition.name)
-                for method in _methods(definition):
-                    _refuse_missing(method, fixtures, text, where)
+            if not definition.name.startswith("Test") or _is_unittest(definition, tree):
+                continue
+            functions = _methods(definition)
         elif definition.name == "check":
             # `check(candidate)` gets the tested function; with other arguments it is a helper.
-            if len(_required(definition)) == 1 and not _is_used(definition, tree):
-                names.append(definition.name)
+            if len(_required(definition)) != 1 or definition.name in used:
+                continue
         elif definition.name.startswith("test"):
-            if _is_used(definition, tree) and _missing(definition, fixtures):
+            if definition.name in used and _missing(definition, fixtures):
                 continue  # others call it with arguments
-            _refuse_missing(definition, fixtures, text, where)
-            names.append(definition.name)
+            functions = [definition]
+        else:
+            continue
+        for function in functions:
+            _refuse_missing(function, fixtures)
+        names.append(definition.name)
     return names
 
 
@@ -158,8 +173,7 @@ def _definitions(tree: ast.Module) -> list[_Definition]:
 
 def _never_counts(definition: _Definition) -> bool:
     """Whether a test is skipped, or may fail: then any program passes it."""
-    decorators = map(ast.unparse, definition.decorator_list)
-    return any(_UNCOUNTED.search(decorator) for decorator in decorators)
+    return bool(_UNCOUNTED.search(_decoration(definition)))
 
 
 def _is_unittest(definition: ast.ClassDef, tree: ast.Module) -> bool:
@@ -180,13 +194,6 @@ def _methods(definition: ast.ClassDef) -> list[_Function]:
     return [method for method in named if not _never_counts(method)]
 
 
-def _is_used(definition: _Definition, tree: ast.Module) -> bool:
-    """Whether another statement of the module names a function."""
-    others = (statement for statement in tree.body if statement is not definition)
-    nodes = itertools.chain.from_iterable(map(ast.walk, others))
-    return any(isinstance(node, ast.Name) and node.id == definition.name for node in nodes)
-
-
 def _required(function: _Function) -> list[str]:
     """Returns the names of the arguments without a default, but for `self`."""
     arguments = function.args.posonlyargs + function.args.args
@@ -194,47 +201,41 @@ def _required(function: _Function) -> list[str]:
     return [argument.arg for argument in required if argument.arg not in ("self", "cls")]
 
 
-def _fixtures(tree: ast.Module, text: str, where: str) -> set[str]:
-    """Returns the names of the fixtures that a test defines. Raises InvalidInput for one whose
-    argument nothing provides.
+def _fixtures(tree: ast.Module) -> set[str]:
+    """Returns the names of the fixtures that a test defines. Raises _Refused for one whose argument
+    nothing provides.
     """
     names: set[str] = set()
-    decorated: list[tuple[_Function, str]] = []
+    fixtures: list[_Function] = []
     for node in ast.walk(tree):
-        if not isinstance(node, _Function):
-            continue
-        for decorator in node.decorator_list:
-            if "fixture" in ast.unparse(decorator):
-                names |= {node.name, *_texts(decorator)}
-                decorated.append((node, ast.unparse(decorator)))
-
-    for function, decoration in decorated:
-        provided = {*names, "request"} if "params=" in decoration else names
-        _refuse_missing(function, provided, text, where)
+        if isinstance(node, _Function) and "fixture" in _decoration(node):
+            names |= {node.name, *_words(node)}  # it may have another name
+            fixtures.append(node)
+    for fixture in fixtures:
+        has_parameters = "params=" in _decoration(fixture)
+        _refuse_missing(fixture, {*names, "request"} if has_parameters else names)
     return names
 
 
 def _missing(function: _Function, fixtures: set[str]) -> list[str]:
     """Returns the arguments that neither a fixture nor `parametrize` provides."""
-    provided = set(fixtures)
-    for decorator in function.decorator_list:
-        provided.update(_texts(decorator))
+    provided = {*fixtures, *_words(function)}
     return [name for name in _required(function) if name not in provided]
 
 
-def _texts(decorator: ast.expr) -> Iterator[str]:
-    """Yields the words in the texts of a decorator, such as the names of `parametrize`."""
-    for node in ast.walk(decorator):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from re.split(r"[,\s]+", node.value)
+def _words(function: _Function) -> list[str]:
+    """Returns the words of a function's decorators, such as the names of `parametrize`."""
+    return re.findall(r"\w+", _decoration(function))
 
 
-def _refuse_missing(function: _Function, fixtures: set[str], text: str, where: str) -> None:
+def _decoration(definition: _Definition) -> str:
+    return " ".join(map(ast.unparse, definition.decorator_list))
+
+
+def _refuse_missing(function: _Function, fixtures: set[str]) -> None:
     for name in _missing(function, fixtures):
-        _refuse(
+        raise _Refused(
             f"the fixture {name!r} of {function.name} does not exist here",
-            text,
-            where,
             "define it in the test with @pytest.fixture",
         )
 
@@ -242,143 +243,57 @@ def _refuse_missing(function: _Function, fixtures: set[str], text: str, where: s
 # Tests that cannot work
 
 
-def _refuse_idle(tree: ast.Module, tests: list[str], text: str, where: str) -> None:
-    """Raises InvalidInput when nothing that runs can fail."""
-    caught = set(_caught_checks(tree))
-    reached = (node for node in _reached(tree, tests) if node not in caught)
-    if any(map(_can_fail, reached)):
-        return
-    if any(map(_can_fail, ast.walk(tree))):
-        _refuse(
-            "the test's asserts are in functions that nothing calls, or that are skipped",
-            text,
-            where,
-            "call them, or name the functions test_…, or one of them check(candidate)",
-        )
-    _refuse("the test asserts nothing", text, where, "add an assert, or remove the test")
+def _refuse_unsupported(tree: ast.Module) -> None:
+    """Raises _Refused for a name of `_UNSUPPORTED`."""
+    for name in _used_names(tree):
+        for pattern, problem, remedy in _UNSUPPORTED:
+            if re.fullmatch(pattern, name):
+                raise _Refused(problem.format(name=name), remedy)
 
 
-def _reached(tree: ast.Module, tests: list[str]) -> Iterator[ast.AST]:
-    """Yields the nodes that run: the statements of the module, the tests, and what these name."""
-    named: dict[str, list[_Function]] = {}
+def _used_names(tree: ast.Module) -> Iterator[str]:
+    """Yields the dotted names that a test imports or uses, and `a.b =` where it assigns one."""
     for node in ast.walk(tree):
-        if isinstance(node, _Function):
-            named.setdefault(node.name, []).append(node)
-
-    waiting = _roots(tree, tests)
-    seen: set[int] = set()
-    while waiting:
-        root = waiting.pop()
-        if id(root) in seen:
-            continue
-        seen.add(id(root))
-        for node in ast.walk(root):
-            yield node
-            if isinstance(node, ast.Name):
-                waiting += named.get(node.id, [])
-            elif isinstance(node, ast.Attribute):
-                waiting += named.get(node.attr, [])
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node) + (" =" if isinstance(node.ctx, ast.Store) else "")
 
 
-def _roots(tree: ast.Module, tests: list[str]) -> list[ast.AST]:
-    """Returns what runs by itself; of a class only its tests."""
-    roots: list[ast.AST] = []
-    for statement in tree.body:
-        if isinstance(statement, ast.ClassDef):
-            runs = statement.name in tests or _is_unittest(statement, tree)
-            if runs and not _never_counts(statement):
-                roots += _methods(statement)
-        elif not isinstance(statement, _Function) or statement.name in tests:
-            roots.append(statement)
-    return roots
+def _refuse_undefined_asserts(text: str, tree: ast.Module) -> None:
+    """Raises _Refused for a function `assert…` that a test uses and that only the program could
+    define.
+    """
+    symbols = symtable.symtable(text, "<test>", "exec")
+    known = {symbol.get_name() for symbol in symbols.get_symbols() if symbol.is_assigned()}
+    for node in tree.body:
+        root = str(getattr(node, "module", "")).partition(".")[0]
+        is_known = root in sys.stdlib_module_names or root in PACKAGES.split()
+        if isinstance(node, ast.ImportFrom) and (node.level or not is_known):
+            known -= {alias.asname or alias.name for alias in node.names}
+    for name in sorted(global_names(symbols) - known - _NUMPY_ASSERTS):
+        if name.startswith("assert"):
+            raise _Refused(
+                f"{name} is not defined in the test, so the program would define it",
+                "define it in the test, or use assert",
+            )
 
 
-def _can_fail(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assert):
-        return not isinstance(node.test, ast.Constant) or not node.test.value
-    if isinstance(node, ast.Call):
-        function = node.func
-        if isinstance(function, ast.Attribute):
-            return bool(_CHECKS.match(function.attr))
-        return isinstance(function, ast.Name) and bool(_CHECKS.match(function.id))
-    return isinstance(node, ast.Raise)
-
-
-_Problem = tuple[str, str] | None
-"""What is wrong with a test, and the remedy."""
-
-
-def _patched(node: ast.AST) -> _Problem:
-    """Finds what changes the test's process alone, as `unittest.mock.patch` does."""
-    is_redirected = isinstance(node, ast.Name) and node.id.startswith("redirect_std")
-    is_redirected |= isinstance(node, ast.Attribute) and node.attr.startswith("redirect_std")
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        is_redirected |= ast.unparse(node) in _STREAMS
-    if is_redirected or _patches(node):
-        return (
-            "patches do not reach the program, which runs in a process of its own",
-            "test what the program returns, or give it input and compare its output",
-        )
-    return None
-
-
-def _patches(node: ast.AST) -> bool:
-    if isinstance(node, ast.ImportFrom) and node.module in _MOCK:
-        return "patch" in [alias.name for alias in node.names]
-    is_patch = isinstance(node, ast.Attribute) and node.attr == "patch"
-    return is_patch and ast.unparse(node).removesuffix(".patch") in _MOCK
-
-
-def _skipped(node: ast.AST) -> _Problem:
-    """Finds a test that skips itself while it runs, and what is missing of pytest."""
-    names: list[str] = []
-    owner: str | None = None
-    if isinstance(node, ast.ImportFrom):
-        owner = node.module
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.Attribute):
-        owner = getattr(node.value, "id", None)
-        names = [node.attr]
-    if owner not in ("pytest", "unittest", "self"):
-        return None
-    # With the decorator `unittest.skip` a test never counts.
-    if _SKIPS.intersection(names) and (owner, names) != ("unittest", ["skip"]):
-        return "a test that skips itself checks nothing", "remove the skip, or the test"
-    missing = [name for name in names if owner == "pytest" and name not in _PYTEST]
-    if missing:
-        return f"there is no pytest.{missing[0]} here", f"use only {', '.join(sorted(_PYTEST))}"
-    return None
-
-
-def _undefined_asserts(tree: ast.Module) -> set[str]:
-    """Returns the functions `assert…` that a test calls and that nobody but the program has."""
-    called: set[str] = set()
-    known: set[str] = set(_NUMPY_ASSERTS)
+def _refuse_always_true(tree: ast.Module) -> None:
+    """Raises _Refused for an assert that no value fails, such as `assert (x == y, "message")`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            called.add(node.func.id)
-        elif isinstance(node, _Function):
-            known |= {node.name, *_required(node)}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            known.add(node.id)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            root = str(node.module).partition(".")[0]
-            if root in sys.stdlib_module_names or root in PACKAGES.split():
-                known |= {alias.asname or alias.name for alias in node.names}
-    return {name for name in called - known if name.startswith("assert")}
-
-
-def _always_true(node: ast.AST) -> _Problem:
-    """Finds an assert that no value fails, such as `assert (x == y, "message")`."""
-    condition: ast.expr | None = None
-    if isinstance(node, ast.Assert):
-        condition = node.test
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-        condition = node.args[0] if node.func.attr in ("assertTrue", "assert_") else None
-    if condition is None or isinstance(condition, ast.Constant) or not _is_true(condition):
-        return None
-    shown = ast.unparse(node)
-    return f"no program fails `{shown:.60}`", "remove the parentheses, or what makes it true"
+        condition: ast.expr | None = None
+        if isinstance(node, ast.Assert):
+            condition = node.test
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "assertTrue":
+            condition = node.args[0] if node.args else None
+        is_constant = isinstance(condition, ast.Constant)
+        if condition is not None and not is_constant and _is_true(condition):
+            shown = ast.unparse(node)
+            raise _Refused(
+                f"no program fails `{shown:.60}`", "remove the parentheses, or what makes it true"
+            )
 
 
 def _is_true(expression: ast.expr) -> bool:
@@ -387,114 +302,58 @@ def _is_true(expression: ast.expr) -> bool:
         return bool(expression.value)
     if isinstance(expression, (ast.Tuple, ast.List, ast.Set)):
         return any(not isinstance(item, ast.Starred) for item in expression.elts)
-    if isinstance(expression, ast.Dict):
-        return any(key is not None for key in expression.keys)
     if isinstance(expression, ast.JoinedStr):
         return any(map(_is_true, expression.values))
     if isinstance(expression, ast.BoolOp):
-        parts = map(_is_true, expression.values)
-        return any(parts) if isinstance(expression.op, ast.Or) else all(parts)
-    if isinstance(expression, ast.NamedExpr):
-        return _is_true(expression.value)
-    return isinstance(expression, (ast.Lambda, ast.GeneratorExp))
+        return isinstance(expression.op, ast.Or) and any(map(_is_true, expression.values))
+    return isinstance(expression, (ast.Dict, ast.Lambda, ast.GeneratorExp))
 
 
-def _swallowed(node: ast.AST, tree: ast.Module) -> _Problem:
-    """Finds an assert whose failure nobody learns of."""
-    for check, handler in _handlers(node, tree):
-        if handler is None or not _tells(handler, tree):
-            return (
-                f"nobody learns that `{ast.unparse(check):.60}` has failed",
-                "remove the `try` or `suppress` around it, or catch less than AssertionError",
-            )
-    return None
-
-
-def _caught_checks(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields the asserts whose failure a test catches and only notes."""
-    for node in ast.walk(tree):
-        for check, handler in _handlers(node, tree):
-            if handler is not None and not any(map(_can_fail, ast.walk(handler))):
-                yield check
-
-
-def _handlers(
-    node: ast.AST, tree: ast.Module
-) -> Iterator[tuple[ast.AST, ast.ExceptHandler | None]]:
-    """Yields the asserts in a `try`, and the calls of functions with asserts, with the handler of
-    their failure; for those below a `suppress`, None.
-    """
-    handler: ast.ExceptHandler | None = None
-    if isinstance(node, ast.Try):
-        catching = [each for each in node.handlers if each.type is None or _catches(each.type)]
-        if not catching:
-            return
-        handler = catching[0]
-    elif isinstance(node, ast.With):
-        calls = [item.context_expr for item in node.items]
-        if not any(isinstance(call, ast.Call) and _suppresses(call) for call in calls):
-            return
-    else:
+def _refuse_idle(tree: ast.Module, tests: list[str]) -> None:
+    """Raises _Refused when nothing that runs can fail."""
+    if any(map(_can_fail, _reached(tree, tests))):
         return
-    # A function test… runs by itself, too.
-    checking = {
-        each.name
-        for each in _definitions(tree)
-        if not each.name.startswith("test") and any(map(_is_check, ast.walk(each)))
-    }
-    for statement in node.body:
-        for inner in ast.walk(statement):
-            called = isinstance(inner, ast.Call) and getattr(inner.func, "id", "") in checking
-            if called or _is_check(inner):
-                yield inner, handler
+    if any(map(_can_fail, ast.walk(tree))):
+        raise _Refused(
+            "the test's asserts are in functions that nothing calls, or that are skipped",
+            "call them, or name the functions test_…, or one of them check(candidate)",
+        )
+    raise _Refused("the test asserts nothing", "add an assert, or remove the test")
 
 
-def _is_check(node: ast.AST) -> bool:
-    """Whether a node raises AssertionError when a program is wrong."""
-    if isinstance(node, ast.Raise):
-        return node.exc is not None and "AssertionError" in ast.unparse(node.exc)
-    return isinstance(node, (ast.Assert, ast.Call)) and _can_fail(node) and not _exits(node)
+def _reached(tree: ast.Module, tests: list[str]) -> Iterator[ast.AST]:
+    """Yields the nodes that may run: the statements of the module, the tests, and every function
+    that is named anywhere.
+    """
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):  # only its tests run by themselves
+            runs = statement.name in tests or _is_unittest(statement, tree)
+            if runs and not _never_counts(statement):
+                for method in _methods(statement):
+                    yield from ast.walk(method)
+        elif not isinstance(statement, _Function) or statement.name in tests:
+            yield from ast.walk(statement)
+
+    used = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, _Function) and node.name in used:
+            yield from ast.walk(node)
 
 
-def _exits(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("exit", "quit"))
-
-
-def _catches(kind: ast.expr) -> bool:
-    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
-    return any(ast.unparse(each).removeprefix("builtins.") in _CATCHING for each in kinds)
-
-
-def _suppresses(call: ast.Call) -> bool:
-    return ast.unparse(call.func).endswith("suppress") and any(map(_catches, call.args))
-
-
-def _tells(handler: ast.ExceptHandler, tree: ast.Module) -> bool:
-    """Whether a handler ends the test, or notes the failure where the test looks for it."""
-    inside = list(ast.walk(handler))
-    noted: set[str] = set()
-    for node in inside:
-        if _can_fail(node):
-            return True
-        if isinstance(node, ast.Return) and node.value is not None:
-            return True
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            noted.add(node.id)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            noted |= {each.id for each in ast.walk(node.func) if isinstance(each, ast.Name)}
-    outside = set(ast.walk(tree)).difference(inside)
-    return any(
-        isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in noted
-        for node in outside
-    )
+def _can_fail(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assert):
+        return not isinstance(node.test, ast.Constant) or not node.test.value
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        return bool(_CHECKS.match(name))
+    return isinstance(node, ast.Raise)
 
 
 def _imports(tree: ast.Module) -> frozenset[str]:
     """Returns the names of the modules that a test imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(str(node.module).partition(".")[0])
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [str(getattr(node, "module", alias.name)) for alias in node.names]
+            names |= {module.partition(".")[0] for module in modules}
     return frozenset(names)

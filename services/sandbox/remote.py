@@ -6,6 +6,9 @@ patches or reads. It reaches the program's functions and objects by messages. It
 plain values, which it compares itself, and references to objects, whose methods run in the
 program's process. A program can forge a message, but with any message it can only define what the
 test asks it for, return data, or raise an exception; anything else ends the test.
+
+The run decides: a check that does not hold fails the test, whoever catches its AssertionError, and
+so does a test of which no check was executed.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -13,7 +16,7 @@ from __future__ import annotations  # its Python may be older than the server's
 import ast
 import base64
 import builtins
-import collections
+import contextlib
 import io
 import json
 import os
@@ -27,7 +30,7 @@ from typing import Any, NoReturn
 
 from services.sandbox.library_values import made, make_strict, same, strict_array
 from services.sandbox.program import ACTIONS, BINARY, COMPARED, UNARY, is_mutable
-from services.sandbox.program_names import PROGRAM, names_of, public_functions, root_of
+from services.sandbox.program_names import PROGRAM, Names, is_public, names_of, public_functions
 from services.sandbox.pytest_names import install
 from services.sandbox.suite import run_suite
 from services.sandbox.values import decoded
@@ -37,13 +40,18 @@ _TEST = "__main__"
 
 
 _CHECKED = "__checked__"
+_CAUGHT = "__caught__"
 _SAME = "__same__"
 _TYPE = "__type__"
+_COMPUTING = frozenset(("dict", "len", "list", "max", "min", "reversed", "set", "sorted", "sum"))
+_NAMING = ("__name__", "__qualname__", "__doc__")
+"""Attributes of the test's functions that a decorator of the program keeps."""
 
 
 class _Checks(ast.NodeTransformer):
-    """Compares arrays strictly, and counts the checks of a test that were executed: a program that
-    returns nothing to loop over, or that never calls a function of the test, can keep it from all.
+    """Compares arrays strictly, lets no handler of the test hide a failed check, and counts the
+    checks that were executed: a program that returns nothing to loop over, or that never calls a
+    function of the test, can keep it from all.
     """
 
     def __init__(self) -> None:
@@ -59,6 +67,14 @@ class _Checks(ast.NodeTransformer):
         # `assert False` is what only a wrong program reaches.
         if not isinstance(node.test, ast.Constant):
             node.test = self._counted(node.test)
+        return node
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        written = self.written
+        self.generic_visit(node)
+        # A handler with a check of its own has another idea of what is right.
+        if self.written == written:
+            node.body.insert(0, ast.Expr(ast.Call(ast.Name(_CAUGHT, ast.Load()), [], [])))
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -113,11 +129,25 @@ def _computes(expression: ast.expr) -> bool:
     return bool(calls) and names.issubset(_COMPUTING)
 
 
-_COMPUTING = frozenset(("dict", "len", "list", "max", "min", "reversed", "set", "sorted", "sum"))
+class _Solution(types.ModuleType):
+    """The program's module, as the test imports it: it asks the program for every name."""
 
+    def __init__(self, test: Test, names: Names, found: dict[str, Any]) -> None:
+        super().__init__(PROGRAM)
+        self.__dict__.update(names.library, _test=test, _names=names)
+        self.__all__ = [*found, *names.library]
 
-_NAMING = ("__name__", "__qualname__", "__doc__")
-"""Attributes of the test's functions that a decorator of the program keeps."""
+    def __getattr__(self, name: str) -> Any:
+        if not is_public(name):
+            raise AttributeError(name)
+        found = self._test.globals_of_program({name})
+        if name in found:
+            return found[name]
+        if name in self._names.stand_ins:
+            return self
+        if name in self._names.members:
+            return self._test.missing(name)
+        raise AttributeError(name)
 
 
 def _is_mock(value: Any) -> bool:
@@ -186,29 +216,31 @@ class Test:
         """
         install()
         json.JSONEncoder.default = _json_value  # type: ignore[assignment]
+        leave = contextlib.suppress.__exit__
+
+        def suppress(manager: Any, kind: Any, error: Any, trace: Any) -> bool:
+            self._caught(error)
+            return bool(leave(manager, kind, error, trace))
+
+        contextlib.suppress.__exit__ = suppress  # type: ignore[method-assign]
         if re.search(r"\b(?:np|numpy)\b", text):  # which takes long to import
             make_strict()
         tree = ast.parse(text)
         names = names_of(text, tree, source, has_candidate="check" in tests)
-        values = self._globals(names.asked | names.members)
-        for name in names.needed - set(values):
-            values[name] = _Missing(name, self._end)
-        solution = types.ModuleType(PROGRAM)
-        solution.__dict__.update(values)
-        solution.__dict__.update(names.library)
-        for name in names.stand_ins:
-            solution.__dict__.setdefault(name, solution)
-        namespace = {name: values[name] for name in names.asked if name in values}
-        namespace.update(names.library)
-        solution.__dict__["__all__"] = sorted(namespace)
-        sys.modules[PROGRAM] = solution
-
         checks = _Checks()
         checks.visit(tree)
         ast.fix_missing_locations(tree)
+
+        found = self.globals_of_program(names.asked)
+        sys.modules[PROGRAM] = _Solution(self, names, found)
         module = types.ModuleType(_TEST)
-        module.__dict__.update(namespace, __file__="/test_solution.py")
-        module.__dict__.update({_CHECKED: checks.count_one, _SAME: same, _TYPE: _type_of})
+        module.__dict__.update({name: self.missing(name) for name in names.needed})
+        module.__dict__.update(found)
+        module.__dict__.update(names.library, __file__="/test_solution.py")
+        module.__dict__[_CHECKED] = checks.count_one
+        module.__dict__[_CAUGHT] = lambda: self._caught(sys.exc_info()[1])
+        module.__dict__[_SAME] = same
+        module.__dict__[_TYPE] = _type_of
         sys.modules[_TEST] = module
         try:
             exec(compile(tree, "<test>", "exec"), module.__dict__)  # noqa: S102
@@ -220,31 +252,42 @@ class Test:
             functions = [entry_point] if entry_point else public_functions(source)
             if not functions:
                 raise AssertionError("the program defines no function")
-            return eval(functions[-1], self._globals({root_of(functions[-1])}))  # noqa: S307
+            expression = functions[-1]
+            root = re.split(r"\W", expression)[0]
+            return eval(expression, self.globals_of_program({root}))  # noqa: S307
 
         run_suite(module, tests, candidate)
         if checks.written and not checks.executed:
             raise AssertionError("the program kept the test from checking anything")
 
-    def _globals(self, asked: set[str]) -> dict[str, Any]:
+    def _caught(self, error: BaseException | None) -> None:
+        """Ends the test when what it catches is a check of its own that has failed."""
+        if isinstance(error, AssertionError) and _TEXT not in vars(error):
+            self._end("error", f"AssertionError: {error}"[:200])
+
+    def missing(self, name: str) -> Any:
+        """Returns what stands for a name that the program does not define."""
+        return _Missing(name, self._end)
+
+    def globals_of_program(self, asked: set[str]) -> dict[str, Any]:
         """Returns what the program binds to these names."""
 
-        def decode_names(reply: list[Any]) -> dict[str, Any]:
-            return {name: self._decoded(value) for name, value in reply[0].items() if name in asked}
+        def decode_names(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: self._decoded(value) for name, value in values.items() if name in asked}
 
-        values: dict[str, Any] = self._request(["names", sorted(asked)], decode_names)
-        return values
+        found: dict[str, Any] = self._request(["names", sorted(asked)], decode_names)
+        return found
 
     def do(self, action: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an action in the program's process; mutable arguments get the
         program's changes.
         """
 
-        def result(reply: list[Any]) -> Any:
-            for i, content in reply[1]:
+        def result(value: Any, changed: list[Any]) -> Any:
+            for i, content in changed:
                 if is_mutable(args[i]):
                     _overwrite(args[i], self._decoded(content))
-            return self._decoded(reply[0])
+            return self._decoded(value)
 
         request = ["do", action, self._dumps((args, kwargs))]
         return self._request(request, result, may_stop=action == "next")
@@ -255,46 +298,67 @@ class Test:
         """
         plain = [_plain(arg) for arg in args]
         compares = action in ("eq", "ne")
-        if compares and args[0] is args[1]:
+        if compares and args[0] is args[1]:  # one object of the program
             return action == "eq"
         if all(value is not _ABSENT for value in plain):
             return ACTIONS[action](*plain)
         some_are_plain = any(map(_is_plain, args))
+        # Its class may say that the object is equal to everything.
         if some_are_plain and compares:
             return action == "ne"
 
         result = self.do(action, *args)
+        # `4 - f(x)` would be the 0 that its class makes of it.
         if _is_plain(result) and (some_are_plain or len(args) == 1):
             raise TypeError(
                 f"an object of the program and a value of the test do not support {action}"
             )
         return result
 
+    def query(self, action: str, remote: Any, *args: Any) -> Any:
+        """Returns what the program's object says; a plain value is asked here."""
+        plain = _plain(remote)
+        return self.do(action, remote, *args) if plain is _ABSENT else ACTIONS[action](plain, *args)
+
+    def convert(self, action: str, remote: Any, *args: Any) -> Any:
+        """Returns the plain value of an object as an int, a float or another number."""
+        plain = _plain(remote)
+        if plain is _ABSENT:
+            raise TypeError(f"an object of the program does not support {action}")
+        return getattr(builtins, action)(plain, *args)
+
     async def _awaitable(self, key: int) -> Any:
         """Awaits a coroutine of the program, in the program's process."""
         return self.do("await", Remote(self, key, _ABSENT))
 
-    def _request(
-        self, message: Any, result: Callable[[list[Any]], Any], may_stop: bool = False
-    ) -> Any:
+    def _request(self, message: Any, result: Callable[..., Any], may_stop: bool = False) -> Any:
         """Sends a request and returns the `result` of its reply, or raises what the program raised.
+
+        Whatever else the program sends ends the test here: it must not take that, or the end of the
+        program, for an exception that it expects.
 
         `may_stop`: it may raise StopIteration, which ends a loop of the test.
         """
         with self._lock:
             self._send(message)
-            while True:
-                kind, *reply = self._receive()
-                if kind == "ask":
-                    self._send(["answer", self._dumps(self._asked(*reply))])
-                    continue
+            raised: Exception | None = None
+            while raised is None:
+                line = self._in.readline(self._limit + 1)
+                if len(line) > self._limit:
+                    self._end("output", f"a value takes more than {self._limit} bytes")
+                if not line.endswith(b"\n"):
+                    self._end("died", "the program has ended")
                 try:
-                    value = result(reply) if kind == "ok" else self._error(reply, may_stop)
+                    kind, *content = json.loads(line)
+                    if kind == "ok":
+                        return result(*content)
+                    if kind == "raise":
+                        raised = self._error(*content, may_stop=may_stop)
+                    else:
+                        self._send(["answer", self._dumps(self._asked(*content))])
                 except Exception as error:
                     self._end("died", f"the program sent what is no answer: {error!r:.80}")
-                if kind == "ok":
-                    return value
-                raise value
+            raise raised
 
     def _send(self, message: Any) -> None:
         try:
@@ -303,27 +367,10 @@ class Test:
         except OSError:
             self._end("died", "the program has ended")
 
-    def _receive(self) -> list[Any]:
-        """Returns the next message of the program. Without one the test ends here: it must not take
-        the end of the program for an exception that it expects.
-        """
-        line = self._in.readline(self._limit + 1)
-        if len(line) > self._limit:
-            self._end("output", f"a value takes more than {self._limit} bytes")
-        if not line.endswith(b"\n"):
-            self._end("died", "the program has ended")
-        try:
-            kind, *content = json.loads(line)
-            wanted = {"ok": (1, 2), "raise": (4,), "ask": (3,)}[kind]
-            if len(content) not in wanted:
-                raise ValueError(f"{len(content)} parts")
-        except Exception as error:
-            self._end("died", f"the program sent what is no message: {error!r:.80}")
-        return [kind, *content]
-
-    def _error(self, reply: list[Any], may_stop: bool) -> Exception:
+    def _error(
+        self, kind: Any, args: list[Any], attributes: Any, text: Any, *, may_stop: bool
+    ) -> Exception:
         """Returns the exception that the program raised."""
-        kind, args, attributes, text = reply
         error_class = self._decoded(kind)
         stops = issubclass(error_class, (StopIteration, StopAsyncIteration)) and not may_stop
         if stops or not issubclass(error_class, Exception):
@@ -335,8 +382,7 @@ class Test:
             error = error_class.__new__(error_class, *values)
         for name, value in attributes.items():
             vars(error)[name] = decoded(value)
-        if text is not None:
-            vars(error)[_TEXT] = str(text)
+        vars(error)[_TEXT] = str(text)
         return error
 
     def _asked(self, action: str, key: int, content: list[Any]) -> tuple[Any, Exception | None]:
@@ -350,17 +396,18 @@ class Test:
                 positional, named = args
                 return target(*positional, **named), None
             name = str(args[0])
-            if isinstance(target, types.FunctionType) and name in _NAMING:
-                return getattr(target, name), None
             value = getattr(target, name, None)
+            if action == "getattr" and isinstance(target, types.FunctionType) and name in _NAMING:
+                return value, None
             is_mock = _is_mock(target)
-            if name.startswith("_") or not (is_mock or type(target).__module__ == _TEST):
-                raise AttributeError(name)
+            is_of_test = type(target).__module__ == _TEST or is_mock
             # What a mock has recorded, and how it is set up, is not the program's to change.
-            is_method = callable(value) and not _is_mock(value)
-            if is_mock and (action == "setattr" or is_method):
+            is_hidden = is_mock and (
+                action == "setattr" or (callable(value) and not _is_mock(value))
+            )
+            if name.startswith("_") or not is_of_test or is_hidden:
                 raise AttributeError(name)
-            if action == "setattr" and not callable(value):
+            if action == "setattr":
                 setattr(target, name, args[1])
                 return None, None
             value = getattr(target, name)
@@ -386,8 +433,9 @@ class Test:
         if kind == "local":
             return self.locals[key]
         if kind == "made":
-            name, items = content
-            value = made(key, name, [self._decoded(item) for item in items])
+            name, *parts = content
+            arguments, items = [[self._decoded(item) for item in part] for part in parts]
+            value = made(key, name, arguments, items)
             return strict_array(value) if name == "array" else value
         if kind == "coroutine":
             return self._awaitable(int(key))
@@ -399,7 +447,8 @@ class Test:
         plain, is_generator = content
         if is_generator:
             self.generators.add(int(key))
-        _set_plain(remote, self._decoded(plain[0]) if plain else _ABSENT)
+        current = self._decoded(plain[0]) if plain else _ABSENT
+        object.__setattr__(remote, "_Remote__plain", current)
         return remote
 
     def _exception(self, key: int, module: str, name: str, bases: list[Any]) -> Any:
@@ -421,6 +470,7 @@ _WITH_EXCEPTIONS = (
 )  # fmt: skip
 """Modules with exceptions that a test may expect. One of `unittest` would skip the test."""
 _TEXT = "_text of the program"
+"""Attribute with the text of an exception that the program raised."""
 
 
 def _text_of_error(error: Any) -> str:
@@ -434,26 +484,19 @@ _ABSENT: Any = object()
 
 def _overwrite(local: Any, content: Any) -> None:
     """Replaces the content of a list, dictionary, … by that of the program's copy."""
-    if isinstance(local, bytearray):
-        local[:] = content
-        return
     if hasattr(local, "dtype"):  # an array
         local[...] = content
         return
     local.clear()
-    if isinstance(local, (list, collections.deque)):
-        local.extend(content)
-    else:
-        local.update(content)
+    fill = local.extend if hasattr(local, "extend") else local.update
+    fill(content)
 
 
-_CHANGES = {
-    *(set(dir(list)) - set(dir(tuple))),
-    *(set(dir(set)) - set(dir(frozenset))),
-    *(set(dir(bytearray)) - set(dir(bytes))),
-    *(set(dir(dict)) - set(dir(types.MappingProxyType))),
-    *("appendleft", "extendleft", "popleft", "rotate", "move_to_end", "subtract"),
-}
+_CHANGES = frozenset((
+    "add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "extendleft",
+    "insert", "intersection_update", "move_to_end", "pop", "popitem", "popleft", "remove",
+    "reverse", "rotate", "setdefault", "sort", "subtract", "symmetric_difference_update", "update",
+))  # fmt: skip
 """Methods that change a list, a set, a bytearray, a dictionary or a deque. The program's objects
 change in its process; all other methods of plain values are computed in this one."""
 
@@ -486,12 +529,6 @@ class Remote:
             return getattr(plain, name)
         return _do("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        _do("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _do("delattr", self, name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _test(self).do("call", self, *args, **kwargs)
 
@@ -501,15 +538,8 @@ class Remote:
     def __instancecheck__(self, value: Any) -> bool:
         return type(value) is Remote and _do("isinstance", value, self) is True
 
-    def __copy__(self) -> Any:
-        return _do("copy", self)
-
     def __deepcopy__(self, _: object) -> Any:
         return _do("deepcopy", self)
-
-    def __hash__(self) -> int:
-        plain = _plain(self)
-        return _do("hash", self) if plain is _ABSENT else hash(plain)
 
 
 def _key(remote: Any) -> int:
@@ -550,11 +580,6 @@ def _type_of(value: Any) -> Any:
     return _do("type", value) if type(itself) is Remote else type(itself)
 
 
-def _set_plain(remote: Any, plain: Any) -> None:
-    """Records the current plain value."""
-    object.__setattr__(remote, "_Remote__plain", plain)
-
-
 def _test(remote: Any) -> Test:
     test: Test = object.__getattribute__(remote, "_Remote__test")
     return test
@@ -567,53 +592,25 @@ def _do(action: str, remote: Any, *args: Any) -> Any:
 # The special methods of Remote: Python looks them up in the class, so all of them must exist.
 
 
-def _operator(action: str) -> Callable[..., Any]:
-    def operate(self: Any, *args: Any) -> Any:
-        return _test(self).operate(action, self, *args)
+def _special(run: Callable[..., Any], action: str, *, reflected: bool = False) -> Any:
+    """Returns a special method that calls a method of `Test` with this action."""
 
-    return operate
+    def method(self: Any, *args: Any) -> Any:
+        arguments = (*args, self) if reflected else (self, *args)
+        return run(_test(self), action, *arguments)
 
-
-def _reflected_operator(action: str) -> Callable[..., Any]:
-    def operate(self: Any, other: Any) -> Any:
-        return _test(self).operate(action, other, self)
-
-    return operate
-
-
-def _request_of_program(action: str) -> Callable[..., Any]:
-    def request(self: Any, *args: Any) -> Any:
-        return _do(action, self, *args)
-
-    return request
-
-
-def _request_unless_plain(action: str) -> Callable[..., Any]:
-    def request(self: Any, *args: Any) -> Any:
-        plain = _plain(self)
-        return _do(action, self, *args) if plain is _ABSENT else ACTIONS[action](plain, *args)
-
-    return request
-
-
-def _conversion(action: str) -> Callable[..., Any]:
-    def convert(self: Any, *args: Any) -> Any:
-        plain = _plain(self)
-        if plain is _ABSENT:
-            raise TypeError(f"an object of the program does not support {action}")
-        return getattr(builtins, action)(plain, *args)
-
-    return convert
+    return method
 
 
 for _action in BINARY + COMPARED + UNARY:
-    setattr(Remote, f"__{_action.rstrip('_')}__", _operator(_action))
+    setattr(Remote, f"__{_action.rstrip('_')}__", _special(Test.operate, _action))
 for _action in BINARY:
-    setattr(Remote, f"__r{_action.rstrip('_')}__", _reflected_operator(_action))
-for _action in ("next", "setitem", "delitem", "enter"):
-    setattr(Remote, f"__{_action}__", _request_of_program(_action))
-for _action in ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem"):
-    setattr(Remote, f"__{_action}__", _request_unless_plain(_action))
+    reflected_name = f"__r{_action.rstrip('_')}__"
+    setattr(Remote, reflected_name, _special(Test.operate, _action, reflected=True))
+for _action in ("next", "setitem", "delitem", "enter", "copy", "setattr", "delattr"):
+    setattr(Remote, f"__{_action}__", _special(Test.do, _action))
+for _action in ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem", "hash"):
+    setattr(Remote, f"__{_action}__", _special(Test.query, _action))
 for _action in ("int", "float", "complex", "bytes", "round"):
-    setattr(Remote, f"__{_action}__", _conversion(_action))
-Remote.__index__ = _conversion("int")  # type: ignore[attr-defined]
+    setattr(Remote, f"__{_action}__", _special(Test.convert, _action))
+Remote.__index__ = _special(Test.convert, "int")  # type: ignore[attr-defined]

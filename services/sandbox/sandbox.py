@@ -174,7 +174,7 @@ class Sandbox:
         total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
         limit_s = _START_S + WALL_TIMES * total_s + _SLACK_S
         max_line = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
-        has_tests = any(case.request["kind"] == "code" for case in cases)
+        has_tests = any(case.test is not None for case in cases)
 
         with self._process(slot, limit_s, has_tests) as process:
             assert process.stdin is not None
@@ -194,7 +194,7 @@ class Sandbox:
                     break
                 if line == b'"test"\n':
                     # In a thread: if the program has killed its reader, a full pipe blocks.
-                    test = _line([len(results), case.request["code"]])
+                    test = _line([len(results), case.test])
                     threading.Thread(target=_send, args=(process, test), daemon=True).start()
                     continue
                 if not line.endswith(b"\n"):
@@ -208,15 +208,10 @@ class Sandbox:
 
     def _job(self, source: str, cases: Sequence[Case], total_s: float) -> dict[str, Any]:
         """Returns what the sandbox gets to do: no expected value, and no test before its turn."""
-        requests = []
-        for case in cases:
-            request = dict(case.request)
-            request.pop("code", None)
-            requests.append(request)
         compiled = threads_only_filter() if self.kind == "bubblewrap" else b""
         return {
             "source": source,
-            "cases": requests,
+            "cases": [case.request for case in cases],
             "timeout_s": self.limits.timeout_s,
             "total_s": total_s,
             "memory_bytes": self.limits.memory_mb << 20,

@@ -6,12 +6,16 @@ the sandbox, like `inside`.
 
 from __future__ import annotations  # its Python may be older than the server's
 
+import collections
 import inspect
 import io
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from services.sandbox.values import finished
 
 
 def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[], Any]) -> None:
@@ -32,7 +36,7 @@ def run_suite(module: types.ModuleType, tests: list[str], candidate: Callable[[]
     for name in tests:
         value = vars(module)[name]
         if name == "check":
-            _run_to_end(value, {_required(value)[0]: candidate()})
+            finished(value(candidate()))
         elif inspect.isclass(value):
             _run_class(value, fixtures)
         else:
@@ -142,7 +146,8 @@ def _run_function(function: Any, fixtures: _Fixtures, owner: Any = None) -> None
     required = _required(function)
     choices = fixtures.choices([*fixtures.automatic(), *required])
     stacked = [*choices.values(), *getattr(function, "parameters", [])]
-    for parameters in _parameter_sets(stacked):
+    for combination in itertools.product(*stacked):
+        parameters = dict(collections.ChainMap(*combination))
         ready = dict(parameters, self=owner)
         cleanup: list[Iterator[Any]] = []
         for name in fixtures.automatic():
@@ -150,30 +155,9 @@ def _run_function(function: Any, fixtures: _Fixtures, owner: Any = None) -> None
         arguments = {name: value for name, value in parameters.items() if name.isidentifier()}
         for name in required:
             arguments[name] = fixtures.value(name, ready, cleanup)
-        _run_to_end(function, arguments)
+        finished(function(**arguments))
         for generator in reversed(cleanup):
             next(generator, None)
-
-
-def _run_to_end(function: Any, arguments: dict[str, Any]) -> None:
-    expects_failure = getattr(function, "expects_failure", False)
-    try:
-        value = function(**arguments)
-        if inspect.iscoroutine(value):
-            import asyncio
-
-            asyncio.run(value)
-    except Exception:
-        if not expects_failure:
-            raise
-
-
-def _parameter_sets(stacked: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns every combination of the sets of stacked `parametrize` marks."""
-    sets: list[dict[str, Any]] = [{}]
-    for choices in stacked:
-        sets = [{**one, **other} for one in sets for other in choices]
-    return sets
 
 
 def _required(function: Any) -> list[str]:

@@ -54,7 +54,8 @@ class Process:
     def is_launcher(self) -> bool:
         """Whether this process runs a node, as init runs a pod: its end is the end of the whole
         node."""
-        return len(self.argv) > 2 and self.argv[2].endswith("jobgroup/local/launcher.py")
+        is_launcher = any(word.endswith("common/process/launcher.py") for word in self.argv)
+        return is_launcher and "bash" in self.argv
 
     @property
     def is_grader(self) -> bool:

@@ -69,9 +69,13 @@ def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0
 def test_names_stand_for_the_processes_that_do_the_work(router: str) -> None:
     launched = (
         "python",
-        "-P",
-        "/x/jobgroup/local/launcher.py",
+        "-I",
+        "-S",
+        "/x/common/process/launcher.py",
         "10.0",
+        "-",
+        "bash",
+        "-c",
         "exec .venv/bin/python -m services.rollout",
     )
     running = [

@@ -117,6 +117,12 @@ def worker_url(request: pytest.FixtureRequest) -> str:
     return _url(request)
 
 
+@pytest.fixture(params=["sglang", "sglang_router", *EXTERNAL])
+def chat_url(request: pytest.FixtureRequest) -> str:
+    """Returns the URL of a target with OpenAI's calls, which the embedded engine does not have."""
+    return _url(request)
+
+
 REACHED = {
     "engine": ("engine", "engine"),
     "router": ("engine", "router"),

@@ -30,7 +30,7 @@ from common.wire.schemas import (
 from examples.tool_calculator.base import build
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
-from services.environment.tokenizer import load_template
+from services.environment.template import load_template
 from services.http.app import listen, serving
 from tests.support.engines.engines import (
     engine_process,

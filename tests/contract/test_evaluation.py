@@ -3,11 +3,13 @@ the local model."""
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.reward.functions import MathRewardFunction
 from trainer.api.evaluator import ModelEvaluator
+from trainer.evaluation.results import EvaluationResults
 
 pytestmark = pytest.mark.integration
 
@@ -19,19 +21,27 @@ ROWS = [
 ]
 
 
+def evaluated(model: str | Path, **options: Any) -> EvaluationResults:
+    with closing(MathRewardFunction()) as reward:
+        evaluator = ModelEvaluator(model, max_new_tokens=24, progress=False, **options)
+        return evaluator.evaluate(ROWS, reward, k=2)
+
+
+def check(served: EvaluationResults, model_dir: Path) -> None:
+    local = evaluated(model_dir)
+    assert all(local["responses"])
+    assert served["responses"] == local["responses"]
+    assert served["lengths"] == local["lengths"]
+    assert len({sample["response"] for row in served["samples"] for sample in row}) > len(ROWS)
+
+
 def test_contract_evaluation_of_a_served_model_equals_that_of_the_local_one(
     target_url: str, model_dir: Path
 ) -> None:
-    with closing(MathRewardFunction()) as reward:
-        local = ModelEvaluator(model_dir, max_new_tokens=24, progress=False).evaluate(ROWS, reward)
-        chat = ModelEvaluator(target_url, max_new_tokens=24, progress=False).evaluate(
-            ROWS, reward, k=2
-        )
-        native = ModelEvaluator(
-            target_url, tokenizer=model_dir, max_new_tokens=24, progress=False
-        ).evaluate(ROWS, reward, k=2)
-    assert all(local["responses"])
-    for served in (chat, native):
-        assert served["responses"] == local["responses"]
-        assert served["lengths"] == local["lengths"]
-        assert len({sample["response"] for row in served["samples"] for sample in row}) > len(ROWS)
+    check(evaluated(target_url, tokenizer=model_dir), model_dir)
+
+
+def test_contract_evaluation_by_chats_equals_that_of_the_local_one(
+    chat_url: str, model_dir: Path
+) -> None:
+    check(evaluated(chat_url), model_dir)

@@ -128,47 +128,11 @@ def test_contract_unknown_top_level_keys_are_ignored(worker: httpx.Client) -> No
     assert answer["meta_info"]["completion_tokens"] == 1
 
 
-def test_contract_openai_chat(target: httpx.Client) -> None:
-    model = target.get("/v1/models").json()["data"][0]["id"]
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "hi"}],
-        "n": 2,
-        "max_tokens": 3,
-        "temperature": 0.5,
-    }
-    response = target.post("/v1/chat/completions", json=body)
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length"}
-    assert answer["usage"]["completion_tokens"] <= 6
-    assert (
-        answer["usage"]["total_tokens"]
-        == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
-    )
-    assert isinstance(answer["metadata"]["weight_version"], str)
-
-
 def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url: str) -> None:
-    """In both calls; only the embedded engine is tested, as SGLang ignores the seed on a CPU."""
-    native = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
-    models = httpx.get(f"{router_url}/v1/models", trust_env=False, timeout=60).json()
-    chat = {
-        "model": models["data"][0]["id"],  # the router knows no other
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 12,
-        "seed": 11,
-    }
-    for path, body in (("/generate", native), ("/v1/chat/completions", chat)):
-        first, second = (
-            httpx.post(url + path, json=body, trust_env=False, timeout=60).json()
-            for url in (engine_url, router_url)
-        )
-        assert text_of(first) == text_of(second) != ""
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    return str(
-        answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"]
+    """Only the embedded engine is tested, as SGLang ignores the seed on a CPU."""
+    body = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
+    direct, routed = (
+        httpx.post(f"{url}/generate", json=body, trust_env=False, timeout=60).json()["text"]
+        for url in (engine_url, router_url)
     )
+    assert direct == routed != ""

@@ -19,7 +19,7 @@ from common.settings.sections import RolloutSection
 from common.wire.schemas import WorkerReport
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.receive import BroadcastReceiver
-from services.rollout.weights.store import TrainerClient
+from services.rollout.weights.trainer_client import TrainerClient
 from tests.support.engines.engines import sglang_is_installed, sglang_process
 from tests.support.models.tiny_models import write
 from trainer.backends.server import create_trainer_app

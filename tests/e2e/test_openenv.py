@@ -25,7 +25,7 @@ def call(name: str, **arguments: Any) -> str:
 async def play(
     server: Served, name: str, request_id: str = "r", n: int = 1, **limits: Any
 ) -> list[Episode]:
-    request = request_for(server.service.environment.name, name, n=n, **limits)
+    request = request_for(server.service.runner.name, name, n=n, **limits)
     request.request_id = request_id
     return await server.client.episodes(request)
 

@@ -35,7 +35,7 @@ def environment(identifier: str, directory: Path) -> str:
 async def play(
     server: Served, request_id: str, n: int = 1, index: Any = 2, **limits: Any
 ) -> list[Episode]:
-    request = request_for(server.service.environment.name, n=n, **limits)
+    request = request_for(server.service.runner.name, n=n, **limits)
     request.request_id = request_id
     request.task.columns = {} if index is None else {"index": index}
     return await server.client.episodes(request)
@@ -46,7 +46,7 @@ def first_prompt(server: Served) -> str:
 
 
 def process_of(server: Served) -> int:
-    runner: Any = server.service.environment
+    runner: Any = server.service.runner
     (process,) = psutil.Process(runner._server._program._process.pid).children()
     return process.pid
 
@@ -115,8 +115,8 @@ APPLES = '[env.taskset]\nid = "apple-counting"\n'
 WRONG = {
     "pear-counting": "taskset 'pear-counting' not found",
     APPLES + 'fruits = "pears"': "fruits",
-    APPLES + "[env.retries]\nmax_retries = 2": "[env.retries] would train the abandoned tries",
-    APPLES + "[env.agent.retries]\nmax_retries = 2": "[env.agent.retries] would train",
+    APPLES + "[env.retries]\nmax_retries = 2": "would train on abandoned tries",
+    APPLES + "[env.agent.retries]\nmax_retries = 2": "would train on abandoned tries",
     APPLES + '[env.agent.runtime]\ntype = "submarine"': "submarine",
     APPLES + "[sampling]\ntemperature = 0": "has sampling beside [env]; remove it",
 }

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.prompts.answer_text import without_thoughts
-from common.prompts.final_answers import MAX_ANSWER_CHARS, clean
+from common.prompts.stated_answers import MAX_ANSWER_CHARS, clean
 from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.functions.answers import MathRewardFunction

@@ -193,9 +193,7 @@ FAULTS = {
         'RLHF_PARALLEL__SHARD_SIZE: "1"\n  RLHF_PARALLEL__EXPERT_SIZE: "2"',
         f"{TRAINER}: the 1 processes of a copy (parallel.shard_size) cannot be divided",
     ),
-    "size-is-no-number": setting(
-        TRAINER, "RLHF_PARALLEL__SHARD_SIZE: all", "this is not a whole number"
-    ),
+    "size-is-no-number": setting(TRAINER, "RLHF_PARALLEL__SHARD_SIZE: all", "a valid integer"),
     "misspelt-setting": setting(
         TRAINER,
         "RLHF_TRAINER__LERNING_RATE: 1",
@@ -314,7 +312,7 @@ def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_not(tmp_path: Pa
     for told in (
         "did you mean MAX_STEPS?",
         "RLHF_OPTIMIZER__LEARNING_RATE?",
-        "this is not a whole number · field: trainer.batch_size",
+        "expected a valid integer · field: trainer.batch_size",
     ):
         assert told in output
     assert "MY_OWN" not in output
@@ -431,7 +429,7 @@ def test_a_variant_differs_from_the_main_job_group_only_in_size(path: Path) -> N
         assert {key: value for key, value in task.items() if key not in free} == {
             key: value for key, value in other.items() if key not in free
         }
-        own = {"use_spot", "accelerators", "cpus", "memory", "job_recovery"}
+        own = {"use_spot", "accelerators", "cpus", "memory", "job_recovery", "image_id"}
         assert {key: value for key, value in task["resources"].items() if key not in own} == {
             key: value for key, value in other["resources"].items() if key not in own
         }

@@ -75,10 +75,10 @@ def test_a_wrong_setting_is_a_failed_line_in_its_own_words(
     assert main([_group(tmp_path), "--env", "RLHF_TRAINER__BATCH_SIZE=0"]) == 1
     out = capsys.readouterr().out
     assert (
-        "FAIL  settings of data-server: this number is too small · field: trainer.batch_size · value: 0"
+        "FAIL  settings of data-server: invalid value, expected greater than 0 · field: trainer.batch_size · value: 0"
         in out
     )
-    assert "\n      fix: give a number above 0" in out
+    assert "\n      fix: give a value that is greater than 0" in out
     assert "ok    python: " in out  # the other checks still run
 
 
@@ -126,8 +126,8 @@ def test_the_plan_of_a_model_says_what_fits_and_what_to_change(
     assert main(plan_of_7b(tmp_path, "--gpus", "8")) == 0
     out = capsys.readouterr().out
     assert "ok    trainer: 15.2 GB on each of 8 GPUs between updates; answers of 512 tokens" in out
-    assert "FAIL  trainer on 24 GB: does not fit: 33.3 GB with activation_checkpointing true" in out
-    everything = "146.9 GB with activation_checkpointing false, reshard_after_forward false"
+    assert "FAIL  trainer on 24 GB: does not fit: 33.3 GB of 24.0 GB on each of 8 GPUs with" in out
+    everything = "146.9 GB of 180.0 GB on each of 8 GPUs with activation_checkpointing false, reshard_after_forward false"
     assert f"ok    trainer on 180 GB: {everything}" in out
     assert (
         "ok    engine on 24 GB: weights 15.2 GB on each of 1 GPUs, 5.2 GB left for the KV cache: 90,136 tokens"
@@ -160,7 +160,7 @@ def test_the_plan_accepts_settings_and_an_unknown_architecture(
     )
     assert main(words) == 0
     assert (
-        "ok    trainer on 80 GB: 45.9 GB with activation_checkpointing true, reshard_after_forward false"
+        "ok    trainer on 80 GB: 45.9 GB of 80.0 GB on each of 8 GPUs with activation_checkpointing true, reshard_after_forward false"
         in capsys.readouterr().out
     )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
@@ -268,13 +268,6 @@ def _fit(
     return {result.name: result for result in memory.check_fit(plan)}
 
 
-def test_a_model_that_cannot_fit_in_this_machine_fails_with_the_numbers(tmp_path: Path) -> None:
-    result = _fit(tmp_path, LARGE, {"ppo-trainer": ""}, 0)["memory for the model"]
-    assert result.state == "fail"
-    assert "weights 282.2 GB, gradients 282.2 GB, optimizer 564.4 GB" in result.found
-    assert "micro_batch_tokens" in result.fix
-
-
 def test_a_model_is_judged_for_the_gpus_of_this_machine(tmp_path: Path) -> None:
     tasks = {"rollout-server": "", "ppo-trainer": "resources: {accelerators: 'H100:8'}\n"}
     env = {"RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "true"}
@@ -282,7 +275,7 @@ def test_a_model_is_judged_for_the_gpus_of_this_machine(tmp_path: Path) -> None:
     assert fitting["model"].found.startswith("7,615,616,512 parameters")
     assert fitting["memory of ppo-trainer"].state == "ok"
     assert (
-        "45.9 GB of 80.0 GB on each of 8 GPUs: weights 3.8 GB"
+        "45.9 GB of 80.0 GB on each of 8 GPUs with activation_checkpointing true"
         in fitting["memory of ppo-trainer"].found
     )
     assert fitting["memory of an engine"].state == "ok"

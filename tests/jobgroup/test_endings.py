@@ -1,16 +1,11 @@
 """However a run ends, none of its processes is left."""
 
-import os
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
 
@@ -52,6 +47,20 @@ def test_kill_9_of_the_runner_ends_everything(local: "LocalRun") -> None:
     local.wait_for(lambda: _up(local))
     process.kill()
     local.wait_for(lambda: local.marked() == [])
+
+
+def test_what_a_command_leaves_behind_is_given_time_too(local: "LocalRun") -> None:
+    """Bash ends at SIGTERM at once; the program that it waits for is told afterwards."""
+    polite = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit('flushed'))"
+    )
+    script = f'python3 -c "{polite}; print(1, flush=True); time.sleep(600)"\n  echo never'
+    process = local.start(f"{HEADER}---\nname: main\nrun: |\n  {script}\n", "--grace", "100s")
+    local.wait_for(lambda: local.log("main-0") == "1\n")
+    process.terminate()
+    assert local.finish()[0] == 143
+    assert local.log("main-0") == "1\nflushed\n"
+    assert local.marked() == []
 
 
 def test_kill_9_of_a_launcher_is_a_failure_of_its_node_and_leaves_nothing(
@@ -110,31 +119,3 @@ def test_a_reader_that_goes_away_ends_the_run(local: "LocalRun") -> None:
     process.stdout.close()
     assert process.wait(timeout=400) == 129
     assert local.marked() == []
-
-
-CLOSING = """
-import asyncio, signal, sys
-from jobgroup.local.__main__ import main
-
-class Loop(asyncio.SelectorEventLoop):
-    def _close_self_pipe(self):
-        super()._close_self_pipe()
-        signal.raise_signal(signal.SIGCHLD)
-
-asyncio.DefaultEventLoopPolicy._loop_factory = Loop
-sys.exit(main())
-"""
-
-
-def test_a_process_that_ends_while_the_runner_does_leaves_no_error(local: "LocalRun") -> None:
-    (local.folder / "group.yaml").write_text(f"{HEADER}---\nname: main\nrun: exit 0\n")
-    command = [sys.executable, "-c", CLOSING, "group.yaml", "--log-dir", "logs"]
-    ended = subprocess.run(
-        command,
-        cwd=local.folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")

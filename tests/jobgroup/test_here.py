@@ -73,8 +73,7 @@ def test_a_local_run_needs_no_volume_and_no_image(
     )
     assert (status, err) == (0, "")
     assert local.log("main-0").strip() == "x|unset|runs/mine|"
-    assert "volumes and file_mounts of main are only for a cluster and not mounted here" in out
-    assert "STATE_DIR of the YAML name folders on volumes" in out
+    assert "volumes and file_mounts of main are only for a cluster" in out
 
 
 def test_the_doctor_takes_a_volume_into_account_only_where_it_is_mounted(tmp_path: Path) -> None:

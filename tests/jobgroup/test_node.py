@@ -1,6 +1,5 @@
 """One node of the local runner whose log file cannot be written."""
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -28,11 +27,8 @@ async def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(
         screen=Screen(["main-0"]),
         grace_s=1.0,
     )
-    while not node.ended.done():
-        await asyncio.sleep(0.02)
-        node.poll()
-    assert node.ended.result() == 3
-    assert list(node.tail) == [b"line 1", b"line 2", b"line 3"]
+    assert await node.ended == 3
+    assert list(node.last_lines) == [b"line 1", b"line 2", b"line 3"]
     out = capfd.readouterr().out
     assert out.count("lines are missing in /dev/full: [Errno 28] No space left on device") == 1
     assert out.count("main-0   | line") == 3

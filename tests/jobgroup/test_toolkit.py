@@ -44,8 +44,8 @@ def setup_folder(tmp_path: Path) -> Path:
     """setup.sh with a uv that installs empty NVIDIA wheels and an apt-get that installs a
     compiler."""
     (tmp_path / "jobgroup").mkdir()
-    for name in ("jobgroup/setup.sh", "jobgroup/sglang-requirements.txt"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("setup.sh", "sglang-requirements.txt", "sglang-overrides.txt"):
+        shutil.copy(ROOT / "jobgroup" / name, tmp_path / "jobgroup" / name)
     wheels = f'"$5/{WHEELS}"'
     install = f"mkdir -p {wheels}/lib {wheels}/bin && touch {wheels}/lib/libcudart.so.13 {wheels}/lib/libnvrtc.so.13"
     _program(

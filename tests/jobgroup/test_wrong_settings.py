@@ -38,7 +38,7 @@ run: {PYTHON} -m services.replay WRONG
     [
         (
             "--trainer.batch_size many",
-            "field: trainer.batch_size · value: many · remedy: give a whole number",
+            "field: trainer.batch_size · value: many · remedy: give a value that is a valid integer",
         ),
         ("--config nothing.yaml", "field: --config · value: nothing.yaml"),
     ],
@@ -71,7 +71,10 @@ def test_a_wrong_variable_is_refused_before_anything_starts(local: "LocalRun") -
     for word, told in (
         ("MAX_STEP=3", "did you mean MAX_STEPS?"),
         ("RLHF_TRAINER__LERNING_RATE=1", "RLHF_OPTIMIZER__LEARNING_RATE"),
-        ("RLHF_TRAINER__BATCH_SIZE=many", "value: many · remedy: give a whole number"),
+        (
+            "RLHF_TRAINER__BATCH_SIZE=many",
+            "value: many · remedy: give a value that is a valid integer",
+        ),
         ("RUN_CONFIG=nothing.yaml", "field: --config · value: nothing.yaml"),
         ("MODEL_NAME=./nothing", "field: model.name · value: ./nothing"),
     ):

@@ -254,6 +254,7 @@ def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: P
     for name in (
         "jobgroup/setup.sh",
         "jobgroup/sglang-requirements.txt",
+        "jobgroup/sglang-overrides.txt",
         "pyproject.toml",
         "constraints.txt",
     ):

@@ -20,6 +20,7 @@ from services.rollout.engine_client import engine_command, engine_env
 from trainer import ModelEvaluator, TrainerConfig
 from trainer import __main__ as program
 from trainer.start import job_group
+from trainer.start.program import run_rank
 
 GIVEN = [
     ({"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, "SKYPILOT_NUM_GPUS_PER_NODE is 8"),
@@ -223,7 +224,7 @@ def test_a_trainer_with_gpus_that_it_cannot_use_ends_with_the_status_of_a_wrong_
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(SystemExit) as end:
-        program.main()
+        run_rank(program.main)
     assert end.value.code == WRONG_SETTING
     reason = capsys.readouterr().err.rstrip().splitlines()[-1]
     assert reason.startswith("error: torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 4: ")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from common.settings.config import Config
 from common.settings.sections import TrainerSection
-from learning.hub_names import learn
+from learning.hub_names import set_conversions
 from learning.loading import AddedModules, Pretrained, SafetensorsReader, load, model_reader
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
@@ -72,9 +72,18 @@ def test_files_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
     kept = {name: tensor for name, tensor in tensors.items() if name != lost}
     save_file(kept, path, metadata={"format": "pt"})
 
-    pretrained = Pretrained(AutoModelForCausalLM, str(directory))
+    def loaded(**more: Any) -> torch.nn.Module:
+        pretrained = Pretrained(AutoModelForCausalLM, str(directory), **more)
+        return load(
+            pretrained,
+            lambda model: model,
+            Ranks(device_kind="cpu"),
+            config=Config(trainer=TrainerSection(compile=False)),
+            low_precision=False,
+        )
+
     with pytest.raises(ValueError, match=f"lack a tensor of the model.*{re.escape(lost)}"):
-        pretrained.whole()
+        loaded()
 
     class Added(AddedModules):
         """Initialises this tensor, as the critic does its head."""
@@ -82,8 +91,28 @@ def test_files_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
         def first(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
             return torch.zeros(tuple(shape)) if name == lost else None
 
-    made = Pretrained(AutoModelForCausalLM, str(directory), added=Added()).whole()
+    made = loaded(added=Added())
     assert not made.state_dict()[lost].any()
+
+
+@pytest.mark.parametrize("shift", [0, 8, 24])
+def test_weights_are_aligned_whatever_file_they_were_read_from(tmp_path: Path, shift: int) -> None:
+    """On a CPU the last bits of a product depend on where its factors lie."""
+    directory = write("Qwen2", tmp_path / "model")
+    path = directory / "model.safetensors"
+    body = path.read_bytes()
+    size = int.from_bytes(body[:8], "little")
+    header = body[8 : 8 + size] + b" " * shift
+    path.write_bytes(len(header).to_bytes(8, "little") + header + body[8 + size :])
+
+    model = load(
+        Pretrained(AutoModelForCausalLM, str(directory)),
+        lambda model: model,
+        Ranks(device_kind="cpu"),
+        config=Config(trainer=TrainerSection(compile=False)),
+        low_precision=False,
+    )
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["Qwen3-MoE", "Mixtral", "gpt_oss", "Phi-3"])
@@ -95,7 +124,7 @@ def test_files_with_each_expert_by_itself_are_read_in_parts(kind: str, tmp_path:
     expected = pretrained.plain().state_dict()
     model = pretrained.empty()
     targets = named_tensors(model)
-    learn(model, targets, SafetensorsReader(directory).shapes())
+    set_conversions(model, targets, SafetensorsReader(directory).shapes())
     reader = model_reader(directory, model, targets)
     assert reader is not None
 

@@ -5,7 +5,6 @@ loads, tensor by tensor.
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from common.settings.config import load
 from learning.ranks import Ranks
-from tests.support.batches.groups import VOCABULARY, save
+from tests.support.batches.groups import VOCABULARY
 from tests.support.batches.sharding import arguments, run_cases
 from tests.support.models.tiny_models import make
-from trainer.backends.job_group import check_head
-from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy
 
 HEAD = "lm_head.weight"
@@ -81,12 +78,10 @@ def own_head_of_gemma(directory: Path) -> None:
     own_head(directory)
 
 
-CHANGES: list[Change] = [
+CHANGES: list[Change] = [same_head, shards_of_an_older_save, more_tensors]
+OWN_HEADS: list[Change] = [
     own_head,
-    same_head,
     own_head_in_two_files,
-    shards_of_an_older_save,
-    more_tensors,
     own_head_of_a_mixture,
     own_head_of_gemma,
 ]
@@ -120,9 +115,6 @@ def on_two_ranks(
     cases: dict[str, dict[str, Any]] = {
         name: {"settings": arguments(path), "updates": 0} for name, path in directories.items()
     }
-    lora = ["--model.name", str(directories["own_head"]), "--lora.rank", "2"]
-    lora += ["--lora.publish", "merged"]
-    cases["own_head_under_an_adapter"] = {"settings": lora, "updates": 0}
     run_cases(2, directory, cases)
     return {
         name: [load_file(directory / f"{name}-{rank}.safetensors") for rank in range(2)]
@@ -131,52 +123,32 @@ def on_two_ranks(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "name", [*(change.__name__ for change in CHANGES), "own_head_under_an_adapter"]
-)
+@pytest.mark.parametrize("name", [change.__name__ for change in CHANGES])
 def test_every_rank_holds_what_transformers_loads(
     name: str, directories: dict[str, Path], on_two_ranks: dict[str, list[dict[str, Tensor]]]
 ) -> None:
-    directory = directories[name.removesuffix("_under_an_adapter")]
+    directory = directories[name]
     expected = loaded_by_transformers(directory)
     alone = dict(Policy(load(arguments(directory), {}), Ranks()).weights())
     for found in (alone, *on_two_ranks[name]):
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.equal(found[key], tensor), key
-    assert (HEAD in expected) == name.startswith("own_head")
+    assert HEAD not in expected
 
 
-@pytest.mark.integration
-def test_a_run_that_continues_on_another_number_of_ranks_keeps_the_head(
-    policy_dir: Path, tmp_path: Path
+@pytest.mark.parametrize("change", OWN_HEADS)
+def test_a_head_that_config_json_denies_is_refused(
+    change: Change, policy_dir: Path, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(policy_dir, model)
-    own_head(model)
-    policy = Policy(load(arguments(model), {}), Ranks())
-    policy.step = 2
-    save(policy, tmp_path / "one" / "checkpoints")
-    one = dict(policy.weights())
-    written = json.loads((tmp_path / "one/checkpoints/step_000002/config.json").read_text())
-    assert not written["tie_word_embeddings"], "as the files say"
-
-    settings = arguments(model)
-    case = {"settings": settings, "resume": "one", "updates": 0}
-    run_cases(2, tmp_path, {"two": case, "hidden": case | {"hidden": True}})
-    run_cases(2, tmp_path, {"saves": {"settings": settings, "save": "saved", "updates": 2}})
-    checkpoint = newest(tmp_path / "saved" / "checkpoints")
-    assert checkpoint is not None
-    saved = load_file(checkpoint / "model.safetensors")
-    for name in ("two", "hidden"):
-        for rank in range(2):
-            found = load_file(tmp_path / f"{name}-{rank}.safetensors")
-            assert found.keys() == one.keys()
-            assert all(torch.equal(found[key], tensor) for key, tensor in one.items())
-    resumed, _, _ = Policy.resume(load(settings, {}), Ranks(), tmp_path / "saved")
-    found = dict(resumed.weights())
-    assert HEAD in found
-    assert all(torch.equal(saved[key], tensor) for key, tensor in found.items())
+    """transformers keeps it, and SGLang leaves it out."""
+    directory = tmp_path / "model"
+    shutil.copytree(policy_dir, directory)
+    change(directory)
+    with pytest.raises(ConfigError, match="a head that differs from the embedding") as error:
+        Policy(load(arguments(directory), {}), Ranks())
+    assert error.value.field == "model.name"
+    assert "tie_word_embeddings" in str(error.value.remedy)
 
 
 @pytest.mark.integration
@@ -195,23 +167,3 @@ def test_ranks_that_find_other_files_at_the_path_get_those_of_rank_0(
     for rank in range(2):
         found = load_file(tmp_path / f"apart-{rank}.safetensors")
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-
-
-def test_tensors_that_the_model_does_not_have_are_named(
-    directories: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    Policy(load(arguments(directories["more_tensors"]), {}), Ranks())
-    assert "2 tensors that Qwen2ForCausalLM does not have" in caplog.text
-    assert "model.layers.0.mlp.up_proj.bias, score.weight" in caplog.text
-
-
-def test_sglang_which_would_leave_out_the_head_is_refused(directories: dict[str, Path]) -> None:
-    """It skips the head of a model whose config.json ties it to the embedding."""
-    for name, kind in (("own_head", "sglang"), ("own_head", "embedded"), ("same_head", "sglang")):
-        settings = [*arguments(directories[name]), "--rollout.engine", kind]
-        config = load(settings, {})
-        model = Policy(config, Ranks()).model
-        is_refused = (name, kind) == ("own_head", "sglang")
-        remedy = r"SGLang would answer.*model\.name.*set tie_word_embeddings to false"
-        with pytest.raises(ConfigError, match=remedy) if is_refused else nullcontext():
-            check_head(config, model)

@@ -2,8 +2,8 @@
 numbers."""
 
 import re
-from dataclasses import replace
 from math import isnan
+from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -20,7 +20,6 @@ from tests.support.package.metrics_pages import (
 )
 from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import StepRecord
 from trainer.policy.update_metrics import UpdateMetrics
 from trainer.timing import STAGES, WAITING, StageClock
 
@@ -77,7 +76,7 @@ def test_every_service_reports_its_identity_and_process_usage(
         assert common <= set(families), service
 
 
-def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRecord:
+def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> dict[str, Any]:
     update = UpdateMetrics(
         0.5,
         1.5,
@@ -98,28 +97,28 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRe
         updates=2,
         skipped=1,
     )
-    return StepRecord(
-        step=step,
-        reward=0.75,
-        accuracy=0.5,
-        zero_variance_groups=1,
-        solved_groups=1,
-        failed_groups=0,
-        unparsable=0.25,
-        generating=0.5,
-        in_flight=48.0,
-        coordinator=0.25,
-        reused_groups=1,
-        staleness=1.0,
-        completion_tokens=20.0,
-        truncated=0.25,
-        dropped=dropped,
-        seconds=dict.fromkeys((*STAGES, WAITING), 0.5),
-        cpu_seconds=1.0,
-        update=dict(update.__dict__),
-        critic=None,
-        alarms=alarms,
-    )
+    return {
+        "step": step,
+        "reward": 0.75,
+        "accuracy": 0.5,
+        "zero_variance_groups": 1,
+        "solved_groups": 1,
+        "failed_groups": 0,
+        "unparsable": 0.25,
+        "generating": 0.5,
+        "in_flight": 48.0,
+        "coordinator": 0.25,
+        "reused_groups": 1,
+        "staleness": 1.0,
+        "completion_tokens": 20.0,
+        "truncated": 0.25,
+        "dropped": dropped,
+        "seconds": dict.fromkeys((*STAGES, WAITING), 0.5),
+        "cpu_seconds": 1.0,
+        "update": dict(update.__dict__),
+        "critic": None,
+        "alarms": alarms,
+    }
 
 
 def test_metrics_have_no_value_before_the_first_step_and_then_add_up() -> None:
@@ -172,7 +171,7 @@ def test_metrics_have_no_value_before_the_first_step_and_then_add_up() -> None:
         0.1,
     )
     assert value("evaluation_pass_ratio", k="8") == 0.8
-    numbers.record(replace(record(3, {}, {}), accuracy=None), fresh_groups=3)
+    numbers.record(record(3, {}, {}) | {"accuracy": None}, fresh_groups=3)
     numbers.evaluated(Evaluation(3, None, None, 25, None, 8, []))
     assert isnan(value("accuracy_ratio"))
     assert isnan(value("evaluation_accuracy_ratio"))

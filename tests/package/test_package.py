@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
 
-PACKAGES = ("common", "learning", "services", "trainer", "jobgroup", "benchmarks")
+PACKAGES = ("common", "learning", "services", "trainer", "jobgroup", "benchmarks", "checks")
 
 
 def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path) -> None:

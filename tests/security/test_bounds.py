@@ -18,12 +18,12 @@ from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 from common.errors import TooLarge, shorten
 from common.wire import codec, schemas
 from common.wire.schemas import AtMost, Wire
-from services.engine import control, distributed, openai, protocol
+from services.engine import control, distributed, protocol
 from services.http.app import create_app
 from tests.support.environments.own_environments import OPEN_SESSION
 from tests.support.services.apps import SERVICES, make, tiny
 
-_BODIES = (control, distributed, openai, protocol)
+_BODIES = (control, distributed, protocol)
 
 
 def kinds() -> list[type[Any]]:
@@ -169,7 +169,6 @@ CALLS = [
     ),
     ("engine", "/generate", b'{"input_ids":%s}'),
     ("engine", "/generate", b'{"input_ids":[1],"sampling_params":%s}'),
-    ("engine", "/v1/chat/completions", b'{"messages":%s}'),
     ("engine", "/update_weights_from_distributed", b'{"names":[],"dtypes":[],"shapes":%s}'),
     ("trainer", "/workers/a", b"%s"),
     ("trainer", "/weights/1/verify", b'{"worker":"a","ranks":[%s]}'),

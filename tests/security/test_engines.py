@@ -3,9 +3,10 @@ refused strangers."""
 
 import asyncio
 import contextlib
+import os
 import secrets
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,12 @@ import pytest
 from common.clients.base import Client, wait_healthy
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
+from common.process.child import Child, ChildOutput
 from common.process.security import trusted
 from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
 from common.settings.sections import ModelSection, RolloutSection, SamplingSection
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
-from services.rollout.process import Child
 from services.rollout.router import RouterClient, router_command, router_env
 from tests.support.engines.engines import SGLANG, sglang_is_installed, write_model
 from tests.support.paths import ROOT
@@ -86,10 +87,8 @@ async def node(
     router_url = topology.url(ROLLOUT, config.rollout.router_port)
     engine_words = engine_command(config, topology, config.model.name, "7")
     env = engine_env(config) | topology.loopback_env() | plugin
-    engine = await Child.start("engine", engine_words, env, logs / "engine.log")
-    router = await Child.start(
-        "router", router_command(config, topology), router_env(), logs / "router.log"
-    )
+    engine = await started("engine", engine_words, env, logs)
+    router = await started("router", router_command(config, topology), router_env(), logs)
     try:
         async with (
             EngineClient("engine", engine_url) as engine_api,
@@ -104,6 +103,12 @@ async def node(
     finally:
         await router.end(5)
         await engine.end(5)
+
+
+async def started(name: str, words: list[str], env: Mapping[str, str], logs: Path) -> Child:
+    """Starts a process as an agent does."""
+    output = ChildOutput(logs / f"{name}.log", lambda _: None, on_loss=print, redacted=True)
+    return await Child.start(words, output, env={**os.environ, **env})
 
 
 def command_lines() -> dict[str, bytes]:

@@ -180,7 +180,7 @@ def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.M
         liar = socket.create_connection(place)
         liar.sendall(b"hello wrong-token 1\ngone 1 failed nothing\n")
         talker = socket.create_connection(place)
-        talker.sendall(b"x" * 100_000)
+        talker.sendall(b"x" * 400_000)
         assert ended(liar)
         assert ended(talker)
         silent = [socket.create_connection(place) for _ in range(3 * _MAX_UNAUTHENTICATED)]

@@ -27,6 +27,10 @@ ALLOWED = {
         "import_module",
     ): "what the data set's test imports, in the sandbox",
     (
+        "services/sandbox/program_names.py",
+        "exec",
+    ): "a program's imports from modules of a closed list, in the sandbox",
+    (
         "services/sandbox/library_values.py",
         "import_module",
     ): "modules of a closed list, in the sandbox",

@@ -230,19 +230,15 @@ def test_training_in_one_process_goes_on_with_a_token(
     assert TOKEN not in said.getvalue()
 
 
-def test_secrets_are_taken_out_of_a_stream_however_it_is_cut() -> None:
-    env = {"API_TOKEN": TOKEN, "HF_TOKEN": "hf_0123456789", "JUDGE_API_KEY": ""}
-    text = f"a={TOKEN} b=hf_0123456789 {TOKEN[:-1]} correct hf_ end cor".encode()
-    expected = text.replace(TOKEN.encode(), b"[secret]").replace(b"hf_0123456789", b"[secret]")
-    for size in (1, 2, 3, 7, 28, 1000):
-        redactor = SecretRedactor(env)
-        assert (
-            b"".join(redactor.feed(text[i : i + size]) for i in range(0, len(text), size))
-            + redactor.end()
-            == expected
-        )
-    assert SecretRedactor(env).redact("\ud800 hf_0123456789") == "\ud800 [secret]"
-    assert SecretRedactor({"API_TOKEN": ""}).feed(b"as it is") == b"as it is"
+def test_secrets_are_taken_out_of_texts_and_bytes() -> None:
+    redactor = SecretRedactor(
+        {"API_TOKEN": TOKEN, "HF_TOKEN": "hf_0123456789", "JUDGE_API_KEY": ""}
+    )
+    text = f"\ud800 a={TOKEN} b=hf_0123456789 {TOKEN[:-1]}"
+    expected = f"\ud800 a=[secret] b=[secret] {TOKEN[:-1]}"
+    assert redactor.redact(text) == expected
+    found = redactor.redact_bytes(text.encode("utf-8", "surrogatepass"))
+    assert found == expected.encode("utf-8", "surrogatepass")
 
 
 def test_a_log_never_has_a_secret(secret: str, tmp_path: Path) -> None:

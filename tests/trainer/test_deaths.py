@@ -255,7 +255,7 @@ def test_an_environments_server_that_does_not_start_ends_the_run(
     config = settings("--environment.name", "openenv:sh -c 'echo no game here; exit 3' {port}")
     with pytest.raises(
         ServiceLost,
-        match=r"5 times in a row, sh ended with status 3 before it answered: no game here",
+        match=r"failed starts: 5; sh ended with status 3 before it answered: no game here",
     ):
         train_in_process(config, quiet())
 

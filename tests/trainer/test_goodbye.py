@@ -25,7 +25,7 @@ async def test_a_service_that_is_gone_is_named_and_the_others_are_flushed(
     gone = Client("rollout-server-1", f"http://127.0.0.1:{free_port()}")
     clients = [there[0], gone, there[1]]
     with caplog.at_level(logging.WARNING, logger="trainer.rollouts.services"):
-        assert await flush_all(clients, deadline_s=5) == [gone]
+        await flush_all(clients, deadline_s=5)
     assert flushed == ["data-server", "replay-buffer"]
     assert "rollout-server-1 was not flushed" in caplog.text
     for client in clients:

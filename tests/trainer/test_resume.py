@@ -90,7 +90,7 @@ def saved(config: Config, *steps: int) -> Path:
         (retrained, "model.name"),
         (shallower, "model.name"),
         (other_template, "the tokenizer of model.name"),
-        (other_merges, "the merges of the tokenizer of model.name"),
+        (other_merges, "the tokenizer of model.name"),
     ],
 )
 def test_another_model_in_place_of_the_first_is_refused(
@@ -316,7 +316,7 @@ def test_a_removed_replay_store_and_foreign_tokens_are_named(
     monkeypatch.setattr(RolloutClient, "generate", of_another_model)
     with pytest.raises(
         CollectFailed,
-        match=r"not in the model's vocabulary of \d+.*completions\[1\]\.token_ids.*99999",
+        match=r"not in the model's vocabulary of \d+.*token_ids.*99999",
     ):
         train_in_process(settings("--trainer.max_steps", "3"), Console(quiet=True))
     assert (

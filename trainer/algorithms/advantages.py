@@ -1,9 +1,17 @@
 """Advantages: how much better than expected a completion, or one of its tokens, was. Pure
 functions.
 
-The group-relative ones take `rewards` [G, n], of G groups of n completions, and return [G, n]. In
+The group-relative ones take `rewards` [G, n] of G groups of n ≥ 2 completions and return [G, n]. In
 their equations r is a reward, and mean, std and Σ are over the completions of one group. `gae`
 compares each token with a critic's value instead.
+
+For example, of a group with the rewards 1, 1, 1, 0, whose mean is 0.75 and whose standard deviation
+is 0.5:
+
+    group_normalised   0.5     0.5     0.5    −1.5
+    group_centred      0.25    0.25    0.25   −0.75
+    leave_one_out      0.33    0.33    0.33   −1
+    mean_normalised    0.33    0.33    0.33   −1
 
 Rewards have the unit that the reward functions give them; advantages have the same unit, or none
 where they are normalised.
@@ -15,41 +23,41 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.process.imports import named_or_imported
+from common.settings.algorithm import AlgorithmSection
 
-Advantage = Callable[[Tensor, Tensor, float], Tensor]
-"""(rewards [G, n], lengths [G, n] in tokens, eps) -> advantages [G, n]"""
+Advantage = Callable[[Tensor, Tensor, AlgorithmSection], Tensor]
+"""(rewards [G, n], lengths [G, n] in trained tokens, the settings) -> advantages [G, n]"""
+_SETTING = "algorithm.advantage"
 
 
 def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO's advantage (Shao et al. 2024, arXiv:2402.03300): A = (r − mean) / (std + eps).
 
     The standard deviation is unbiased (ddof = 1) as in the public implementations. A group of equal
-    rewards gets exactly 0. Raises ValueError for groups of one.
+    rewards gets exactly 0.
 
     Args:
         rewards: [G, n]
         eps: keeps the quotient finite where the rewards hardly differ.
     """
-    _check(rewards)
     std = rewards.std(dim=1, keepdim=True, correction=1)
-    advantages = group_centred(rewards) / (std + eps)
-    return torch.where(_equal(rewards), torch.zeros_like(advantages), advantages)
+    return (group_centred(rewards) / (std + eps)).masked_fill(_equal(rewards), 0.0)
 
 
 def group_centred(rewards: Tensor) -> Tensor:
     """Dr. GRPO's advantage (Liu et al. 2025, arXiv:2503.20783): A = r − mean, not normalised.
 
-    Takes and returns [G, n]. Raises ValueError for groups of one.
+    Takes and returns [G, n].
     """
-    _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return torch.where(_equal(rewards), torch.zeros_like(centred), centred)
+    return centred.masked_fill(_equal(rewards), 0.0)  # not what rounding leaves of a difference
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
     """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A_i = r_i − 1/(n − 1) · Σ_{j ≠ i} r_j.
 
-    This is n/(n − 1) · (r − mean). Takes and returns [G, n]. Raises ValueError for groups of one.
+    This is n/(n − 1) · (r − mean). Takes and returns [G, n].
     """
     n = rewards.shape[-1]
     return group_centred(rewards) * (n / (n - 1))
@@ -58,16 +66,15 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     """OPO (Hao et al. 2025, arXiv:2505.23585): A = r − Σ l·r / Σ l, with l the lengths.
 
-    Raises ValueError for groups of one.
+
 
     Args:
         rewards: [G, n]
         lengths: [G, n] in tokens.
     """
-    _check(rewards)
     lengths = lengths.to(rewards.dtype)
     baseline = (lengths * rewards).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
-    return torch.where(_equal(rewards), torch.zeros_like(rewards), rewards - baseline)
+    return (rewards - baseline).masked_fill(_equal(rewards), 0.0)
 
 
 def mean_normalised(rewards: Tensor) -> Tensor:
@@ -80,13 +87,13 @@ def mean_normalised(rewards: Tensor) -> Tensor:
     if (rewards < 0).any():
         raise ConfigError(
             "MaxRL divides by the mean reward of a group, which must not be negative",
-            field="algorithm.advantage",
+            field=_SETTING,
             value="mean_normalised",
             remedy=f"use rewards of at least 0 (there is one of {float(rewards.min()):g}), "
             "or another algorithm.advantage",
         )
-    centred = group_centred(rewards)
-    return torch.where(_equal(rewards), centred, centred / rewards.mean(dim=1, keepdim=True))
+    relative = group_centred(rewards) / rewards.mean(dim=1, keepdim=True)
+    return relative.masked_fill(_equal(rewards), 0.0)
 
 
 def reward_normalised(components: Tensor, weights: Tensor, eps: float = 1e-6) -> Tensor:
@@ -118,14 +125,14 @@ def _normalised_where_there(rewards: Tensor, eps: float) -> Tensor:
     """Returns [G, n] `group_normalised` of those rewards of each group that are not NaN, and 0 for
     the others.
     """
-    there = ~rewards.isnan()
-    if there.all():
+    if not rewards.isnan().any():
         return group_normalised(rewards, eps)
 
     advantages = torch.zeros_like(rewards)
-    for of_group, mask, own in zip(advantages, there, rewards, strict=True):
-        if mask.sum() > 1:
-            of_group[mask] = group_normalised(own[mask][None], eps)[0]
+    for result, group in zip(advantages, rewards, strict=True):
+        there = ~group.isnan()
+        if there.sum() > 1:  # one alone is compared with nothing
+            result[there] = group_normalised(group[there][None], eps)[0]
     return advantages
 
 
@@ -173,7 +180,9 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "group_normalised": lambda rewards, _, eps: group_normalised(rewards, eps),
+    "group_normalised": lambda rewards, _, settings: group_normalised(
+        rewards, settings.advantage_eps
+    ),
     "group_centred": lambda rewards, _, __: group_centred(rewards),
     "leave_one_out": lambda rewards, _, __: leave_one_out(rewards),
     "batch_normalised": lambda rewards, _, __: group_centred(rewards),
@@ -181,10 +190,37 @@ ADVANTAGES: dict[str, Advantage] = {
     "mean_normalised": lambda rewards, _, __: mean_normalised(rewards),
     "none": lambda rewards, _, __: torch.zeros_like(rewards),
 }
-"""The advantages that need only the rewards and lengths of a group, by name."""
+"""The advantages that need only the rewards and lengths of a group, by their names in
+`algorithm.advantage`, which may also be an import path."""
+NEED_MORE_THAN_REWARDS = ("gae", "reward_normalised")
+"""The advantages that also need a critic's values, or the scores of each reward function."""
 WHITENED = ("gae", "batch_normalised")
 """The advantages that are then whitened over the tokens of the batch: PPO, and REINFORCE++ with a
 group baseline (Hu et al. 2025, arXiv:2501.03262), as in the public implementations."""
+
+
+def named_advantage(settings: AlgorithmSection) -> Advantage:
+    """Returns the advantage of the settings, none of `NEED_MORE_THAN_REWARDS`.
+
+    Raises ConfigError when it cannot be imported; the returned function does when an imported one
+    does not return [G, n].
+    """
+    estimate = named_or_imported(settings.advantage, ADVANTAGES, _SETTING)
+
+    def checked(rewards: Tensor, lengths: Tensor, settings: AlgorithmSection) -> Tensor:
+        advantages = estimate(rewards, lengths, settings)
+        # Advantages of another shape may broadcast to wrong ones, and nothing would fail.
+        if advantages.shape != rewards.shape:
+            raise ConfigError(
+                f"these advantages have the shape {tuple(advantages.shape)} for rewards of the "
+                f"shape {tuple(rewards.shape)}",
+                field=_SETTING,
+                value=settings.advantage,
+                remedy="return one number for each reward",
+            )
+        return advantages
+
+    return checked
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
@@ -217,14 +253,6 @@ def length_penalty(
     Returns: [rows]
     """
     return -pass_rates.clamp(min=1 / group_size) * lengths / max_new_tokens
-
-
-def _check(rewards: Tensor) -> None:
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        shape = tuple(rewards.shape)
-        raise ValueError(
-            f"a group-relative advantage needs groups of at least 2 completions, got shape {shape}"
-        )
 
 
 def _equal(rewards: Tensor) -> Tensor:

@@ -80,6 +80,19 @@ class Batch:
 
     A column has one array [L] for each row, or is None where it was not computed. The training loop
     assigns the columns.
+
+    For example, two groups of two completions with GRPO; the first completion has 3 tokens, the
+    others have 2:
+
+        groups        g0              g1
+        group_sizes   2               2
+        rows          row 0   row 1   row 2   row 3
+        reward        1       0       1       1
+        targets       [3]     [2]     [2]     [2]          shapes
+        advantages    0.7 ×3  −0.7 ×2 0 ×2    0 ×2
+
+    With episodes a row is one of their sequences, so that a group has at least as many rows as
+    episodes.
     """
 
     groups: list[TrainingGroup]
@@ -112,16 +125,15 @@ class Batch:
         An answer without a verdict counts as right if its reward is above the mean of all of these
         in the batch, which stays so whatever is added to rewards or scales them.
         """
-        answers = [answer for item in self.groups for answer in item.group.answers]
-        unverified = [answer.reward for answer in answers if not answer.verified]
+        answers = [item.group.answers for item in self.groups]
+        unverified = [answer.reward for own in answers for answer in own if not answer.verified]
         # Without rounding, so that equal rewards are not above their mean.
         bound = statistics.mean(unverified) if unverified else 0.0
-        rates = []
-        for item in self.groups:
-            own = item.group.answers
-            right = [answer.correct if answer.verified else answer.reward > bound for answer in own]
-            rates.append(sum(right) / len(own))
-        return rates
+        return [
+            sum(answer.correct if answer.verified else answer.reward > bound for answer in own)
+            / len(own)
+            for own in answers
+        ]
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
@@ -146,22 +158,14 @@ class Batch:
             for i, completion in enumerate(item.group.completions):
                 # A completion without an episode is one of its own.
                 episode = i if completion.episode is None else completion.episode
-                row = _row(
-                    item,
-                    completion,
-                    config,
-                    episode=first_episode + episode,
-                    step=step,
-                )
-                rows.append(row)
-                if config.teacher.url:
-                    teacher_logprobs.append(_teacher_logprobs(config, item.group, completion))
+                rows.append(_row(item, completion, config, first_episode + episode, step=step))
+                if not config.teacher.url:
+                    continue
+                if completion.teacher_logprobs is None:
+                    raise _stored_without("teacher.url", config.teacher.url, item.group)
+                teacher_logprobs.append(completion.teacher_logprobs)
             first_episode += size
-
-        batch = cls(groups, rows, sizes)
-        if config.teacher.url:
-            batch.teacher_logprobs = teacher_logprobs
-        return batch
+        return cls(groups, rows, sizes, teacher_logprobs=teacher_logprobs or None)
 
     @property
     def fresh(self) -> list[Group]:
@@ -182,8 +186,7 @@ class Batch:
     def sizes(self, shared: bool) -> Sizes:
         """Returns the sizes by which the batch is cut; `shared` is the layout's."""
         return Sizes.of(
-            [row.prompt_ids for row in self.rows],
-            [row.completion_ids for row in self.rows],
+            self.rows,
             shared,
             scored=self.lengths,
             keys=[row.prompt_key for row in self.rows],
@@ -231,40 +234,27 @@ class Batch:
         return [means[part] for part in self.parts]
 
 
-def lay_out(layout: type[Layout], rows: Sequence[Row], routers: Routers | None = None) -> Layout:
-    """Returns rows in a model's layout; their trained tokens are scored.
-
-    `routers` are those of a model that computes with the experts that the engine chose.
-    """
-    routes: list[Routes] = []
-    if routers is not None:
-        for row in rows:
-            assert row.routed is not None, "`Batch.of` refuses groups without experts"
-            routes.append(routers.read(row.routed, row.prompt_ids, row.completion_ids))
-    return layout.of(
-        [row.prompt_ids for row in rows],
-        [row.completion_ids for row in rows],
-        [row.mask for row in rows],
-        routes,
-    )
-
-
 def _row(
-    item: TrainingGroup, completion: Completion, config: Config, *, episode: int, step: int
+    item: TrainingGroup, completion: Completion, config: Config, episode: int, *, step: int
 ) -> Row:
     """Returns the row of a completion; `episode` is its episode's index in the batch."""
-    prompt_ids = completion.prompt_ids
-    if prompt_ids is None:
-        prompt_ids = item.group.prompt_token_ids
-    truncated = completion.finish_reason == "length"
-
+    group = item.group
     mask = completion.mask
     trained = np.ones(len(completion.token_ids), np.int32) if mask is None else mask
     turns = [
         (int(trained[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns
     ]
+    routed: RoutedRow | None = None
+    if config.trainer.routing_replay:
+        if not len(group.prompt_routed_experts):
+            raise _stored_without("trainer.routing_replay", True, group)
+        routed = RoutedRow(group.prompt_routed_experts, completion.routed_experts)
+
+    own_prompt = completion.prompt_ids  # of a sequence of an episode
+    # Cut at `sampling.max_new_tokens`: its reward says little about what it would have become.
+    truncated = completion.finish_reason == "length"
     return Row(
-        prompt_ids=prompt_ids,
+        prompt_ids=group.prompt_token_ids if own_prompt is None else own_prompt,
         completion_ids=completion.token_ids,
         mask=mask,
         targets=completion.trained(completion.token_ids),
@@ -275,37 +265,54 @@ def _row(
         current=completion.weight_version == step,
         in_loss=not (config.algorithm.mask_truncated and truncated),
         turns=turns,
-        sampled=Sampled.of(item.group, completion),
-        routed=_routed(item.group, completion) if config.trainer.routing_replay else None,
+        sampled=Sampled.of(group, completion),
+        routed=routed,
     )
 
 
-def _routed(group: Group, completion: Completion) -> RoutedRow:
-    """Returns the experts of a completion. Raises ConfigError when the group came without them."""
-    if not len(group.prompt_routed_experts):
-        raise ConfigError(
-            f"group {group.id} does not say which experts computed its tokens",
-            field="trainer.routing_replay",
-            value=True,
-            remedy="a run without the setting stored it: empty the replay-buffer with POST /clear, "
-            "or leave the setting out",
-        )
-    return RoutedRow(group.prompt_routed_experts, completion.routed_experts)
+def _stored_without(field: str, value: object, group: Group) -> ConfigError:
+    """Returns the error for a group that lacks what the setting `field` needs."""
+    return ConfigError(
+        f"group {group.id} was stored without it",
+        field=field,
+        value=value,
+        remedy="another run stored that group: empty the replay-buffer with POST /clear, or leave "
+        "the setting out",
+    )
 
 
-def _teacher_logprobs(config: Config, group: Group, completion: Completion) -> Float32:
-    """Returns [L] the teacher's log-probabilities of a completion in nats. Raises ConfigError when
-    there are none.
-    """
-    if completion.teacher_logprobs is None:
-        raise ConfigError(
-            f"group {group.id} has no scores from a teacher",
-            field="teacher.url",
-            value=config.teacher.url,
-            remedy="a run without a teacher stored it: empty the replay-buffer with POST /clear, "
-            "or leave the setting out",
+@dataclass(slots=True)
+class ModelInputs:
+    """Rows as a model scores them; C is the number of their trained tokens."""
+
+    tokens: Layout
+    """Prompts and completions, as the model reads them."""
+    targets: Tensor
+    """[C] the trained completion tokens, int64, row by row."""
+    support: Support | None
+    """The tokens that each target was sampled from; None for the whole vocabulary."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], layout: type[Layout], routers: Routers | None
+    ) -> "ModelInputs":
+        """Lays out rows for a model with `layout`, and `routers` if it computes with the experts
+        that the engine chose.
+        """
+        routes: list[Routes] = []
+        if routers is not None:
+            for row in rows:
+                assert row.routed is not None, "`Batch.of` refuses groups without experts"
+                routes.append(routers.read(row.routed, row.prompt_ids, row.completion_ids))
+        tokens = layout.of(
+            [row.prompt_ids for row in rows],
+            [row.completion_ids for row in rows],
+            [row.mask for row in rows],
+            routes,
         )
-    return completion.teacher_logprobs
+        targets = np.concatenate([row.targets for row in rows])
+        support = Support.of([row.sampled for row in rows], [len(row.targets) for row in rows])
+        return cls(tokens, torch.from_numpy(targets).long(), support)
 
 
 @dataclass(slots=True)
@@ -316,12 +323,9 @@ class MicroBatch:
     Log-probabilities are in nats, at the sampling temperature.
     """
 
-    tokens: Layout
-    """Prompts and completions, as the model reads them."""
-    targets: Tensor
-    """[C] the trained completion tokens, int64."""
+    inputs: ModelInputs
     rollout_logprobs: Tensor
-    """[C] under the policy that sampled the row (`Batch.rollout_logprobs`)."""
+    """[C] under the policy that sampled the row."""
     old_logprobs: Tensor | None
     """[C] under the policy before the updates on this batch; None if not computed."""
     ref_logprobs: Tensor | None
@@ -336,8 +340,6 @@ class MicroBatch:
     """[C] the row that each token belongs to, from 0 to `row_count` - 1."""
     lengths: Tensor
     """[C] number of trained completion tokens of that row."""
-    support: Support | None
-    """The tokens that each target was sampled from; None for the whole vocabulary."""
     row_count: int
     """Number of rows."""
 
@@ -358,21 +360,20 @@ class MicroBatch:
         rows = [batch.rows[i] for i in numbers]
         lengths = np.array([len(row.targets) for row in rows])
 
-        def concatenated(column: Sequence[Float32 | Int32]) -> Tensor:
-            return torch.from_numpy(np.concatenate(column))
-
         def selected(column: Column | None) -> Tensor | None:
-            return None if column is None else concatenated([column[i] for i in numbers])
+            if column is None:
+                return None
+            return torch.from_numpy(np.concatenate([column[i] for i in numbers]))
 
         def repeated(values: list[float]) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
 
         advantages = selected(batch.advantages)
         assert advantages is not None
+        rollout_logprobs = np.concatenate([row.rollout_logprobs for row in rows])
         micro = cls(
-            tokens=lay_out(layout, rows, routers),
-            targets=concatenated([row.targets for row in rows]).long(),
-            rollout_logprobs=concatenated([batch.rows[i].rollout_logprobs for i in numbers]),
+            inputs=ModelInputs.of(rows, layout, routers),
+            rollout_logprobs=torch.from_numpy(rollout_logprobs),
             old_logprobs=selected(batch.old_logprobs),
             ref_logprobs=selected(batch.ref_logprobs),
             advantages=advantages,
@@ -380,7 +381,6 @@ class MicroBatch:
             current=repeated([float(row.current) for row in rows]),
             row_of_token=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
             lengths=torch.from_numpy(np.repeat(lengths, lengths)),
-            support=Support.of([row.sampled for row in rows], lengths.tolist()),
             row_count=len(rows),
         )
         return moved(micro, device)

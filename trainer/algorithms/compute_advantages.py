@@ -4,21 +4,24 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import ConfigError
 from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config
+from common.wire.schemas import Float32
 from learning.batching import split
 from trainer.algorithms.advantages import (
-    ADVANTAGES,
     WHITENED,
     gae,
     group_centred,
     length_penalty,
+    named_advantage,
     overlong_penalty,
     reward_normalised,
     whiten,
@@ -32,6 +35,9 @@ def compute_advantages(
 ) -> tuple[Column, Column | None]:
     """Returns the advantages of a batch and, with `gae`, the critic's targets; None without a
     critic.
+
+        rewards [episodes] + penalties for length − KL in the reward ─► advantages [episodes]
+            ─► of every token ─► whitened, with some ─► + the teacher's
 
     Each group compares its episodes, and every sequence of an episode gets the episode's advantage.
 
@@ -54,16 +60,20 @@ def compute_advantages(
     returns: Tensor | None = None
     if algorithm.advantage == "gae":
         of_rows = rewards[_episode_of_row(batch)]
-        advantages, returns = _gae(batch, of_rows, kl_penalties, config=algorithm)
+        advantages, returns = _gae(batch, of_rows, kl_penalties, algorithm)
     else:
+        # Each episode has one reward, from which the penalties of all its tokens are taken.
         if kl_penalties is not None:
             sums = torch.tensor([float(penalty.sum()) for penalty in kl_penalties])
             rewards = rewards - _sum_by_episode(batch, sums)
-        advantages = _group_relative(
-            batch, config, rewards, turn_rewards=turn_rewards, shaping=shaping
-        )
+        if config.environment.turn_discount is not None:
+            advantages = _of_turns(batch, rewards, turn_rewards, config)
+        else:
+            of_episodes = _of_episodes(batch, config, rewards, shaping)
+            advantages = of_episodes[_episode_of_row(batch)].repeat_interleave(lengths)
 
     if algorithm.advantage in WHITENED:
+        # Rows outside the loss would move the mean of those that are trained on.
         rows_in_loss = torch.tensor([row.in_loss for row in batch.rows])
         advantages = whiten(advantages, rows_in_loss.repeat_interleave(lengths))
 
@@ -81,13 +91,10 @@ def _episode_of_row(batch: Batch) -> Tensor:
     return torch.tensor([row.episode for row in batch.rows])
 
 
-def _episodes_by_size(batch: Batch) -> list[Tensor]:
-    """Returns the indices [groups, n] of the episodes of all groups that have n, for every n."""
+def _episodes_of_groups(batch: Batch) -> list[range]:
+    """Returns the indices of the episodes of each group."""
     ends = itertools.accumulate(batch.group_sizes)
-    by_size: dict[int, list[range]] = {}
-    for size, end in zip(batch.group_sizes, ends, strict=True):
-        by_size.setdefault(size, []).append(range(end - size, end))
-    return [torch.tensor([list(episodes) for episodes in of_size]) for of_size in by_size.values()]
+    return [range(end - size, end) for size, end in zip(batch.group_sizes, ends, strict=True)]
 
 
 def _sum_by_episode(batch: Batch, values: Tensor) -> Tensor:
@@ -109,42 +116,31 @@ def _turn_rewards(batch: Batch, config: Config) -> list[list[float]]:
 
 def _episode_rewards(batch: Batch, turn_rewards: list[list[float]]) -> Tensor:
     """Returns [episodes] the reward of each, without what its answers are credited with."""
+    # All rows of an episode carry its reward.
     rewards = [0.0] * len(turn_rewards)
     for row in batch.rows:
         rewards[row.episode] = row.reward - sum(turn_rewards[row.episode])
     return torch.tensor(rewards, dtype=torch.float32)
 
 
-def _group_relative(
-    batch: Batch,
-    config: Config,
-    rewards: Tensor,
-    *,
-    turn_rewards: list[list[float]],
-    shaping: list[Tensor],
-) -> Tensor:
-    """Returns advantages [tokens] that compare the `rewards` [episodes] within each group."""
+def _of_episodes(batch: Batch, config: Config, rewards: Tensor, shaping: list[Tensor]) -> Tensor:
+    """Returns advantages [episodes] that compare the `rewards` [episodes] within each group."""
     algorithm = config.algorithm
-    row_lengths = torch.tensor(batch.lengths)
-    if config.environment.turn_discount is not None:
-        return _of_turns(batch, rewards, turn_rewards, config=config)
-
-    advantages = torch.zeros_like(rewards)
     if algorithm.advantage == "reward_normalised":
         components, weights = _components(batch, config, shaping)
-        (episodes,) = _episodes_by_size(batch)  # of single completions, which are never lost
-        advantages[episodes] = reward_normalised(
-            components[:, episodes], weights, algorithm.advantage_eps
-        )
-    else:
-        lengths = _sum_by_episode(batch, row_lengths)
-        estimate = ADVANTAGES[algorithm.advantage]
-        for episodes in _episodes_by_size(batch):
-            advantages[episodes] = estimate(
-                rewards[episodes], lengths[episodes], algorithm.advantage_eps
-            )
-    of_rows = advantages[_episode_of_row(batch)]
-    return of_rows.repeat_interleave(row_lengths)
+        # Single completions, which are never lost: all groups have the same size.
+        by_group = components.unflatten(1, (-1, batch.group_sizes[0]))
+        return reward_normalised(by_group, weights, algorithm.advantage_eps).flatten()
+
+    advantages = torch.zeros_like(rewards)
+    lengths = _sum_by_episode(batch, torch.tensor(batch.lengths))
+    estimate = named_advantage(algorithm)
+    groups = _episodes_of_groups(batch)
+    # Groups of one size are compared in one call. Some may have lost episodes.
+    for size in set(batch.group_sizes):
+        episodes = torch.tensor([list(group) for group in groups if len(group) == size])
+        advantages[episodes] = estimate(rewards[episodes], lengths[episodes], algorithm)
+    return advantages
 
 
 def _of_turns(
@@ -157,29 +153,36 @@ def _of_turns(
     also credited with H_t = r_t + discount · H_(t+1), its own and later rewards, centred over the
     t-th answers of the group: earlier rewards do not count. With `group_normalised` both are
     divided by √(variance of the rewards + mean square of the centred H).
+
+    For example, two episodes whose answers have the rewards 1, 0 and 0, with discount 1: H is 1, 0
+    and 0; the first answers have the mean 0.5 and get 0.5 and −0.5, the second one has no other to
+    be compared with and gets 0.
     """
     discount = config.environment.turn_discount
     assert discount is not None
+    turns = max(map(len, turn_rewards))
+    credits = np.full((len(turn_rewards), turns), np.nan)  # NaN: the episode ended before
+    for credit, answers in zip(credits, turn_rewards, strict=True):
+        credit[: len(answers)] = answers
+    for turn in reversed(range(turns - 1)):
+        credits[:, turn] += discount * np.nan_to_num(credits[:, turn + 1])
+
     outcome = torch.zeros_like(rewards)
-    for episodes in _episodes_by_size(batch):
-        outcome[episodes] = group_centred(rewards[episodes])
-    credits = [_discounted_sums(each, discount) for each in turn_rewards]
-    start = 0
-    for size in batch.group_sizes:
-        own = slice(start, start + size)
-        start += size
+    for episodes in _episodes_of_groups(batch):
+        own = slice(episodes.start, episodes.stop)
+        outcome[own] = group_centred(rewards[own][None])[0]
         group = credits[own]
-        _centre_by_turn(group)
+        reached = ~np.isnan(group)
+        group -= np.nansum(group, axis=0) / np.maximum(1, reached.sum(axis=0))
         if config.algorithm.advantage == "group_normalised":
-            squares = [value**2 for credit in group for value in credit]
+            squares = (group[reached] ** 2).tolist()
             variance = float(outcome[own].var(correction=1)) + sum(squares) / len(squares)
             scale = math.sqrt(variance) + config.algorithm.advantage_eps
             outcome[own] /= scale
-            for credit in group:
-                credit[:] = [value / scale for value in credit]
+            group /= scale
 
     # The answers of an episode may be spread over several rows, in order.
-    next_credit = [iter(credit) for credit in credits]
+    next_credit = [iter(credit.tolist()) for credit in credits]
     of_tokens: list[Tensor] = []
     for row in batch.rows:
         for token_count, _ in row.turns:
@@ -187,23 +190,6 @@ def _of_turns(
 
     of_rows = outcome[_episode_of_row(batch)]
     return of_rows.repeat_interleave(torch.tensor(batch.lengths)) + torch.cat(of_tokens)
-
-
-def _discounted_sums(rewards: list[float], discount: float) -> list[float]:
-    """Returns for each turn the discounted sum of its reward and later ones."""
-    sums = [*rewards, 0.0]
-    for i in reversed(range(len(rewards))):
-        sums[i] += discount * sums[i + 1]
-    return sums[:-1]
-
-
-def _centre_by_turn(group: list[list[float]]) -> None:
-    """Subtracts, in place, the mean of the t-th entries of the lists that have one from each."""
-    for turn in range(max(map(len, group))):
-        reached = [credit for credit in group if len(credit) > turn]
-        mean = sum(credit[turn] for credit in reached) / len(reached)
-        for credit in reached:
-            credit[turn] -= mean
 
 
 def _shaping(batch: Batch, config: Config) -> list[Tensor]:
@@ -233,39 +219,35 @@ def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Te
     The score is NaN where a function does not apply to a completion. Raises ConfigError for a group
     without scores.
     """
-    scores: dict[str, list[float]] = {}
-    completions = [
-        (item.group, completion) for item in batch.groups for completion in item.group.completions
-    ]
-    for i, (group, completion) in enumerate(completions):
-        own = {
-            name: score
-            for name, score in completion.components.items()
-            if score is not None and "/" not in name
-        }
-        if not own:
-            raise ConfigError(
-                f"group {group.id} has no scores per reward function, which GDPO needs",
-                field="algorithm.advantage",
-                value="reward_normalised",
-                remedy="use another algorithm.advantage, "
-                "or let the reward-server grade every group",
-            )
-        for name, score in own.items():
-            scores.setdefault(name, [math.nan] * len(completions))[i] = score
+    scored: list[dict[str, float]] = []
+    for item in batch.groups:
+        for completion in item.group.completions:
+            own = {
+                name: score
+                for name, score in completion.components.items()
+                if score is not None and "/" not in name  # a part of another function's score
+            }
+            if not own:
+                raise ConfigError(
+                    f"group {item.group.id} has no scores per reward function, which GDPO needs",
+                    field="algorithm.advantage",
+                    value="reward_normalised",
+                    remedy="use another algorithm.advantage, "
+                    "or let the reward-server grade every group",
+                )
+            scored.append(own)
 
-    weight_by_name = config.reward.weights
-    weights = [weight_by_name.get(name, 1.0) for name in scores]
-    weights += [1.0] * len(shaping)
-    components = [torch.tensor(list(scores.values())), *(penalty[None] for penalty in shaping)]
-    return torch.cat(components), torch.tensor(weights)
+    names = dict.fromkeys(itertools.chain.from_iterable(scored))  # in the order of appearance
+    scores = torch.tensor([[own.get(name, math.nan) for own in scored] for name in names])
+    weights = [config.reward.weights.get(name, 1.0) for name in names] + [1.0] * len(shaping)
+    return torch.cat([scores, *(penalty[None] for penalty in shaping)]), torch.tensor(weights)
 
 
-def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Column | None:
+def _kl_penalties(batch: Batch, settings: AlgorithmSection, kl_coef: float) -> Column | None:
     """Returns [L] for each row: the KL penalty β · (log π − log π_ref) to subtract from the reward
     of each token (Ouyang et al. 2022, arXiv:2203.02155); None unless the KL is in the reward.
     """
-    if config.kl_coef == 0 or config.kl_in == "loss":
+    if settings.kl_coef == 0 or settings.kl_in == "loss":
         return None
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
@@ -276,7 +258,7 @@ def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Col
 
 
 def _gae(
-    batch: Batch, rewards: Tensor, penalties: Column | None, config: AlgorithmSection
+    batch: Batch, rewards: Tensor, penalties: Column | None, settings: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:
     """Returns GAE advantages and returns [tokens]; a completion's last token gets its reward.
 
@@ -284,26 +266,25 @@ def _gae(
         batch: with the critic's values.
         rewards: [rows]
         penalties: to subtract from the reward of each token; None for none.
-        config: with γ and λ.
+        settings: with γ and λ.
     """
     assert batch.values is not None
-    shape = (len(batch.rows), max(batch.lengths))
-    token_rewards = np.zeros(shape, np.float32)
-    values = np.zeros(shape, np.float32)
-    mask = np.zeros(shape, np.float32)
-    for i, length in enumerate(batch.lengths):
-        if penalties is not None:
-            token_rewards[i, :length] = -penalties[i]
-        token_rewards[i, length - 1] += float(rewards[i])
-        values[i, :length] = batch.values[i]
-        mask[i, :length] = 1
+    lengths = torch.tensor(batch.lengths)
+    values = _padded(batch.values)
+    token_rewards = torch.zeros_like(values) if penalties is None else -_padded(penalties)
+    token_rewards[torch.arange(len(lengths)), lengths - 1] += rewards
 
-    counts = torch.from_numpy(mask).bool()
+    counts = torch.arange(values.shape[1]) < lengths[:, None]
     advantages, returns = gae(
-        rewards=torch.from_numpy(token_rewards),
-        values=torch.from_numpy(values),
-        mask=counts,
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
+        token_rewards,
+        values,
+        counts,
+        gamma=settings.gamma,
+        gae_lambda=settings.gae_lambda,
     )
     return advantages[counts], returns[counts]
+
+
+def _padded(column: Sequence[Float32]) -> Tensor:
+    """Returns [rows, T] the numbers of each row, followed by zeros."""
+    return pad_sequence([torch.from_numpy(row) for row in column], batch_first=True)

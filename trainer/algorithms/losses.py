@@ -20,20 +20,26 @@ the gradient.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
+from common.process.imports import named_or_imported
 from common.settings.algorithm import AlgorithmSection
+
+_SETTING = "algorithm.policy_loss"
+"""The setting that errors name."""
 
 _MAX_LOG_RATIO = 20.0
 """Log ratios of tokens are clamped to ±20 before exp, as in the public implementations, to prevent
 overflow. Beyond a bound the gradient is 0."""
 _MAX_ROW_LOG_RATIO = 10.0
-"""For the mean over a row, as in verl; there is no lower bound, since exp of a very negative mean
-is 0."""
+"""Upper bound of the mean log ratio of a row, as in verl. There is no lower bound: exp of a very
+negative mean is 0."""
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
@@ -60,6 +66,14 @@ class TokenTerms:
     row_count: int
     """R"""
 
+    def mean_of_row(self, values: Tensor) -> Tensor:
+        """Returns [C] the mean of `values` [C] over the row of each token."""
+        zeros = values.new_zeros(self.row_count)
+        sums = zeros.index_add(0, self.row_of_token, values)
+        lengths = zeros.index_add(0, self.row_of_token, torch.ones_like(values))
+        # A row without trained tokens has no mean, and no token that would read it.
+        return (sums / lengths.clamp(min=1))[self.row_of_token]
+
 
 @dataclass
 class PolicyLoss:
@@ -73,107 +87,72 @@ class PolicyLoss:
     """[C] 1 where clipping or a mask took effect, else 0."""
 
 
-def policy_loss(config: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
-    """Returns the loss of each token, before weights and aggregation, as the settings say."""
-    if config.importance_level == "sequence":
-        ratio = row_ratio(
-            tokens.logprobs,
-            tokens.old_logprobs,
-            row_of_token=tokens.row_of_token,
-            row_count=tokens.row_count,
-        )
-    else:
-        ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
-
-    match config.policy_loss:
-        case "cispo":
-            return cispo(
-                ratio,
-                tokens.logprobs,
-                tokens.advantages,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-            )
-        case "dppo":  # its bounds are of the probability, not of the ratio
-            return dppo(
-                ratio,
-                logprobs=tokens.logprobs,
-                rollout_logprobs=tokens.rollout_logprobs,
-                advantages=tokens.advantages,
-                low=config.clip_low,
-                high=config.clip_high,
-            )
-        case "sapo":
-            return sapo(
-                ratio,
-                tokens.advantages,
-                tau_positive=config.sapo_tau_positive,
-                tau_negative=config.sapo_tau_negative,
-            )
-        case "clip":
-            return clipped_surrogate(
-                ratio,
-                tokens.advantages,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
-            )
+Loss = Callable[[Tensor, TokenTerms, AlgorithmSection], PolicyLoss]
+"""(ρ [C], the tokens, the settings) -> the loss of each token"""
 
 
-def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Returns [C] ρ_t = π(t) / π_old(t) from [C] log-probabilities in nats.
+def policy_loss(settings: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
+    """Returns the loss of each token, before weights and aggregation.
 
-    The gradient flows through `logprobs`.
+    Raises ConfigError when `algorithm.policy_loss` names no loss, or one that does not return a
+    number for each token.
     """
-    log_ratio = logprobs - old_logprobs
+    by_row = settings.importance_level == "sequence"
+    ratio = row_ratio(tokens) if by_row else ratio_of(tokens.logprobs, tokens.old_logprobs)
+    result = named_loss(settings)(ratio, tokens, settings)
+    # A loss of another shape may broadcast to a wrong loss, and nothing would fail.
+    if result.loss.shape != ratio.shape:
+        raise ConfigError(
+            f"this loss has the shape {tuple(result.loss.shape)} for {len(ratio)} tokens",
+            field=_SETTING,
+            value=settings.policy_loss,
+            remedy="return one number for each token",
+        )
+    return result
+
+
+def ratio_of(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Returns the ratio of two probabilities from their logarithms in nats."""
+    log_ratio = logprobs - other_logprobs
     return torch.exp(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
-def row_ratio(
-    logprobs: Tensor, old_logprobs: Tensor, row_of_token: Tensor, row_count: int
-) -> Tensor:
+def row_ratio(tokens: TokenTerms) -> Tensor:
     """GSPO's ratio of a whole row (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14).
 
     s = exp(1/L · Σ_t log ρ_t), over the L tokens of a row. Returns [C], in which every token of a
     row has the same value. The gradient of that value flows through the token's own log-probability
     (eq. 14): s_t = sg(s) · π(t) / sg(π(t)).
-
-    Args:
-        logprobs, old_logprobs, row_of_token: [C]
-        row_count: R.
     """
-    log_ratio = (logprobs - old_logprobs).detach()
-    mean = row_mean(log_ratio, row_of_token, row_count)[row_of_token]
+    logprobs = tokens.logprobs
+    mean = tokens.mean_of_row((logprobs - tokens.old_logprobs).detach())
     with_gradient = mean + logprobs - logprobs.detach()  # the value is the mean
     return torch.exp(with_gradient.clamp(max=_MAX_ROW_LOG_RATIO))
 
 
-def clipped_surrogate(
-    ratio: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
+def clipped_surrogate(ratio: Tensor, tokens: TokenTerms, settings: AlgorithmSection) -> PolicyLoss:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
     loss_t = −min(ρ_t · A_t, clip(ρ_t, 1 − clip_low, 1 + clip_high) · A_t). Separate bounds are
-    DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` c the loss of a
-    token with A_t < 0 is at most −c · A_t (Ye et al. 2019, arXiv:1912.09729).
+    DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` c the loss of a token
+    with A_t < 0 is at most −c · A_t (Ye et al. 2019, arXiv:1912.09729).
 
-    Args:
-        ratio: [C] from `probability_ratio` or `row_ratio`.
-        advantages: [C]
-        clip_low, clip_high: distances from 1 to which the ratio is clipped.
-        dual_clip: c, above 1; None for no bound.
+    For example, with bounds of 0.2:
+
+    | A | ρ | −ρ·A | −clip(ρ)·A | loss | effect |
+    |---|---|---|---|---|---|
+    | 1 | 1.5 | −1.5 | −1.2 | −1.2 | it became likely enough: no gradient |
+    | −1 | 1.5 | 1.5 | 1.2 | 1.5 | it became likelier, and is bad: the full gradient |
+    | −1 | 0.5 | 0.5 | 0.8 | 0.8 | it became unlikely enough: no gradient |
     """
+    advantages = tokens.advantages
     unclipped_loss = -advantages * ratio
-    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped_loss = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss = torch.maximum(unclipped_loss, clipped_loss)
     took_effect = clipped_loss > unclipped_loss
 
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
+    if settings.dual_clip is not None:
+        bound = -advantages * settings.dual_clip
         exceeds = (advantages < 0) & (loss > bound)
         loss = torch.where(exceeds, bound, loss)
         took_effect = took_effect | exceeds
@@ -181,160 +160,121 @@ def clipped_surrogate(
     return PolicyLoss(loss=loss, ratio=ratio, clipped=took_effect.float())
 
 
-def cispo(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
+def cispo(ratio: Tensor, tokens: TokenTerms, settings: AlgorithmSection) -> PolicyLoss:
     """CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4): the clipped ratio weighs the policy gradient.
 
     loss_t = −sg(clip(ρ_t, 1 − clip_low, 1 + clip_high)) · A_t · log π(t). The ratio carries no
     gradient, so that, unlike in PPO, a clipped token keeps the gradient of its log-probability.
-
-    Args:
-        ratio, logprobs, advantages: [C]
-        clip_low, clip_high: distances from 1 to which the ratio is clipped.
     """
     unclipped = ratio.detach()
-    weight = unclipped.clamp(1 - clip_low, 1 + clip_high)
+    weight = unclipped.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return PolicyLoss(
-        loss=-weight * advantages * logprobs,
+        loss=-weight * tokens.advantages * tokens.logprobs,
         ratio=ratio,
         clipped=(weight != unclipped).float(),
     )
 
 
-def dppo(
-    ratio: Tensor,
-    *,
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    low: float,
-    high: float,
-) -> PolicyLoss:
+def dppo(ratio: Tensor, tokens: TokenTerms, settings: AlgorithmSection) -> PolicyLoss:
     """DPPO with the binary total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM
     Reinforcement Learning").
 
-    loss_t = −M_t · ρ_t · A_t, where M_t = 0 if A_t > 0 and π(t) − μ(t) > high, or if A_t ≤ 0 and
-    π(t) − μ(t) < −low, and 1 otherwise. The ratio is not clipped: a token is masked if its
-    *probability* has already moved too far in the direction of its advantage. A ratio is a poor
-    measure of that: it doubles from 1e-4 to 2e-4 and hardly changes from .9 to .99.
-
-    Args:
-        ratio, logprobs, rollout_logprobs, advantages: [C]
-        low, high: the largest changes of a probability, downwards and upwards, as absolute
-            differences of probabilities; the settings clip_low and clip_high.
+    loss_t = −M_t · ρ_t · A_t, where M_t = 0 if A_t > 0 and π(t) − μ(t) > clip_high, or if A_t ≤ 0
+    and π(t) − μ(t) < −clip_low, and 1 otherwise. The bounds are differences of probabilities. The
+    ratio is not clipped: a token is masked if its *probability* has already moved too far in the
+    direction of its advantage. A ratio is a poor measure of that: it doubles from 1e-4 to 2e-4 and
+    hardly changes from .9 to .99.
     """
-    moved = (logprobs.exp() - rollout_logprobs.exp()).detach()
-    masked = torch.where(advantages > 0, moved > high, moved < -low)
+    advantages = tokens.advantages
+    moved = (tokens.logprobs.exp() - tokens.rollout_logprobs.exp()).detach()
+    masked = torch.where(advantages > 0, moved > settings.clip_high, moved < -settings.clip_low)
     loss = torch.where(masked, 0.0, -advantages * ratio)
     return PolicyLoss(loss=loss, ratio=ratio, clipped=masked.float())
 
 
-def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> PolicyLoss:
+def sapo(ratio: Tensor, tokens: TokenTerms, settings: AlgorithmSection) -> PolicyLoss:
     """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio instead of clipping.
 
-    loss_t = −4/τ · σ(τ · (ρ_t − 1)) · A_t. The sigmoid's slope is 1 at ρ = 1 and fades on both
-    sides, faster for larger τ. Nothing is cut, so `clipped` is 0.
-
-    Args:
-        ratio, advantages: [C]
-        tau_positive, tau_negative: τ of tokens with a positive advantage, and of the others.
+    loss_t = −4/τ · σ(τ · (ρ_t − 1)) · A_t, with `sapo_tau_positive` as τ of tokens with a positive
+    advantage and `sapo_tau_negative` of the others. The sigmoid's slope is 1 at ρ = 1 and fades on
+    both sides, faster for larger τ. Nothing is cut, so `clipped` is 0.
     """
-    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    advantages = tokens.advantages
+    tau = torch.full_like(ratio, settings.sapo_tau_negative)
+    tau = tau.masked_fill(advantages > 0, settings.sapo_tau_positive)
     loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio))
 
 
-def policy_weights(config: AlgorithmSection, tokens: TokenTerms) -> Tensor:
+LOSSES: dict[str, Loss] = {
+    "clip": clipped_surrogate,
+    "cispo": cispo,
+    "dppo": dppo,
+    "sapo": sapo,
+}
+"""The losses by their names in `algorithm.policy_loss`, which may also be an import path."""
+
+
+def named_loss(settings: AlgorithmSection) -> Loss:
+    """Returns the loss of the settings. Raises ConfigError when it cannot be imported."""
+    return named_or_imported(settings.policy_loss, LOSSES, _SETTING)
+
+
+def policy_weights(settings: AlgorithmSection, tokens: TokenTerms) -> Tensor:
     """Returns [C] the weight of each token in the policy loss, without gradient.
 
     It is the product of the corrections and masks that the settings ask for, and 1 without any. The
     KL term and the entropy bonus count every token.
     """
     weights = torch.ones_like(tokens.rollout_logprobs)
-    if config.correction is not None:
-        weights = importance_correction(
-            tokens,
-            mode=config.correction,
-            level=config.correction_level,
-            cap=config.correction_cap,
-            floor=config.correction_floor,
-        )
-    if config.rejects:
-        weights = weights * geometric_mask(tokens, config.geometric_low, config.geometric_high)
-    if config.off_policy_delta is not None:
-        weights = weights * off_policy_mask(tokens, config.off_policy_delta)
+    if settings.correction is not None:
+        weights = importance_correction(tokens, settings)
+    if settings.rejects:
+        weights = weights * geometric_mask(tokens, settings)
+    if settings.off_policy_delta is not None:
+        weights = weights * off_policy_mask(tokens, settings.off_policy_delta)
     return weights
 
 
-def importance_correction(
-    tokens: TokenTerms,
-    *,
-    mode: Literal["truncate", "mask"],
-    level: Literal["token", "sequence"],
-    cap: float,
-    floor: float | None = None,
-) -> Tensor:
+def importance_correction(tokens: TokenTerms, settings: AlgorithmSection) -> Tensor:
     """Returns [C] weights, without gradient, that correct for the gap between engine and trainer.
 
-    w_t = π_old(t) / μ(t) or, with level `sequence`, the product of these over the row.
-    `truncate` gives min(w, cap): truncated importance sampling (Yao et al. 2025). `mask` gives w
-    where floor ≤ w ≤ cap and 0 elsewhere; by token this is IcePop (Ling team 2025,
-    arXiv:2510.18855), whose bounds are 0.5 and 5.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        mode: what happens to weights beyond the bounds.
-        level: `token`, or `sequence` for one weight per row.
-        cap: upper bound.
-        floor: lower bound of `mask`; None for 1 / cap.
+    w_t = π_old(t) / μ(t). `truncate` gives min(w, cap): truncated importance sampling (Yao et al.
+    2025). `mask` gives w where floor ≤ w ≤ cap, by default with the floor 1 / cap, and 0 elsewhere;
+    this is IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
     """
-    log_weight = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-    if level == "sequence":
-        row_log_weights = row_sum(log_weight, tokens.row_of_token, tokens.row_count)
-        log_weight = row_log_weights[tokens.row_of_token]
-    weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-
-    if mode == "truncate":
+    weight = ratio_of(tokens.old_logprobs, tokens.rollout_logprobs).detach()
+    cap = settings.correction_cap
+    if settings.correction == "truncate":
         return weight.clamp(max=cap)
-    lowest = 1 / cap if floor is None else floor
+    lowest = 1 / cap if settings.correction_floor is None else settings.correction_floor
     outside = (weight > cap) | (weight < lowest)
     return torch.where(outside, torch.zeros_like(weight), weight)
 
 
-def geometric_mask(tokens: TokenTerms, low: float | None, high: float | None) -> Tensor:
+def geometric_mask(tokens: TokenTerms, settings: AlgorithmSection) -> Tensor:
     """Returns [C] 1 on the tokens of rows that are kept, and 0 on those of rejected ones.
 
     A row is kept if low ≤ exp(1/L · Σ_t log(π_old(t) / μ(t))) ≤ high, the geometric mean over its L
     tokens (Liu et al. 2025, "When Speed Kills Stability"). verl calls this `seq_mean_k1` and uses
     [0.999, 1.001]. The product over a row would reject long ones whatever their tokens are.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        low, high: bounds of the geometric mean; None for no bound.
     """
-    log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
-    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
-    kept = torch.ones_like(mean)
-    if low is not None:
-        kept = (mean >= math.log(low)).float()
-    if high is not None:
-        kept = kept * (mean <= math.log(high)).float()
-    return kept
+    mean = tokens.mean_of_row((tokens.old_logprobs - tokens.rollout_logprobs).detach())
+    low = settings.geometric_low
+    high = settings.geometric_high
+    lowest = math.log(low) if low else -math.inf
+    highest = math.log(high) if high else math.inf
+    return ((mean >= lowest) & (mean <= highest)).float()
 
 
 def off_policy_mask(tokens: TokenTerms, delta: float) -> Tensor:
     """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 
     Returns [C] M_t = 0 if A_t < 0 and 1/L · Σ_t log(μ(t) / π(t)) > delta, over the L tokens of the
-    row, and 1 otherwise: a bad row from which the policy has moved away teaches nothing more.
-
-    Args:
-        tokens: the tokens of a micro-batch.
-        delta: the largest mean, in nats per token.
+    row, and 1 otherwise: the policy learns nothing more from a bad row that it has moved away from.
+    `delta` is in nats per token.
     """
-    log_ratio = (tokens.rollout_logprobs - tokens.logprobs).detach()
-    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
+    mean = tokens.mean_of_row((tokens.rollout_logprobs - tokens.logprobs).detach())
     return ((tokens.advantages >= 0) | (mean <= delta)).float()
 
 
@@ -411,16 +351,3 @@ def token_coefficients(
         "constant": total_rows * max_new_tokens,
     }
     return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
-
-
-def row_sum(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
-    """Returns [R] sums of `values` [C] by row."""
-    sums = torch.zeros(row_count, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, row_of_token, values)
-
-
-def row_mean(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
-    """Returns [R] means of `values` [C] by row; 0 for a row without tokens."""
-    sums = row_sum(values, row_of_token, row_count)
-    lengths = row_sum(torch.ones_like(values), row_of_token, row_count)
-    return sums / lengths.clamp(min=1)

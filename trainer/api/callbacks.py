@@ -19,7 +19,8 @@ from typing import Any
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
 from common.errors import ConfigError, did_you_mean
-from trainer.api.settings import TrainerConfig, in_own_words
+from trainer.api.refusals import names_in
+from trainer.api.settings import TrainerConfig
 from trainer.observe.run_dir import append_line, read_lines
 from trainer.run import Listener, Run
 
@@ -97,7 +98,8 @@ class Callbacks(Listener):
 
     def words(self, text: str) -> str:
         """See `Listener`."""
-        return in_own_words(text, self.args)
+        names = names_in(text, self.args.names())
+        return f"{text} ({names})" if names else text
 
     def measured(self, step: int) -> dict[str, float]:
         """See `Listener`."""
@@ -136,7 +138,7 @@ class Callbacks(Listener):
         per_step = run.config.trainer.batch_size
         self.state.global_step = step
         self.state.epoch = step * per_step / self._num_problems
-        if not self._has_begun:
+        if not self._has_begun:  # the first event of any kind finds models and services ready
             self._has_begun = True
             self._take_logged()  # drops what the trial of the functions logged
             self._begin_state(run)
@@ -151,6 +153,7 @@ class Callbacks(Listener):
             logs = _with_names_of_trl(about["logs"])
             self._log(logs, logs)
         else:
+            # The checkpoint of a step is written after its evaluation.
             if event == "save" and self.state.best_global_step == step:
                 self.state.best_model_checkpoint = str(about["checkpoint"])
             for hook in self._hooks_of(event, step * per_step, per_step):
@@ -235,7 +238,7 @@ class Callbacks(Listener):
             self._note_best(_named_evaluation(earlier), earlier["step"])
 
     def _note_best(self, numbers: dict[str, float], step: int) -> None:
-        """Keeps the best evaluation; that before training does not count."""
+        """Keeps the best evaluation; the one before training does not count."""
         value = numbers.get(self._best_name(numbers))
         if value is None or step == 0:
             return
@@ -246,7 +249,9 @@ class Callbacks(Listener):
             self.state.best_global_step = step
 
     def _carry_out(self, run: Run, may_evaluate: bool) -> None:
-        """Carries out the requests of callbacks; after the last step, the end of the run does."""
+        """Does what callbacks asked for. After the last step nothing is left to do: the end of the
+        run evaluates and saves.
+        """
         control = self.control
         ends_epoch = control.should_epoch_stop and not self.state.epoch.is_integer()
         if ends_epoch and math.ceil(self.state.epoch) < self.state.num_train_epochs:
@@ -259,6 +264,7 @@ class Callbacks(Listener):
         if control.should_training_stop or ends_epoch or self.state.should_training_stop:
             run.stop()
         is_last = run.policy.step >= run.total_steps
+        # An evaluation that a callback asked for is itself an event: it must not ask again.
         if self._carrying_out or is_last:
             return
         self._carrying_out = True
@@ -293,8 +299,9 @@ def _with_names_of_trl(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: dict[str, Any]) -> Any:
-    """Calls a hook with (args, state, control) and those of `keywords` that it accepts, or only
-    with what it names.
+    """Calls a hook with (args, state, control) and the `keywords` that it accepts.
+
+    A hook whose first parameter is `state` or `control` gets everything by name.
     """
     parameters = inspect.signature(hook).parameters
     names_only = next(iter(parameters), "state") in ("state", "control")

@@ -9,13 +9,14 @@ from common.errors import ConfigError
 from common.models.hub import check_model
 from common.wire.schemas import Prompt
 from services.data.rows import (
+    BadRow,
     answer_of,
     further_columns,
     id_of,
     read_chat,
+    refuse,
     refuse_chat_as_text,
     refuse_same_ids,
-    stop_at,
     text_of,
 )
 from services.reward.functions import RewardFunction, RewardModelFunction
@@ -60,14 +61,18 @@ def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Pro
             "Hugging Face Dataset",
         )
     rows = rows if hasattr(rows, "__len__") else islice(rows, at_most)
-    try:
-        prompts = [
-            _prompt(item, f"{field}-{number}", f"row {number}") for number, item in enumerate(rows)
-        ]
-    except ConfigError as error:  # names the setting of the data-server
-        raise ConfigError(
-            error.message, field=field, value=error.value, remedy=error.remedy
-        ) from None
+    prompts: list[Prompt] = []
+    for number, item in enumerate(rows):
+        try:
+            prompts.append(_prompt(item, f"{field}-{number}"))
+        except BadRow as error:
+            # Not the setting of the data-server, which it names.
+            raise ConfigError(
+                f"row {number}: {error.message}",
+                field=field,
+                value=error.value or f"row {number}",
+                remedy=error.remedy,
+            ) from None
     if not prompts:
         raise ConfigError(
             "the data set is empty", field=field, value=[], remedy="give it at least one problem"
@@ -112,7 +117,7 @@ def _rows(dataset: Any) -> Iterable[Any]:
 
 
 def _pandas_row(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the cells of a row: arrays as lists, and empty ones, which pandas has as NaN, as
+    """Returns the cells of a row. Arrays become lists, and NaN, pandas' empty cell, becomes
     None.
     """
     cells = {}
@@ -123,29 +128,29 @@ def _pandas_row(row: Mapping[Any, Any]) -> dict[str, Any]:
     return cells
 
 
-def _prompt(item: Any, default_id: str, where: str) -> Prompt:
+def _prompt(item: Any, default_id: str) -> Prompt:
     if isinstance(item, Prompt):
         return item
     if not isinstance(item, Mapping):
         problem = f"{item!r:.80} is not a Prompt or a mapping of columns"
-        stop_at(where, problem, "give rows like {'prompt': …, 'answer': …}")
+        refuse(problem, "give rows like {'prompt': …, 'answer': …}")
     column = _column(item, _PROMPT_COLUMNS)
     if column is None:
         there = ", ".join(map(str, item))
         problem = f"there is no column {' or '.join(_PROMPT_COLUMNS)}; there are {there}"
-        stop_at(where, problem, "rename the column")
-    chat = [] if isinstance(item[column], str) else _chat(item, column, where)
+        refuse(problem, "rename the column")
+    chat = [] if isinstance(item[column], str) else _chat(item, column)
     for name in _ARGUMENTS.intersection(item):
-        stop_at(where, f"reward functions already have an argument {name!r}", "rename the column")
+        refuse(f"reward functions already have an argument {name!r}", "rename the column")
 
-    prompt_id = id_of(item, where, default_id)
-    question = chat[-1]["content"] if chat else text_of(item, column, where, setting=column)
-    refuse_chat_as_text(question, column, where)
+    prompt_id = id_of(item, default_id)
+    question = chat[-1]["content"] if chat else text_of(item, column, setting=column)
+    refuse_chat_as_text(question, column)
     ground_truth = ""
     answer = _column(item, _ANSWER_COLUMNS)
     if answer is not None and str(item[answer]).strip():
-        ground_truth = answer_of(item, answer, where, setting=answer)
-    columns = further_columns(item, ("prompt", "ground_truth"), where)
+        ground_truth = answer_of(item, answer, setting=answer)
+    columns = further_columns(item, ("prompt", "ground_truth"))
     if chat:
         columns["prompts"] = chat
     return Prompt(
@@ -163,16 +168,16 @@ def _column(row: Mapping[Any, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if row.get(name) is not None), None)
 
 
-def _chat(row: Mapping[Any, Any], column: str, where: str) -> list[dict[str, str]]:
+def _chat(row: Mapping[Any, Any], column: str) -> list[dict[str, str]]:
     """Returns the messages of a chat that ends with the user's."""
-    chat = read_chat(row, column, where)
+    chat = read_chat(row, column)
     roles = [role for role, _ in chat]
     if roles[-1] != "user" or not set(roles) <= set(_ROLES):
         problem = (
             f"the chat in column {column!r} has the roles {', '.join(roles)}; "
             f"they must be {', '.join(_ROLES)}, and the last one must be user"
         )
-        stop_at(where, problem, "move the answer into a separate column, or remove it")
+        refuse(problem, "move the answer into a separate column, or remove it")
     return [{"role": role, "content": text} for role, text in chat]
 
 
@@ -198,9 +203,7 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
     made = [_reward(each, log) for each in several]
     names = numbered([function.name for function in made])
     for function, name in zip(made, names, strict=True):
-        if isinstance(function, PlainFunction):
-            function.rename(name)
-        elif isinstance(function, RewardModelFunction):
+        if isinstance(function, PlainFunction | RewardModelFunction):
             function.name = name
     return made
 

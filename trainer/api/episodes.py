@@ -14,7 +14,7 @@ from common.wire.schemas import EpisodeTask, RewardItem
 from services.environment.environments import Environment
 from services.environment.outcome import EpisodeFailed
 from services.reward.functions import RewardFunction
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 _NAME = "environment.name"
 
@@ -29,7 +29,7 @@ class EpisodeGrader:
     """
 
     def __init__(self, config: RewardSection, functions: Sequence[RewardFunction]) -> None:
-        self._scorer = RewardScorer(config, functions=functions)
+        self._scorer = RewardService(config, functions=functions)
 
     async def __call__(
         self, environment: Any, task: EpisodeTask, messages: list[Any], token_ids: Sequence[int]
@@ -82,8 +82,19 @@ def as_environment(factory: Any, tools: Sequence[Any] | None) -> Environment | N
 
     Raises ConfigError when they conflict with one another.
     """
+    if factory is None and not tools:
+        return None
     if factory is None:
-        return None if not tools else _of_tools(tools)
+        for tool in tools or ():
+            if not inspect.isroutine(tool):
+                raise ConfigError(
+                    "this is not a function",
+                    field="tools",
+                    value=shorten(tool),
+                    remedy="give functions with types and a docstring, or an environment_factory",
+                )
+        with _argument("tools"):
+            return Environment.of_functions(tools or (), _path(tools or ()))
     if tools:
         remedy = "make the tools methods of the environment"
         raise ConfigError(
@@ -103,17 +114,6 @@ def as_environment(factory: Any, tools: Sequence[Any] | None) -> Environment | N
     kind = factory if inspect.isclass(factory) else type(factory())
     with _argument("environment_factory"):
         return replace(Environment.of(kind, _path([factory])), make=factory)
-
-
-def _of_tools(tools: Sequence[Any]) -> Environment:
-    for tool in tools:
-        if not inspect.isroutine(tool):
-            remedy = "give functions with types and a docstring, or an environment_factory"
-            raise ConfigError(
-                "this is not a function", field="tools", value=shorten(tool), remedy=remedy
-            )
-    with _argument("tools"):
-        return Environment.of_functions(tools, _path(tools))
 
 
 @contextmanager

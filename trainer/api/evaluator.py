@@ -17,13 +17,13 @@ from common.process.loop_thread import LoopThread
 from common.prompts.prompter import PromptStyle
 from common.settings.chat_templates import OWN
 from common.settings.config import Config, from_mapping
-from common.settings.sections import RewardSection
+from common.settings.sections import EvaluationSection, RewardSection
 from common.wire.schemas import Prompt
 from learning.device import DeviceKind
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards, weights_of
-from trainer.api.refusals import renamed
+from trainer.api.refusals import with_names
 from trainer.evaluation.evaluator import graded_answers
 from trainer.evaluation.generation import Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
@@ -123,6 +123,14 @@ class ModelEvaluator:
         self._model_id = model_id
         self._api_key = api_key
 
+    @classmethod
+    def of_run(cls, model: str | Path, config: Config, progress: bool) -> "ModelEvaluator":
+        """Returns an evaluator of a local model with the settings of its run."""
+        made = cls(model, progress=progress)
+        named = config.model.model_copy(update={"name": str(model)})
+        made._config = _sampling_as_in_training(config.model_copy(update={"model": named}))
+        return made
+
     def evaluate(
         self,
         dataset: Any,
@@ -209,19 +217,13 @@ class ModelEvaluator:
         )
 
 
-def is_read(setting: str) -> bool:
-    """Returns whether an evaluation reads a setting of the system."""
-    return setting in _READ or (
-        setting.startswith("sampling.") and setting != "sampling.group_size"
-    )
-
-
 def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
     """Returns the settings of an evaluation. Raises ConfigError for a setting that is wrong or not
     read.
     """
     for name, value in settings.items():
-        if name in own or not is_read(name):
+        of_sampling = name.startswith("sampling.") and name != "sampling.group_size"
+        if name in own or not (name in _READ or of_sampling):
             remedy = f"give {', '.join(_READ)} or settings of sampling"
             if name in own:
                 remedy = f"give the argument {name.partition('.')[2]} instead"
@@ -236,11 +238,17 @@ def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
     try:
         config = from_mapping({"rollout.engine": "embedded", **context, **own, **settings})
     except ConfigError as error:
-        raise renamed(error, {name: name.partition(".")[2] for name in own}) from None
+        raise with_names(error, {name: name.partition(".")[2] for name in own}) from None
+    return _sampling_as_in_training(config)
+
+
+def _sampling_as_in_training(config: Config) -> Config:
+    """Returns the settings with the bounds of training's sampling for the answers of an
+    evaluation.
+    """
     sampling = config.sampling
-    bounds = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
-    config.evaluation = config.evaluation.model_copy(update=bounds)
-    return config
+    bounds = EvaluationSection(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
+    return config.model_copy(update={"evaluation": bounds})
 
 
 def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:

@@ -47,13 +47,7 @@ class GRPOConfig(TrainerConfig):
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
     assumed: ClassVar[dict[str, Any]] = {"eval_strategy": "no"}
-    trl_names: ClassVar[Mapping[str, str]] = {
-        "max_new_tokens": "max_completion_length",
-        "kl_coef": "beta",
-        "clip_range": "epsilon",
-        "clip_range_high": "epsilon_high",
-        "reward_fn": "reward_funcs",
-    }
+    has_trl_names: ClassVar[bool] = True
     loss_type: str | None = "dapo"
     num_generations: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, gt=0)
@@ -93,12 +87,12 @@ class GRPOConfig(TrainerConfig):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Prepares a subclass for `@dataclass`, as scripts declare more arguments."""
         if cls.__module__ == __name__:
-            return
+            return  # RLOOConfig is no script's
         names = [name for name in cls.__annotations__ if name in cls.model_fields]
         defaults = {
             name: cls.model_fields[name].get_default(call_default_factory=True) for name in names
         }
-        cls.of_script = cls.of_script | {name for name in names if name not in ARGUMENTS}
+        cls.script_fields = cls.script_fields | {name for name in names if name not in ARGUMENTS}
         cls.assumed = cls.assumed | {
             name: default for name, default in defaults.items() if name in ARGUMENTS
         }
@@ -111,6 +105,7 @@ class GRPOConfig(TrainerConfig):
         advantage = self.settings.get(
             "algorithm.advantage", RECIPES[self.trainer_type].get("advantage", "group_normalised")
         )
+        # TRL divides by the standard deviation plus 1e-4.
         compared = (
             {"algorithm.advantage_eps": 1e-4}
             if advantage in ("group_normalised", "reward_normalised")
@@ -120,10 +115,11 @@ class GRPOConfig(TrainerConfig):
         return super()._defaults() | {"optimizer.adam_betas": self.betas} | compared | near
 
     @classmethod
-    def as_trl(cls, given: Mapping[str, Any], is_said: bool) -> Mapping[str, Any]:
+    def as_trl(cls, given: Mapping[str, Any], was_warned: bool) -> Mapping[str, Any]:
         """Chooses device, precision and warm-up as TRL does."""
-        say = _log.debug if is_said else _log.warning
+        say = _log.debug if was_warned else _log.warning
         chosen = dict(given)
+        # TRL takes a GPU where there is one; `TrainerConfig` only where it is told to.
         if not {"use_gpu", "use_cpu"} & chosen.keys():
             import torch
 
@@ -156,8 +152,8 @@ GRPOConfig.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _dataclass() -> Any:
-    """Returns a dataclass of TRL's arguments, and of the fields that have none of TRL, whose
-    description `dataclasses.asdict` and `replace` read.
+    """Returns a dataclass with TRL's arguments and with our fields that TRL lacks;
+    `dataclasses.asdict` and `replace` read its description.
     """
     ours = {argument.ours for name, argument in ARGUMENTS.items() if argument.ours != name}
     names = dict.fromkeys([*ARGUMENTS, *(set(GRPOConfig.model_fields) - ours)])
@@ -228,6 +224,8 @@ class GRPOTrainer(WithTransformersNames):
             )
         train_dataset, plain = _is_plain(train_dataset)
         self._is_plain = plain
+        # Plain text is continued as it is: the template is the text itself, unless something else
+        # makes the prompts.
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}
         if plain and not (environment_factory or tools or templates & args.settings.keys()):
             args = args.model_copy(

@@ -11,7 +11,7 @@ from trainer.evaluation.uncertainty import wilson_interval
 from trainer.observe.run_dir import read_lines, read_settings
 from trainer.policy.export import MODEL_FILES
 
-_SECTIONS = ("model", "lora", "sampling", "algorithm", "trainer")
+_SECTIONS = ("model", "lora", "sampling", "algorithm", "optimizer", "parallel", "trainer")
 """Sections whose settings a card shows."""
 _OMITTED = ("name", "run_dir", "port")
 """Settings of these sections that say nothing about training."""

@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerState
 
 from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import names as setting_names
 from common.wire.schemas import Prompt
 from learning.device import choose_device
 from services.environment.environments import Environment
@@ -33,12 +34,12 @@ from trainer.api.episodes import (
     takes_environments,
     with_environment,
 )
-from trainer.api.evaluator import ModelEvaluator, is_read
+from trainer.api.evaluator import ModelEvaluator
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
-from trainer.api.refusals import Refusals, renamed
-from trainer.api.settings import TrainerConfig, own_names
+from trainer.api.refusals import Refusals, with_names
+from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
 from trainer.backends.in_process import Problems
 from trainer.evaluation.results import EvaluationResults
@@ -179,9 +180,8 @@ class OnlineRLTrainer:
         with refusals.collected():
             held_out = self._held_out_problems(eval_dataset)
         self._problems = Problems(train, held_out)
-        for error in _contradictions(config, self._problems):
-            refusals.add(error)
-        refusals.raise_all(config.given_names(self._arguments))
+        _check_together(config, self._problems, refusals)
+        refusals.raise_all(config.names(self._arguments))
 
         self._train_dataset = train_dataset
         self._rounds = 0
@@ -303,9 +303,8 @@ class OnlineRLTrainer:
         self._callbacks.args = self.config
         self._weights = weights_of(self._rewards, self.config.reward_weights)
         refusals = Refusals()
-        for error in _contradictions(self.config, self._problems):
-            refusals.add(error)
-        refusals.raise_all(self.config.given_names(self._arguments))
+        _check_together(self.config, self._problems, refusals)
+        refusals.raise_all(self.config.names(self._arguments))
 
     # ------------------------------------------------------------ the run
 
@@ -357,6 +356,7 @@ class OnlineRLTrainer:
         if isinstance(resume_from_checkpoint, str | Path):
             check_newest(self.output_dir, Path(resume_from_checkpoint))
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
+        # A run with a checkpoint has called its functions before.
         if checkpoint.newest(self.output_dir / "checkpoints") is None:
             self._try_rewards()
         self.config.model_name_or_path = self._caller_model.saved(self.config)
@@ -366,6 +366,8 @@ class OnlineRLTrainer:
             remove_run(self.output_dir)
         self._began = True
 
+        # Each call adds the steps of a whole run. An interrupted call counts as not made, so that
+        # the next one finishes it.
         count = len(self._problems.train)
         rounds = max(self._rounds + 1, self._rounds_on_disk())
         settings = self.config.to_config(
@@ -377,6 +379,7 @@ class OnlineRLTrainer:
         )
         settings.reward = settings.reward.for_objects(self._weights)
         environment = self._environment
+        # Without get_reward, the reward functions grade episodes, inside the environment-server.
         if environment is not None and not environment.has_reward:
             grader = EpisodeGrader(settings.reward, self._rewards)
             environment = replace(environment, grade=grader, has_reward=True)
@@ -393,6 +396,7 @@ class OnlineRLTrainer:
                     environment=environment,
                 )
         except ConfigError:
+            # The caller corrects the mistake and calls again, which is no second run.
             nothing_trained = not (self.output_dir / "metrics.jsonl").exists()
             if not resume and nothing_trained:
                 remove_run(self.output_dir)
@@ -401,7 +405,7 @@ class OnlineRLTrainer:
 
         self._rounds = rounds
         self._settings = read_settings(self.output_dir)
-        self._load_into_object()
+        self._load_into_object(self._checkpoint)
         if self.config.push_to_hub:
             try:
                 self.push_to_hub()
@@ -409,11 +413,10 @@ class OnlineRLTrainer:
                 print(f"not pushed: {error}")
         return self._result(self._checkpoint)
 
-    def _load_into_object(self) -> None:
+    def _load_into_object(self, saved: Path) -> None:
         """Gives the caller's model object, if there is one, the trained weights."""
-        assert self._checkpoint is not None
         if self._caller_model.has_adapter:
-            self._caller_model.load_adapter(self._checkpoint)
+            self._caller_model.load_adapter(saved)
         elif self._caller_model.is_object:
             with self._whole_model() as directory:
                 self._caller_model.load(directory)
@@ -571,20 +574,10 @@ class OnlineRLTrainer:
                 field="dataset",
                 remedy="give dataset here, or eval_dataset to the trainer",
             )
-        config = self.config
-        bounds = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p or 0.0}
-        settings = {f"sampling.{name}": value for name, value in bounds.items()}
-        settings |= {name: value for name, value in config.settings.items() if is_read(name)}
-        evaluator = ModelEvaluator(
-            self._checkpoint or self._caller_model.saved(config),
-            system_prompt=config.system_prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=config.seed,
-            device="cuda" if config.use_gpu else "cpu",
-            dtype="bfloat16" if config.bf16 else "float32",
-            progress=config.verbose,
-            settings=settings,
+        evaluator = ModelEvaluator.of_run(
+            self._checkpoint or self._caller_model.saved(self.config),
+            self.config.to_config(self.config.problems_per_step, 0, Path()),
+            progress=self.config.verbose,
         )
         return evaluator.evaluate(
             self._problems.held_out if dataset is None else dataset,
@@ -599,14 +592,15 @@ class OnlineRLTrainer:
         try:
             yield
         except ServiceError as error:
-            names = own_names()
+            names = self.config.names(self._arguments)
+            if error.field in setting_names() and "." in error.field:
+                names.setdefault(error.field, f'settings["{error.field}"]')
             if self._caller_model.model is not None:
                 names["model.name"] = "model"
             reference = self.config.ref_model_name_or_path
             if error.value == reference != self.config.model_name_or_path:
                 names["model.name"] = "ref_model_name_or_path"
-            given = self.config.given_names(self._arguments)
-            raise renamed(renamed(error, names), given) from None
+            raise with_names(error, names) from None
 
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
@@ -689,25 +683,22 @@ def _check_length(dataset: Any, config: TrainerConfig) -> None:
         )
 
 
-def _contradictions(config: TrainerConfig, problems: Problems) -> Iterator[ConfigError]:
-    """Yields what does not fit between settings, data and machine."""
-    if config.use_gpu:
-        try:
+def _check_together(config: TrainerConfig, problems: Problems, refusals: Refusals) -> None:
+    """Adds what does not fit between settings, data and machine to `refusals`."""
+    with refusals.collected():
+        if config.use_gpu:
             choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
-        except ConfigError as error:
-            yield error
-    if problems.train:
-        try:
+    with refusals.collected():
+        if problems.train:
             config.check_steps(len(problems.train))
-        except ConfigError as error:
-            yield error
     if config.eval_steps and not problems.held_out:
-        yield ConfigError(
+        error = ConfigError(
             "there is nothing to evaluate on",
             field="eval_steps",
             value=config.eval_steps,
             remedy="give an eval_dataset",
         )
+        refusals.add(error)
 
 
 def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:

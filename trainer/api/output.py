@@ -32,7 +32,9 @@ def check_output(directory: Path, may_hold_run: bool) -> None:
     `may_hold_run` is false. One that ended before its first step counts for nothing.
     """
     is_used = any((directory / name).exists() for name in _CONTENT)
-    if is_used and not may_hold_run and not _without_step(directory):
+    has_checkpoint = any(directory.glob("checkpoints/*"))
+    is_without_step = is_run(directory) and not has_step(directory) and not has_checkpoint
+    if is_used and not may_hold_run and not is_without_step:
         raise ConfigError(
             "the output directory already has a run",
             field="output_dir",
@@ -41,12 +43,6 @@ def check_output(directory: Path, may_hold_run: bool) -> None:
             "(overwrite_output_dir=True), or name another directory",
         )
     make_directory(directory, "output_dir")
-
-
-def _without_step(directory: Path) -> bool:
-    """Whether a directory holds a run that has neither a step nor a checkpoint."""
-    has_checkpoint = any(directory.glob("checkpoints/*"))
-    return is_run(directory) and not has_step(directory) and not has_checkpoint
 
 
 def check_newest(directory: Path, checkpoint: Path) -> None:
@@ -59,23 +55,14 @@ def check_newest(directory: Path, checkpoint: Path) -> None:
     newest = newest_checkpoint(directory / "checkpoints")
     if newest is not None and checkpoint.resolve() == newest.resolve():
         return
-    there = checkpoint.is_dir()
-    raise ConfigError(
-        "a run goes on from its newest checkpoint, in its own output_dir"
-        if there
-        else "there is no such checkpoint",
-        field="resume_from_checkpoint",
-        value=str(checkpoint),
-        remedy=_remedy_of_resume(newest, there),
-    )
-
-
-def _remedy_of_resume(newest: Path | None, is_there: bool) -> str:
-    if newest is None and is_there:
-        return "name the output_dir of this checkpoint, and remove newer ones there"
-    if newest is None:
-        return "leave it out: there is no run in output_dir to continue"
-    return f"give True or {newest}, or remove what is newer than your checkpoint"
+    message = "there is no such checkpoint"
+    remedy = "leave it out: there is no run in output_dir to continue"
+    if checkpoint.is_dir():
+        message = "a run goes on from its newest checkpoint, in its own output_dir"
+        remedy = "name the output_dir of this checkpoint, and remove newer ones there"
+    if newest is not None:
+        remedy = f"give True or {newest}, or remove what is newer than your checkpoint"
+    raise ConfigError(message, field="resume_from_checkpoint", value=str(checkpoint), remedy=remedy)
 
 
 def link_checkpoint(directory: Path, checkpoint: Path) -> None:

@@ -12,23 +12,31 @@ from common.errors import ConfigError, ServiceError
 _Error = TypeVar("_Error", bound=ServiceError)
 
 
-def in_words(text: str, names: Mapping[str, str]) -> str:
-    """Returns a text with other names for settings, wherever it mentions them."""
-    if not names:
-        return text
-    mentioned = rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)"
-    return re.sub(mentioned, lambda found: names[found[0]], text)
+def names_in(text: str, names: Mapping[str, str]) -> str:
+    """Returns what the settings in a text are called elsewhere, such as `algorithm.kl_coef is beta
+    here`; empty if it mentions none of `names`.
+    """
+    known = []
+    for name, other in names.items():
+        is_word = re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", text)
+        if is_word and other != name:
+            known.append(f"{name} is {other} here")
+    return ", ".join(known)
 
 
-def renamed(error: _Error, names: Mapping[str, str], prefix: str = "") -> _Error:
-    """Returns the error with other names for settings, wherever it mentions them."""
+def with_names(error: _Error, names: Mapping[str, str]) -> _Error:
+    """Returns the error with the caller's name of its field, and of the other settings that it
+    mentions.
+    """
     changed = copy(error)
+    others = {name: other for name, other in names.items() if name != error.field}
+    remedy = [error.remedy or "", names_in(f"{error.message} {error.remedy}", others)]
     ServiceError.__init__(
         changed,
-        prefix + in_words(error.message, names),
-        field=error.field and in_words(error.field, names),
+        error.message,
+        field=names.get(error.field or "", error.field),
         value=error.value,
-        remedy=error.remedy and in_words(error.remedy, names),
+        remedy="; ".join(filter(None, remedy)) or None,
         code=error.code,
         status=error.status,
         request=error.request,
@@ -59,20 +67,14 @@ class Refusals:
 
         `names` are the caller's names of fields.
         """
-        errors = [renamed(error, names) for error in self._errors]
+        errors = [with_names(error, names) for error in self._errors]
         if not errors:
             return
         if len(errors) == 1:
             raise errors[0]
-        lines = [f"{len(errors)} arguments are wrong:"]
-        fields = []
-        for error in errors:
-            about = [f"value: {error.value}"] if error.value is not None else []
-            about += [error.remedy] if error.remedy else []
-            fields.append(error.field or "")
-            lines.append(f"  {error.field}: {error.message} ({'; '.join(about)})")
+        fields = dict.fromkeys(error.field or "" for error in errors)
         raise ConfigError(
-            "\n".join(lines),
-            field=", ".join(dict.fromkeys(fields)),
+            "\n  ".join([f"{len(errors)} arguments are wrong:", *map(str, errors)]),
+            field=", ".join(fields),
             remedy="correct all of them",
         )

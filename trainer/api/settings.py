@@ -5,8 +5,9 @@ to `Config`.
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
@@ -26,69 +27,14 @@ from pydantic import (
 
 from common.errors import ConfigError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
-from common.settings.config import Config, from_mapping, names
+from common.settings.config import Config, from_mapping
 from common.settings.explain import explained
 from common.settings.lr_schedules import LrSchedule
-from trainer.api.refusals import Refusals, in_words, renamed
+from trainer.api.refusals import Refusals
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
-_SETTINGS = {
-    "model.name": "model_name_or_path",
-    "model.reference": "ref_model_name_or_path",
-    "sampling.group_size": "num_generations",
-    "sampling.max_new_tokens": "max_new_tokens",
-    "sampling.temperature": "temperature",
-    "sampling.system_prompt": "system_prompt",
-    "algorithm.name": "trainer_type",
-    "algorithm.kl_coef": "kl_coef",
-    "critic.learning_rate": "critic_learning_rate",
-    "trainer.micro_batch_size": "per_device_train_batch_size",
-    "optimizer.learning_rate": "learning_rate",
-    "optimizer.lr_schedule": "lr_scheduler_type",
-    "optimizer.weight_decay": "weight_decay",
-    "optimizer.max_grad_norm": "max_grad_norm",
-    "checkpoint.keep": "save_total_limit",
-}
-"""Settings of the system, and the fields of `TrainerConfig` that determine them."""
-_DERIVED = {
-    "checkpoint.every": "save_steps",
-    "evaluation.every": "eval_steps",
-    "trainer.num_epochs": "num_train_epochs",
-    "trainer.max_steps": "max_steps",
-    "optimizer.warmup_steps": "warmup_steps",
-    "trainer.run_dir": "output_dir",
-    "trackers.run_name": "run_name",
-    "trackers.names": "report_to",
-}
-"""The same for fields whose values depend on the data or on other fields."""
-_RECIPES = {
-    "algorithm.clip_low": "clip_range",
-    "algorithm.clip_high": "clip_range_high",
-    "algorithm.update_epochs": "num_iterations",
-    "trainer.activation_checkpointing": "gradient_checkpointing",
-    "sampling.top_p": "top_p",
-    "sampling.top_k": "top_k",
-    "sampling.min_p": "min_p",
-}
-"""The same for fields that count only if they are set: otherwise the recipe or the system's default
-applies."""
-FIELDS = _SETTINGS | _RECIPES | _DERIVED | {"optimizer.lr_schedule_args": "lr_scheduler_kwargs"}
-_FURTHER = {
-    "seed": "seed",
-    "rollout.max_context_tokens": "max_prompt_length and max_new_tokens",
-    "trainer.batch_size": (
-        "per_device_train_batch_size, gradient_accumulation_steps and num_generations"
-    ),
-}
-"""The fields, one or several, that make a setting and stand in no other table."""
-_ARGUMENTS = {
-    "data.source": "train_dataset",
-    "reward.functions": "reward_fn",
-    "reward.functions.reward_model.model": "reward_fn",
-    "state_dir": "output_dir",
-}
-"""The same for arguments of the trainer, and for what is in its directory."""
-_OF_THE_RUN = ("state_dir", "evaluation.samples", "checkpoint.resume")
+_SET_BY_TRAINER = ("state_dir", "evaluation.samples", "checkpoint.resume")
+"""Settings that the trainer decides for every run."""
 OWN_SGLANG = (
     "engine_python",
     "engine_args",
@@ -101,19 +47,34 @@ OWN_SGLANG = (
 OWN_NAMES = "own names"
 """The context of a validation in which no name is TRL's."""
 _DEFAULTS: dict[str, Any] = {"evaluation.pass_samples": 0, "limits.max_failed_groups": 8}
+"""Defaults that differ from the system's."""
 
 
-def own_names() -> dict[str, str]:
-    """Returns the Python API's name of every setting: a field of `TrainerConfig`, an argument of
-    the trainer, or an item of `TrainerConfig.settings`.
-    """
-    items = {name: f'settings["{name}"]' for name in names() if "." in name}
-    return items | FIELDS | _ARGUMENTS
+@dataclass(frozen=True)
+class SettingRow:
+    """What a field of `TrainerConfig` is called in the system's settings and in TRL."""
+
+    setting: str
+    """The setting of the system that it determines."""
+    when: Literal["always", "given", "computed"] = "always"
+    """When the field determines the setting. `given`: only if the user set it; otherwise the recipe
+    or the system's default applies. `computed`: together with other fields and the data
+    (`to_config`)."""
+    trl: str = ""
+    """TRL's name, if it has another."""
 
 
-def in_own_words(text: str, config: "TrainerConfig | None" = None) -> str:
-    """Returns a text with the Python API's names for settings, as `config` was given them."""
-    return in_words(in_words(text, own_names()), config.given_names({}) if config else {})
+def row(
+    default: Any,
+    setting: str,
+    when: Literal["always", "given", "computed"] = "always",
+    trl: str = "",
+    **bounds: Any,
+) -> Any:
+    """Declares a field of `TrainerConfig` with its row."""
+    declared = Field(default, **bounds)
+    declared.metadata.append(SettingRow(setting, when, trl))
+    return declared
 
 
 class GivenSettings(dict[str, Any]):
@@ -123,7 +84,7 @@ class GivenSettings(dict[str, Any]):
 
 
 class ArgumentsOfOneProcess:
-    """What scripts ask transformers' TrainingArguments about their process, besides arguments."""
+    """What scripts read from transformers' TrainingArguments about their process."""
 
     use_gpu: bool
     world_size = 1
@@ -144,7 +105,7 @@ class ArgumentsOfOneProcess:
 
     @property
     def distributed_state(self) -> Any:
-        """One process."""
+        """What scripts read as accelerate's PartialState."""
         return one_process(self.device)
 
     def get_process_log_level(self) -> int:
@@ -153,7 +114,7 @@ class ArgumentsOfOneProcess:
 
     @contextmanager
     def main_process_first(self, **_: Any) -> Iterator[None]:
-        """Waits for nobody."""
+        """Waits for no other process: there is none."""
         yield
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +134,7 @@ class ArgumentsOfOneProcess:
 
 
 def one_process(device: str) -> Any:
-    """Returns what a script asks accelerate's Accelerator or PartialState."""
+    """Returns a stand-in for accelerate's Accelerator and PartialState in a run of one process."""
     return SimpleNamespace(
         is_main_process=True,
         is_local_main_process=True,
@@ -202,76 +163,78 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     betas: ClassVar[tuple[float, float]] = (0.9, 0.98)
     """AdamW's betas, unless set otherwise."""
     assumed: ClassVar[dict[str, Any]] = {}
-    """TRL's arguments that are not fields, with their defaults."""
-    trl_names: ClassVar[Mapping[str, str]] = {}
-    """TRL's names of fields, in texts for a user who has given neither name."""
-    of_script: ClassVar[frozenset[str]] = frozenset()
+    """TRL's arguments that count as given with these values when the user leaves them out."""
+    has_trl_names: ClassVar[bool] = False
+    """Whether errors call a field by TRL's name when the user gave neither of its names."""
+    script_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that a script's own subclass adds; the trainer does not read them."""
 
-    trainer_type: Recipe = "grpo"
+    trainer_type: Recipe = row("grpo", "algorithm.name")
     """The recipe. ppo has a critic, opd a teacher (`settings={"teacher.url": …}`), the others
     compare the answers to one problem. It provides the values of algorithm settings that are
     unset."""
     loss_type: str | None = None
     """Only the loss: TRL's grpo, bnpo, dapo, dr_grpo, luspo, cispo or sapo, or another recipe's;
     trainer_type's when unset."""
-    model_name_or_path: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
+    model_name_or_path: str = row("Qwen/Qwen2.5-0.5B-Instruct", "model.name", min_length=1)
     """The model to train: a name on the Hugging Face hub, or a local directory."""
-    ref_model_name_or_path: str | None = None
+    ref_model_name_or_path: str | None = row(None, "model.reference")
     """Reference model of the KL divergence; the initial model when unset."""
-    num_generations: int = Field(4, ge=1)
+    num_generations: int = row(4, "sampling.group_size", ge=1)
     """Answers sampled for each problem."""
-    learning_rate: float = Field(5e-6, gt=0)
+    learning_rate: float = row(5e-6, "optimizer.learning_rate", gt=0)
     """Learning rate of the policy."""
-    critic_learning_rate: float | None = Field(None, gt=0)
+    critic_learning_rate: float | None = row(None, "critic.learning_rate", gt=0)
     """Learning rate of the critic of ppo; 1e-5 when unset."""
-    num_train_epochs: float = Field(1, gt=0)
+    num_train_epochs: float = row(1, "trainer.num_epochs", "computed", gt=0)
     """Passes over the training data, a fraction too; not read with `max_steps`."""
-    max_steps: int | None = Field(None, gt=0)
+    max_steps: int | None = row(None, "trainer.max_steps", "computed", gt=0)
     """Steps of the run, over the training data as often as they need; unset, or -1 as in TRL:
     `num_train_epochs` passes."""
-    per_device_train_batch_size: int = Field(8, gt=0)
+    per_device_train_batch_size: int = row(8, "trainer.micro_batch_size", gt=0)
     """Answers in one forward and backward pass, as in TRL: lower it when memory is short."""
-    gradient_accumulation_steps: int = Field(4, gt=0)
+    gradient_accumulation_steps: int = row(4, "trainer.batch_size", "computed", gt=0)
     """Passes in one step. A step learns from per_device_train_batch_size ×
     gradient_accumulation_steps answers, num_generations for each problem."""
-    max_prompt_length: int = Field(1024, gt=0)
+    max_prompt_length: int = row(1024, "rollout.max_context_tokens", "computed", gt=0)
     """Longest problem in tokens, chat template included; a longer one is refused at the start."""
-    max_new_tokens: int = Field(256, gt=0)
+    max_new_tokens: int = row(256, "sampling.max_new_tokens", trl="max_completion_length", gt=0)
     """Longest answer in tokens."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = row(1.0, "sampling.temperature", gt=0)
     """Sampling temperature."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = row(1.0, "sampling.top_p", "given", gt=0, le=1)
     """Sample from the likeliest tokens with this share of the probability; 1: from all."""
-    top_k: int | None = Field(None, gt=1)
+    top_k: int | None = row(None, "sampling.top_k", "given", gt=1)
     """Sample from this many of the likeliest tokens; from all when unset."""
-    min_p: float | None = Field(None, ge=0, lt=1)
+    min_p: float | None = row(None, "sampling.min_p", "given", ge=0, lt=1)
     """Sample no token whose probability is below this share of the likeliest one's."""
     generation_kwargs: dict[str, Any] | None = None
     """More sampling arguments, named as in transformers and vLLM: stop, stop_token_ids,
     min_new_tokens, ignore_eos."""
-    system_prompt: str = ""
+    system_prompt: str = row("", "sampling.system_prompt")
     """System message before every problem, in the model's chat template."""
-    kl_coef: float = Field(0.1, ge=0)
+    kl_coef: float = row(0.1, "algorithm.kl_coef", trl="beta", ge=0)
     """Weight of the KL divergence to the reference model in the loss; 0 loads no reference."""
-    clip_range: float = Field(0.2, gt=0, le=1)
+    clip_range: float = row(0.2, "algorithm.clip_low", "given", trl="epsilon", gt=0, le=1)
     """The probability ratio is clipped to 1 ± clip_range. When this is unset, the recipe's own
     bounds apply."""
-    clip_range_high: float | None = Field(None, gt=0)
+    clip_range_high: float | None = row(
+        None, "algorithm.clip_high", "given", trl="epsilon_high", gt=0
+    )
     """When set, the upper bound is 1 + clip_range_high."""
-    num_iterations: int = Field(1, gt=0)
+    num_iterations: int = row(1, "algorithm.update_epochs", "given", gt=0)
     """Passes over the answers of a step, each with an update."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of all steps over which the learning rate rises from zero."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = row(0, "optimizer.warmup_steps", "computed", ge=0)
     """The same as a number of steps."""
-    lr_scheduler_type: LrSchedule = "constant"
+    lr_scheduler_type: LrSchedule = row("constant", "optimizer.lr_schedule")
     """After the warm-up: constant, or a decay to zero at the last step."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = row(0.0, "optimizer.weight_decay", ge=0)
     """Decoupled weight decay of AdamW."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = row(1.0, "optimizer.max_grad_norm", gt=0)
     """Gradients are clipped to this norm."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = row(False, "trainer.activation_checkpointing", "given")
     """Keep only the inputs of layers and recompute the rest: less memory, about a third more
     time."""
     reward_weights: list[float] | None = None
@@ -281,25 +244,25 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     bf16: bool = False
     """Generate and compute the update in bfloat16; needs use_gpu. The weights that are trained stay
     float32."""
-    output_dir: Path | None = None
+    output_dir: Path | None = row(None, "trainer.run_dir", "computed")
     """Directory of metrics, samples, curves and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME`
     when unset."""
     overwrite_output_dir: bool = False
     """Remove an earlier run in output_dir; otherwise it is an error."""
-    save_steps: int | float | Literal["epoch"] = 50
+    save_steps: int | float | Literal["epoch"] = row(50, "checkpoint.every", "computed")
     """Steps between checkpoints, or a share of all steps below 1, or `epoch`; one is always written
     at the end; 0: only at the end."""
-    save_total_limit: int = Field(3, gt=0)
+    save_total_limit: int = row(3, "checkpoint.keep", gt=0)
     """Number of newest checkpoints to keep."""
-    eval_steps: int | float | Literal["epoch"] = 0
+    eval_steps: int | float | Literal["epoch"] = row(0, "evaluation.every", "computed")
     """Steps between evaluations on the trainer's eval_dataset, or a share of all steps below 1, or
     `epoch`; 0: only before and after training."""
-    seed: int = Field(0, ge=0)
+    seed: int = row(0, "seed", ge=0)
     """Seed of data order and sampling. Runs with the same seed are equal."""
-    report_to: str = ""
+    report_to: str = row("", "trackers.names", "computed")
     """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio
     (docs/how-to/metrics.md), or `all` for every installed one; none when empty."""
-    run_name: str = ""
+    run_name: str = row("", "trackers.run_name", "computed")
     """Name of the run in trackers; the name of output_dir when empty."""
     push_to_hub: bool = False
     """Write the model with its card to `output_dir/hub` after training, and push it to the Hugging
@@ -319,8 +282,11 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """The arguments by the names that they were given with."""
 
     @classmethod
-    def as_trl(cls, given: Mapping[str, Any], is_said: bool) -> Mapping[str, Any]:
-        """Returns the arguments, as given; `is_said`: nothing is said about them again."""
+    def as_trl(cls, given: Mapping[str, Any], was_warned: bool) -> Mapping[str, Any]:
+        """Returns the arguments with what TRL chooses for those that are not given: here nothing.
+
+        `was_warned` says that an earlier call warned about them.
+        """
         return given
 
     def changed(self, **changes: Any) -> Self:
@@ -340,15 +306,19 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             return self._given[name]
         if name in READ_AS:
             return READ_AS[name]
-        if name in ("eval_strategy", "greater_is_better"):
-            return self._derived(name)
+        # What transformers makes of an argument that is not given.
+        if name == "greater_is_better":
+            metric = self.metric_for_best_model
+            return metric and not metric.endswith("loss")
+        if name == "eval_strategy" and self.eval_steps != "epoch":
+            return "steps" if self.eval_steps else "no"
         return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field or one of TRL's arguments. Raises ConfigError as the constructor does."""
         if name in ARGUMENTS and name not in type(self).model_fields:
-            said = self._given.keys() - {name}
-            made = type(self).model_validate(self._given | {name: value}, context=said)
+            warned = self._given.keys() - {name}
+            made = type(self).model_validate(self._given | {name: value}, context=warned)
             self.__dict__.update(made.__dict__)
             self.model_fields_set.update(made.model_fields_set)
             self._given = made._given
@@ -359,17 +329,9 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     # ------------------------------------------------------------ derived values
 
-    def _derived(self, name: str) -> Any:
-        """Returns what transformers makes of an argument that is not given."""
-        if name == "greater_is_better":
-            metric = self.metric_for_best_model
-            return metric and not metric.endswith("loss")
-        if self.eval_steps == "epoch":
-            return "epoch"
-        return "steps" if self.eval_steps else "no"
-
     @property
     def problems_per_step(self) -> int:
+        """Problems whose answers make a step."""
         return (
             self.per_device_train_batch_size
             * self.gradient_accumulation_steps
@@ -394,25 +356,35 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 "or set max_steps",
             )
 
-    def given_names(self, arguments: Mapping[str, str]) -> dict[str, str]:
-        """Returns TRL's names of the fields that were given by them, and the trainer's own names of
-        `arguments` that were not given here.
-        """
-        others = {ours: name for ours, name in arguments.items() if ours not in self._given}
-        return others | self._trl_names(self._given)
+    def names(self, arguments: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """Returns the user's names of settings and of fields (`_names`)."""
+        return self._names(self._given, arguments)
 
     @classmethod
-    def _trl_names(cls, given: Mapping[str, Any]) -> dict[str, str]:
-        """Returns TRL's names of fields, of those that were not given by our name."""
-        found = {field: name for field, name in cls.trl_names.items() if field not in given}
-        for name in given:
-            field = ARGUMENTS[name].ours if name in ARGUMENTS else None
-            if field in TrainerConfig.model_fields and field not in given:
-                found[field] = name
-        return found
+    def _names(
+        cls, given: Collection[str], arguments: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, str]:
+        """Returns the user's names of settings and of fields.
 
-    def _every(self, interval: float | str, problems: int) -> int:
-        """Returns a number of steps for `save_steps` or `eval_steps`."""
+        A field that was `given` by TRL's name is known by it, and in TRL's own configs also one
+        that was not given. `arguments` are the trainer's own names of further fields.
+        """
+        named: dict[str, str] = {}
+        if cls.has_trl_names:
+            named = {field: row.trl for field, row in ROWS.items() if row.trl}
+            named["reward_fn"] = "reward_funcs"
+        named |= arguments
+        for name in given:
+            named.pop(name, None)
+        for name in given:
+            field = ARGUMENTS[name].ours if name in ARGUMENTS else ""
+            if field in TrainerConfig.model_fields and field not in given:
+                named[field] = name
+        settings = {setting: named.get(field, field) for setting, field in FIELDS.items()}
+        return named | settings
+
+    def _steps_of(self, interval: float | str, problems: int) -> int:
+        """Returns the number of steps of an interval: `save_steps` or `eval_steps`."""
         if interval == "epoch":
             return max(1, problems // self.problems_per_step)
         share = float(interval)
@@ -438,6 +410,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         Raises ConfigError when `settings` are invalid.
         """
         total_steps = self.total_steps(problems)
+        # Whole epochs are counted by the data-server, which knows the prompts; a fraction of one is
+        # a number of steps.
         counts_epochs = self.max_steps is None and self.num_train_epochs == int(
             self.num_train_epochs
         )
@@ -449,8 +423,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             "trainer.max_steps": None if counts_epochs else max(1, total_steps) * rounds,
             "optimizer.warmup_steps": self.warmup_steps
             or math.ceil(self.warmup_ratio * total_steps),
-            "checkpoint.every": self._every(self.save_steps, problems),
-            "evaluation.every": self._every(self.eval_steps, problems),
+            "checkpoint.every": self._steps_of(self.save_steps, problems),
+            "evaluation.every": self._steps_of(self.eval_steps, problems),
             "evaluation.samples": held_out,
         }
         if engine != "embedded":
@@ -458,11 +432,12 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         if engine == "sglang":
             mapped["rollout.colocate"] = self.use_gpu
         elif engine != "embedded":
-            mapped["rollout.device"] = "auto"  # that of a server is not known
+            mapped["rollout.device"] = "auto"  # a server has its own, which is not known here
         try:
             return from_mapping(mapped | self.settings)
         except ConfigError as error:
-            raise renamed(error, FIELDS, "the settings do not fit together: ") from None
+            error.message = f"the settings do not fit together: {error.message}"
+            raise
 
     def _defaults(self) -> dict[str, Any]:
         """Returns the defaults that differ from the system's; `settings` may set them."""
@@ -471,24 +446,27 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     def _mapped(self) -> dict[str, Any]:
         """Returns the system's settings that follow from the fields."""
         mapped: dict[str, Any] = {}
-        for name, field in _SETTINGS.items():
+        given: dict[str, Any] = {}
+        for field, row in ROWS.items():
             value = getattr(self, field)
-            if value is not None and field not in self.of_script:
-                mapped[name] = value
+            if value is None or field in self.script_fields:
+                continue
+            if row.when == "always":
+                mapped[row.setting] = value
+            elif row.when == "given" and field in self.model_fields_set:
+                given[row.setting] = value
+        # The recipe gives defaults. The loss wins over fields that always count, and fields that
+        # count only when given win over the loss.
         for name, value in self._loss().items():
             mapped[f"algorithm.{name}"] = value
+        # One `clip_range` is both bounds, as in PPO.
         if "clip_range" in self.model_fields_set and "clip_range_high" not in self.model_fields_set:
             mapped["algorithm.clip_high"] = self.clip_range
-        for name, field in _RECIPES.items():
-            value = getattr(self, field)
-            if field in self.model_fields_set and value is not None:
-                mapped[name] = value
-
+        mapped |= given
         trackers = [name.strip() for name in self.report_to.split(",") if name.strip()]
         if trackers and self.run_name:
             mapped["trackers.run_name"] = self.run_name
         return mapped | {
-            "seed": self.seed,
             "model.dtype": "bfloat16" if self.bf16 else "float32",
             "rollout.engine": "embedded",
             "rollout.max_context_tokens": self.max_prompt_length + self.max_new_tokens,
@@ -510,12 +488,12 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     @field_validator("max_steps", mode="before")
     @classmethod
-    def _all_steps(cls, value: Any) -> Any:
+    def _unset_if_minus_one(cls, value: Any) -> Any:
         return None if value == -1 else value
 
     @field_validator("save_steps", "eval_steps")
     @classmethod
-    def _interval(cls, value: float | str) -> float | str:
+    def _checked_interval(cls, value: float | str) -> float | str:
         if isinstance(value, float) and (value < 0 or (value > 1 and not value.is_integer())):
             raise ValueError("give a whole number of steps, or a share of all steps below 1")
         return value
@@ -535,52 +513,53 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     ) -> Self:
         given = {}
         refusals = Refusals()
+        # A script's own fields mean nothing to TRL; all other names may be TRL's.
         if isinstance(data, dict) and info.context != OWN_NAMES:
             given = with_present_names(cls.assumed | data)
-            own = {name: given[name] for name in given if name in cls.of_script}
-            others = {name: given[name] for name in given if name not in cls.of_script}
+            own = {name: given[name] for name in given if name in cls.script_fields}
+            others = {name: given[name] for name in given if name not in cls.script_fields}
             data = own | translated(
-                cls.as_trl(others, is_said=bool(info.context)),
+                cls.as_trl(others, was_warned=bool(info.context)),
                 cls.model_fields,
                 cls.betas,
                 refusals=refusals,
-                said=info.context or (),
+                warned=info.context or (),
             )
         try:
             config = handler(data)
         except ValidationError as error:
+            # Together with what is wrong with TRL's arguments: one error tells everything.
             for problem in error.errors():
                 refusals.add(_named(problem, cls.__name__))
-            refusals.raise_all(cls._trl_names(given))
+            refusals.raise_all(cls._names(given))
             raise
         config._given = given
-        if given:
+        if given:  # `dataclasses.replace` finds the arguments there (`GRPOConfig.__init__`)
             settings = GivenSettings(config.settings)
             settings.arguments = given
             config.__dict__["settings"] = settings
         config._check(refusals)
-        refusals.raise_all(cls._trl_names(given))
+        refusals.raise_all(cls._names(given))
         return config
 
     def _check(self, refusals: Refusals) -> None:
-        """Adds contradictions between the fields, or else the first one of the settings that follow
-        from them, to `refusals`.
+        """Adds contradictions between the fields to `refusals`; without any, the first one between
+        the settings that follow from the fields.
         """
-        is_consistent = True
-        for field, message, remedy in self._contradictions():
-            is_consistent = False
-            error = ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
+        wrong = [
+            ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
+            for field, message, remedy in self._contradictions()
+        ]
+        wrong += self._wrong_settings()
+        for error in wrong:
             refusals.add(error)
-        for error in self._wrong_settings():
-            is_consistent = False
-            refusals.add(error)
-        if is_consistent:
+        if not wrong:
             with refusals.collected():
                 self._check_settings()
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Yields field, message and remedy for every contradiction between fields."""
-        kind = self.trainer_type
+        recipe = self.trainer_type
         answers = self.per_device_train_batch_size * self.gradient_accumulation_steps
         if answers % self.num_generations:
             message = (
@@ -588,12 +567,14 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 f"a step are not a multiple of num_generations = {self.num_generations}"
             )
             yield "per_device_train_batch_size", message, "change one of these three"
-        if kind != "ppo" and self.critic_learning_rate is not None:
+        if recipe != "ppo" and self.critic_learning_rate is not None:
             remedy = "leave it out, or use trainer_type='ppo'"
-            yield "critic_learning_rate", f"{kind} has no critic", remedy
-        is_other_recipe = self.loss_type not in (None, kind, *LOSSES)
-        if is_other_recipe and "advantage" in RECIPES[self.loss_type or kind]:
-            message = f"this is a way to compute advantages, and trainer_type is {kind}"
+            yield "critic_learning_rate", f"{recipe} has no critic", remedy
+        is_other_recipe = self.loss_type not in (None, recipe, *LOSSES)
+        if is_other_recipe and "advantage" in RECIPES[self.loss_type or recipe]:
+            message = (
+                f"{self.loss_type} is a way to compute advantages, and trainer_type is {recipe}"
+            )
             yield "loss_type", message, "set trainer_type to this value, and leave loss_type out"
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
             message = (
@@ -605,7 +586,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 "loss_type='dapo'"
             )
             yield "loss_type", message, remedy
-        level = RECIPES[kind].get("importance_level")
+        level = RECIPES[recipe].get("importance_level")
         if self.loss_type == "luspo" and "sequence" not in (
             level,
             self.settings.get("algorithm.importance_level"),
@@ -617,8 +598,9 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             yield "bf16", message, "set use_gpu, or leave it out"
 
     def _wrong_settings(self) -> Iterator[ConfigError]:
-        """Yields an error for every name in `settings` that is none of them."""
-        fixed = {*_SETTINGS, *_DERIVED, *self._mapped(), *_OF_THE_RUN}
+        """Yields an error for every item of `settings` that cannot be set there."""
+        derived = [row.setting for row in ROWS.values() if row.when != "given"]
+        fixed = {*derived, *self._mapped(), *_SET_BY_TRAINER}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
             if isinstance(value, Mapping) and "." not in name:
@@ -626,8 +608,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 remedy = f"write {{'{name}.name': value}}"
             elif name in fixed:
                 message = f"{name} is derived from the other fields"
-                fields = _FURTHER.get(name) or FIELDS.get(name, "the corresponding field")
-                remedy = f"set {fields} of TrainerConfig instead"
+                field = FIELDS.get(name, "the corresponding field")
+                remedy = f"set {field} of TrainerConfig instead"
             elif _decided_elsewhere(name):
                 message = (
                     f"{name} does not apply to a run in one process with your own data and reward "
@@ -642,8 +624,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             yield ConfigError(message, field=f'settings["{name}"]', value=value, remedy=remedy)
 
     def _check_settings(self) -> None:
-        # `Config` checks the rest now, not when training starts. The trainer may provide the
-        # environment later.
+        # `Config` checks the rest now, not when training starts. Settings of an environment need a
+        # name, which the trainer may provide later: `python` stands for it here.
         checked = self
         uses_environment = any(name.startswith("environment.") for name in self.settings)
         if uses_environment and not self.settings.get("environment.name"):
@@ -652,9 +634,26 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
+ROWS: dict[str, SettingRow] = {
+    field: row
+    for field, info in TrainerConfig.model_fields.items()
+    for row in info.metadata
+    if isinstance(row, SettingRow)
+}
+"""The row of each field that has one."""
+FIELDS: dict[str, str] = {row.setting: field for field, row in ROWS.items()} | {
+    "data.source": "train_dataset",
+    "optimizer.lr_schedule_args": "lr_scheduler_kwargs",
+    "reward.functions": "reward_fn",
+    "reward.functions.reward_model.model": "reward_fn",
+    "state_dir": "output_dir",
+}
+"""The field, or the argument of the trainer, that determines a setting."""
+
+
 def _decided_elsewhere(name: str) -> bool:
-    """Returns whether the caller's data, reward function or the single process replace a
-    setting.
+    """Returns whether a setting does not apply: the caller's data or reward function, or the single
+    process, decide it.
     """
     section, _, rest = name.partition(".")
     return rest == "port" or {
@@ -666,7 +665,7 @@ def _decided_elsewhere(name: str) -> bool:
 
 
 def _named(problem: Mapping[str, Any], config: str) -> ConfigError:
-    """Returns a problem that pydantic found as an error about a field of the class `config`."""
+    """Returns an error for a problem that pydantic found with a field of the class `config`."""
     name = str(problem["loc"][0]) if problem["loc"] else config
     if problem["type"] == "extra_forbidden":
         fields = list(TrainerConfig.model_fields)

@@ -33,7 +33,7 @@ async def _try_function(
     name = function.name
     try:
         async with asyncio.timeout(TRIAL_S):
-            scores = await host.call_once(items)
+            scores = await host.call(items)
     except TimeoutError:
         warn_of_slow(f"{name}: no answer within {TRIAL_S:.0f} s")
         return

@@ -1,9 +1,9 @@
-"""TRL's arguments: the field or setting that each is here, or that it has no effect, or why it is
-refused (docs/how-to/from-trl.md).
+"""What this trainer does with each of TRL's arguments: it sets a field or a setting, has no effect,
+or is refused (docs/how-to/from-trl.md).
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
@@ -17,7 +17,6 @@ from trainer.api.refusals import Refusals
 from trainer.trackers.base import LIBRARIES
 
 Values = dict[str, Any]
-NO_EFFECT = "-"
 LOSSES: dict[str, Values] = {
     "grpo": {"aggregation": "sequence_mean_token_mean"},
     "bnpo": {"aggregation": "token_mean"},
@@ -25,54 +24,69 @@ LOSSES: dict[str, Values] = {
     "dr_grpo": {"aggregation": "constant"},
     "luspo": {"aggregation": "sequence_mean_token_sum"},
 }
-"""Settings of TRL's losses, which are only a part of the recipe of that name."""
+"""Settings of TRL's losses. A recipe of the same name has more settings than its loss."""
 _log = logging.getLogger(__name__)
+
+
+class Effect(Enum):
+    """What happens to an argument that is given."""
+
+    USED = "used"
+    NONE = "no effect"
+    """It asks for what is done anyway, so there is no warning."""
+    WARNED = "no effect, said"
+    """A warning tells the user."""
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What one of TRL's arguments is here."""
+    """What this trainer does with one of TRL's arguments."""
 
     ours: str = ""
-    """Field of TrainerConfig, or setting `section.name`; `NO_EFFECT`; empty: refused."""
+    """The field of TrainerConfig, or the setting `section.name`, that it sets; empty without
+    effect."""
     remark: str = ""
     """What differs, why it has no effect, or why it is refused."""
     convert: Callable[[Any], Values | None] | Mapping[Any, Values] | None = None
-    """Fields and settings for a value, or for each possible value; None for one without effect of
-    which the user is told. Raises `Unsupported`."""
+    """Returns the fields and settings for a value, or has them for each possible value; None for a
+    value without effect, which is warned about. Raises `Unsupported`."""
     accepted: tuple[Any, ...] = ()
     """Values that ask for what is done here anyway, besides None, False, 0 and empty ones."""
-    is_said: bool = False
-    """Whether a user is told that it has no effect."""
+    effect: Effect = Effect.USED
 
 
 class Unsupported(ValueError):
     """A value that this trainer cannot honour, with the reason."""
 
 
-def _fields(names: str) -> dict[str, Argument]:
-    """Returns arguments that are fields of the same name."""
-    return {name: Argument(name) for name in names.split()}
+def _fields(names: Sequence[str]) -> dict[str, Argument]:
+    """Returns arguments that set the field of the same name."""
+    return {name: Argument(name) for name in names}
 
 
 def _settings(**names: str) -> dict[str, Argument]:
-    """Returns arguments that are settings of the system under another name."""
+    """Returns arguments that set a setting of the system, each by its name."""
     return {name: Argument(setting) for name, setting in names.items()}
 
 
-def _silent(remark: str, names: str) -> dict[str, Argument]:
+def _silent(remark: str, names: Sequence[str]) -> dict[str, Argument]:
     """Returns arguments without effect that ask for nothing beyond what is done anyway."""
-    return {name: Argument(NO_EFFECT, remark) for name in names.split()}
+    return dict.fromkeys(names, Argument(remark=remark, effect=Effect.NONE))
 
 
-def _said(remark: str, names: str, *accepted: Any) -> dict[str, Argument]:
-    """Returns arguments without effect, of which a user is told."""
-    argument = Argument(NO_EFFECT, remark, accepted=accepted, is_said=True)
-    return dict.fromkeys(names.split(), argument)
+def _warned(
+    remark: str, names: Sequence[str], accepted: tuple[Any, ...] = ()
+) -> dict[str, Argument]:
+    """Returns arguments without effect, each with a warning unless its value is in `accepted`."""
+    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.WARNED))
 
 
-def _refused(remark: str, names: str, *accepted: Any) -> dict[str, Argument]:
-    return dict.fromkeys(names.split(), Argument(remark=remark, accepted=accepted))
+def _refused(
+    remark: str, names: Sequence[str], accepted: tuple[Any, ...] = ()
+) -> dict[str, Argument]:
+    """Returns arguments that are refused, unless their value is one of `accepted`."""
+    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.REFUSED))
 
 
 def _warmup(value: Any) -> Values:
@@ -89,6 +103,7 @@ def _report(value: Any) -> Values:
 def _optimizer(value: Any) -> Values | None:
     if "adamw" not in value:
         raise Unsupported("the optimiser is AdamW")
+    # torch's AdamW takes the place of other variants, with a warning.
     return {} if value in ("adamw_torch", "adamw_torch_fused") else None
 
 
@@ -98,14 +113,14 @@ def _schedule(value: Any) -> Values:
     return {"lr_scheduler_type": value.removesuffix("_with_warmup")}
 
 
-def _no_multiple(value: Any) -> Values:
-    """Refuses a `generation_batch_size` that `_of_several` has not taken."""
+def _refuse_generation_batch_size(value: Any) -> Values:
+    """Raises Unsupported: `_combined` has already removed the values that are possible."""
     raise Unsupported(
         "give a multiple of per_device_train_batch_size, and not beside steps_per_generation"
     )
 
 
-def _at_loading(value: Any) -> Values:
+def _model_arguments(value: Any) -> Values:
     """Returns the settings for arguments of `from_pretrained`."""
     refused = [
         name
@@ -156,12 +171,12 @@ _PLAIN_SAMPLING: Values = {
     "length_penalty": 1.0,
     "use_cache": True,
 }
-"""Other entries, with the value that matches the behaviour here."""
+"""Further entries of `generation_kwargs`, each with the only value that is accepted: it asks for
+what the engines do anyway."""
 _SAMPLING = "the engines sample from the model's own distribution, without penalties"
-
-
-_OF_TOKENIZER = ("pad_token_id", "bos_token_id")
-"""Entries that follow from the tokenizer: answers are neither padded nor begun anew."""
+_TOKENIZER_ENTRIES = ("pad_token_id", "bos_token_id")
+"""Entries of `generation_kwargs` that nothing reads: answers are not padded, and the prompt has the
+tokens that begin it."""
 
 
 def _top_k(value: Any) -> Any:
@@ -169,21 +184,22 @@ def _top_k(value: Any) -> Any:
 
 
 def _generation(value: Any) -> Values:
-    """Returns the fields and settings for `generation_kwargs`, and itself."""
+    """Returns the fields and settings for `generation_kwargs`, and the field of that name."""
     found: Values = {"generation_kwargs": dict(value)}
     refused = []
-    for name, setting in found["generation_kwargs"].items():
-        if name in _GENERATION and setting is not None:
-            several = [setting]
-            if isinstance(setting, list | tuple):
-                several = list(setting)
+    for name, entry in found["generation_kwargs"].items():
+        if name in _GENERATION and entry is not None:
+            several = [entry]
+            if isinstance(entry, list | tuple):
+                several = list(entry)
             ours = _GENERATION[name]
+            # Several entries set the same stops.
             if ours.startswith("sampling.stop"):
                 found[ours] = [*found.get(ours, []), *several]
             else:
-                found[ours] = _top_k(setting) if name == "top_k" else setting
-        elif name not in _OF_TOKENIZER and setting not in (None, _PLAIN_SAMPLING.get(name)):
-            refused.append(f"{name}={shorten(setting)}")
+                found[ours] = _top_k(entry) if name == "top_k" else entry
+        elif name not in _TOKENIZER_ENTRIES and entry not in (None, _PLAIN_SAMPLING.get(name)):
+            refused.append(f"{name}={shorten(entry)}")
     if refused:
         known = ", ".join(sorted(_GENERATION))
         raise Unsupported(f"{_SAMPLING}: there is no {', '.join(refused)}, but {known}")
@@ -201,10 +217,29 @@ _KERNELS = "the trainer chooses kernels itself (docs/explanation/batches.md)"
 
 ARGUMENTS: dict[str, Argument] = {
     **_fields(
-        "output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate "
-        "num_train_epochs weight_decay seed run_name overwrite_output_dir gradient_checkpointing "
-        "push_to_hub hub_model_id hub_private_repo hub_token temperature top_p min_p "
-        "num_generations reward_weights save_steps warmup_ratio"
+        (
+            "output_dir",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "num_train_epochs",
+            "weight_decay",
+            "seed",
+            "run_name",
+            "overwrite_output_dir",
+            "gradient_checkpointing",
+            "push_to_hub",
+            "hub_model_id",
+            "hub_private_repo",
+            "hub_token",
+            "temperature",
+            "top_p",
+            "min_p",
+            "num_generations",
+            "reward_weights",
+            "save_steps",
+            "warmup_ratio",
+        )
     ),
     "max_steps": Argument(
         "max_steps",
@@ -278,7 +313,7 @@ ARGUMENTS: dict[str, Argument] = {
         "model.trust_remote_code",
         "types, devices and attention are the trainer's own; another entry is refused: load the "
         "model with it and give the object",
-        _at_loading,
+        _model_arguments,
     ),
     "steps_per_generation": Argument(
         "algorithm.mini_batches",
@@ -287,7 +322,7 @@ ARGUMENTS: dict[str, Argument] = {
     "generation_batch_size": Argument(
         "algorithm.mini_batches",
         "per_device_train_batch_size times steps_per_generation",
-        _no_multiple,
+        _refuse_generation_batch_size,
     ),
     "max_tool_calling_iterations": Argument(
         "environment.turns",
@@ -318,169 +353,324 @@ ARGUMENTS: dict[str, Argument] = {
         },
     ),
     "shuffle_dataset": Argument(
-        NO_EFFECT, "the order of the data is a function of the seed; False is refused", {True: {}}
+        remark="the order of the data is a function of the seed; False is refused",
+        convert={True: {}},
+        effect=Effect.NONE,
     ),
     "optim": Argument(
-        NO_EFFECT, "torch's AdamW, in float32, also for its 8-bit and paged variants", _optimizer
+        remark="torch's AdamW, in float32, also for its 8-bit and paged variants",
+        convert=_optimizer,
+        effect=Effect.NONE,
     ),
     # ---------------------------------------------------------------- without effect, silently
-    **_silent("logits are computed in float32 (model.fp32_head)", "cast_lm_head_to_fp32"),
+    **_silent("logits are computed in float32 (model.fp32_head)", ("cast_lm_head_to_fp32",)),
     **_silent(
         "there is no data loader to tune",
-        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_drop_last "
-        "dataloader_in_order length_column_name remove_unused_columns group_by_length "
-        "pad_to_multiple_of label_names",
+        (
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_drop_last",
+            "dataloader_in_order",
+            "length_column_name",
+            "remove_unused_columns",
+            "group_by_length",
+            "pad_to_multiple_of",
+            "label_names",
+        ),
     ),
     **_silent(
         _LOGS,
-        "logging_strategy logging_first_step log_completions num_completions_to_print "
-        "log_unique_prompts log_on_each_node disable_tqdm logging_nan_inf_filter log_level "
-        "log_level_replica log_multimodal include_num_input_tokens_seen skip_memory_metrics debug",
+        (
+            "logging_strategy",
+            "logging_first_step",
+            "log_completions",
+            "num_completions_to_print",
+            "log_unique_prompts",
+            "log_on_each_node",
+            "disable_tqdm",
+            "logging_nan_inf_filter",
+            "log_level",
+            "log_level_replica",
+            "log_multimodal",
+            "include_num_input_tokens_seen",
+            "skip_memory_metrics",
+            "debug",
+        ),
     ),
     **_silent(
         "held-out problems are answered before and after training, as many at once as the engine "
         "takes",
-        "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval "
-        "do_predict eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
-        "include_for_metrics",
+        (
+            "per_device_eval_batch_size",
+            "eval_accumulation_steps",
+            "eval_on_start",
+            "do_train",
+            "do_eval",
+            "do_predict",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "batch_eval_metrics",
+            "include_for_metrics",
+        ),
     ),
     **_silent(
         "for EarlyStoppingCallback and `state.best_metric`; checkpoints/best is that of the best "
         "accuracy, or mean reward",
-        "metric_for_best_model greater_is_better",
+        (
+            "metric_for_best_model",
+            "greater_is_better",
+        ),
     ),
     **_silent(
         "read only with use_vllm, or for generation in transformers",
-        "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host "
-        "vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
-        "vllm_max_model_length vllm_tensor_parallel_size ds3_gather_for_generation use_cache "
-        "use_transformers_continuous_batching transformers_continuous_batching_config "
-        "use_transformers_paged cache_implementation",
+        (
+            "vllm_mode",
+            "vllm_model_impl",
+            "vllm_enable_sleep_mode",
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "ds3_gather_for_generation",
+            "use_cache",
+            "use_transformers_continuous_batching",
+            "transformers_continuous_batching_config",
+            "use_transformers_paged",
+            "cache_implementation",
+        ),
     ),
     **_silent(
         "read only with vespo, an adaptive entropy bonus or a mixed reference, which are refused",
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_min "
-        "entropy_coef_max entropy_coef_delta entropy_target ref_model_mixup_alpha "
-        "ref_model_sync_steps",
+        (
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+            "entropy_coef_min",
+            "entropy_coef_max",
+            "entropy_coef_delta",
+            "entropy_target",
+            "ref_model_mixup_alpha",
+            "ref_model_sync_steps",
+        ),
     ),
     **_silent(
         _KERNELS,
-        "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps "
-        "torch_compile_backend torch_compile_mode liger_kernel_config",
+        (
+            "gradient_checkpointing_kwargs",
+            "activation_checkpointing_kwargs",
+            "torch_empty_cache_steps",
+            "torch_compile_backend",
+            "torch_compile_mode",
+            "liger_kernel_config",
+        ),
     ),
     **_silent(
         "one process trains here",
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-        "ddp_backend ddp_timeout average_tokens_across_devices local_rank save_on_each_node "
-        "accelerator_config fsdp_config",
+        (
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+            "ddp_backend",
+            "ddp_timeout",
+            "average_tokens_across_devices",
+            "local_rank",
+            "save_on_each_node",
+            "accelerator_config",
+            "fsdp_config",
+        ),
     ),
-    **_silent("a checkpoint has all that the run needs to go on", "save_only_model"),
-    **_silent("for the script, which gives it to train(), as in TRL", "resume_from_checkpoint"),
+    **_silent("a checkpoint has all that the run needs to go on", ("save_only_model",)),
+    **_silent("for the script, which gives it to train(), as in TRL", ("resume_from_checkpoint",)),
     **_silent(
         "only earlier versions of TRL and transformers have it",
-        "save_safetensors use_mps_device use_ipex jit_mode_eval half_precision_backend "
-        "fp16_backend fp16_opt_level dispatch_batches split_batches ray_scope tpu_num_cores "
-        "include_inputs_for_metrics dataset_num_proc vllm_device vllm_dtype vllm_max_model_len "
-        "vllm_enable_prefix_caching local_rollout_forward_batch_size num_sample_generations",
+        (
+            "save_safetensors",
+            "use_mps_device",
+            "use_ipex",
+            "jit_mode_eval",
+            "half_precision_backend",
+            "fp16_backend",
+            "fp16_opt_level",
+            "dispatch_batches",
+            "split_batches",
+            "ray_scope",
+            "tpu_num_cores",
+            "include_inputs_for_metrics",
+            "dataset_num_proc",
+            "vllm_device",
+            "vllm_dtype",
+            "vllm_max_model_len",
+            "vllm_enable_prefix_caching",
+            "local_rollout_forward_batch_size",
+            "num_sample_generations",
+        ),
     ),
     # ---------------------------------------------------------------- without effect, and said
-    **_said(
-        "completions come from the embedded engine, or from SGLang with engine='sglang'", "use_vllm"
+    **_warned(
+        "completions come from the embedded engine, or from SGLang with engine='sglang'",
+        ("use_vllm",),
     ),
-    **_said(
+    **_warned(
         "set algorithm.rollout_correction, which holds for every engine",
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode "
-        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-        "vllm_importance_sampling_cap",
-        *(True, "sequence_mask", 3.0),
+        (
+            "vllm_importance_sampling_correction",
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ),
+        accepted=(
+            True,
+            "sequence_mask",
+            3.0,
+        ),
     ),
-    **_said(_LOGS, "logging_steps", 1),
-    **_said(_KERNELS, "use_liger_kernel"),
-    **_said(
+    **_warned(_LOGS, ("logging_steps",), accepted=(1,)),
+    **_warned(_KERNELS, ("use_liger_kernel",)),
+    **_warned(
         "one process trains here; the same settings train on many GPUs as a job group "
         "(docs/how-to/clusters.md)",
-        "deepspeed fsdp parallelism_config",
+        (
+            "deepspeed",
+            "fsdp",
+            "parallelism_config",
+        ),
     ),
-    **_said(
+    **_warned(
         "trained weights are float32, and bf16=True computes in bfloat16 over them",
-        "fp16 bf16_full_eval fp16_full_eval tf32",
+        (
+            "fp16",
+            "bf16_full_eval",
+            "fp16_full_eval",
+            "tf32",
+        ),
     ),
-    **_said("`seed` decides the order of the data too", "data_seed"),
-    **_said("trackers write to their own places (docs/how-to/metrics.md)", "logging_dir"),
-    **_said("set evaluation.n", "num_generations_eval"),
-    **_said(
+    **_warned("`seed` decides the order of the data too", ("data_seed",)),
+    **_warned("trackers write to their own places (docs/how-to/metrics.md)", ("logging_dir",)),
+    **_warned("set evaluation.n", ("num_generations_eval",)),
+    **_warned(
         "an evaluation answers every held-out problem, before and after training too",
-        "eval_delay prediction_loss_only",
+        (
+            "eval_delay",
+            "prediction_loss_only",
+        ),
     ),
-    **_said("dropout of a model is as its configuration says", "disable_dropout"),
-    **_said("`settings={'reproducible': True}` makes two runs equal", "full_determinism"),
-    **_said(
+    **_warned("dropout of a model is as its configuration says", ("disable_dropout",)),
+    **_warned("`settings={'reproducible': True}` makes two runs equal", ("full_determinism",)),
+    **_warned(
         "a resumed run goes on at the place in the data where it stopped, at the batch size that "
         "is set",
-        "ignore_data_skip auto_find_batch_size enable_jit_checkpoint "
-        "restore_callback_states_from_checkpoint",
+        (
+            "ignore_data_skip",
+            "auto_find_batch_size",
+            "enable_jit_checkpoint",
+            "restore_callback_states_from_checkpoint",
+        ),
     ),
-    **_said(
+    **_warned(
         "push_to_hub writes the model once, after training",
-        "hub_strategy hub_always_push hub_revision log_completions_hub_repo",
-        *("every_save", "end"),
+        (
+            "hub_strategy",
+            "hub_always_push",
+            "hub_revision",
+            "log_completions_hub_repo",
+        ),
+        accepted=(
+            "every_save",
+            "end",
+        ),
     ),
-    **_said(
+    **_warned(
         "trackio logs where its own environment variables say",
-        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        (
+            "trackio_space_id",
+            "trackio_bucket_id",
+            "trackio_static_space_id",
+        ),
     ),
     # ---------------------------------------------------------------- refused
     **_refused(
         "set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with "
         "it",
-        "sync_ref_model",
+        ("sync_ref_model",),
     ),
     **_refused(
         "answers are not held to a pattern (docs/explanation/engines.md)",
-        "vllm_structured_outputs_regex",
+        ("vllm_structured_outputs_regex",),
     ),
-    **_refused("an entropy bonus has a fixed weight (entropy_coef)", "use_adaptive_entropy"),
-    **_refused("an entropy bonus covers all tokens", "top_entropy_quantile", 1.0),
-    **_refused(_SAMPLING, "repetition_penalty", 1.0),
+    **_refused("an entropy bonus has a fixed weight (entropy_coef)", ("use_adaptive_entropy",)),
+    **_refused("an entropy bonus covers all tokens", ("top_entropy_quantile",), accepted=(1.0,)),
+    **_refused(_SAMPLING, ("repetition_penalty",), accepted=(1.0,)),
     **_refused(
-        "the loss of a mixture of experts has no term for its router", "router_aux_loss_coef"
+        "the loss of a mixture of experts has no term for its router", ("router_aux_loss_coef",)
     ),
     **_refused(
         "every prompt is drawn exactly once in each epoch, in an order that the seed decides",
-        "train_sampling_strategy",
-        "random",
+        ("train_sampling_strategy",),
+        accepted=("random",),
     ),
     **_refused(
         "AdamW, decoupled, with epsilon 1e-8",
-        "optim_args adam_epsilon optim_target_modules neftune_noise_alpha",
-        1e-8,
+        (
+            "optim_args",
+            "adam_epsilon",
+            "optim_target_modules",
+            "neftune_noise_alpha",
+        ),
+        accepted=(1e-8,),
     ),
-    **_refused("checkpoints/best is the best one", "load_best_model_at_end"),
+    **_refused("checkpoints/best is the best one", ("load_best_model_at_end",)),
     # ---------------------------------------------------------------- refused, of RLOO
     **_refused(
         "scale or clip rewards in the reward function, which may also see whether an answer ended",
-        "reward_clip_range normalize_reward whiten_rewards missing_eos_penalty",
+        (
+            "reward_clip_range",
+            "normalize_reward",
+            "whiten_rewards",
+            "missing_eos_penalty",
+        ),
     ),
     **_refused(
         "set settings={'algorithm.advantage': 'batch_normalised'}, which has no leave-one-out",
-        "normalize_advantages",
+        ("normalize_advantages",),
     ),
-    **_refused("set kl_coef and settings={'algorithm.kl_in': …}", "token_level_kl"),
-    **_refused("set max_steps", "total_episodes"),
-    **_refused("set generation_kwargs={'stop_token_ids': […]}", "stop_token stop_token_id", "eos"),
-    **_refused("give reward_funcs and model to the trainer", "reward_model_path sft_model_path"),
+    **_refused("set kl_coef and settings={'algorithm.kl_in': …}", ("token_level_kl",)),
+    **_refused("set max_steps", ("total_episodes",)),
     **_refused(
-        "it has no meaning for answers that a reward function grades", "label_smoothing_factor"
+        "set generation_kwargs={'stop_token_ids': […]}",
+        (
+            "stop_token",
+            "stop_token_id",
+        ),
+        accepted=("eos",),
+    ),
+    **_refused(
+        "give reward_funcs and model to the trainer",
+        (
+            "reward_model_path",
+            "sft_model_path",
+        ),
+    ),
+    **_refused(
+        "it has no meaning for answers that a reward function grades", ("label_smoothing_factor",)
     ),
 }
 """Every argument of TRL's GRPOConfig, and those of its earlier versions."""
 TRAINER: dict[str, Argument] = {
     **_refused(
-        "a reward model here has the tokenizer in its own directory", "reward_processing_classes"
+        "a reward model here has the tokenizer in its own directory", ("reward_processing_classes",)
     ),
-    **_refused("the weights that are trained are float32", "quantization_config"),
-    **_refused("episodes come from an environment (docs/how-to/agents.md)", "rollout_func"),
+    **_refused("the weights that are trained are float32", ("quantization_config",)),
+    **_refused("episodes come from an environment (docs/how-to/agents.md)", ("rollout_func",)),
 }
 """The arguments of TRL's GRPOTrainer that are refused."""
 RENAMED = {
@@ -495,17 +685,15 @@ RENAMED = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "wandb_log_unique_prompts": "log_unique_prompts",
 }
-"""TRL's arguments by their names in earlier versions."""
-_OTHERS = {
+"""TRL's present name of each argument that earlier versions called otherwise."""
+_OTHER_NAMES = {
     "cliprange": "clip_range",
     "init_kl_coef": "kl_coef",
     "model_name": "model_name_or_path",
     "rloo_k": "num_generations",
     "num_epochs": "num_train_epochs",
 }
-"""Argument names of earlier versions and other libraries."""
-
-
+"""The field of TrainerConfig for names of earlier versions of TRL and of other libraries."""
 READ_AS: Values = {
     "adam_epsilon": 1e-8,
     "dataloader_num_workers": 0,
@@ -521,21 +709,22 @@ READ_AS: Values = {
     "save_strategy": "steps",
     "scale_rewards": "group",
 }
-"""What a script reads from a config for arguments that are not given and no fields. None for the
-others, where TRL has None, False or 0 mostly."""
+"""What a script reads from a config for arguments that were not given and are no fields. It reads
+None for all others, for which TRL mostly has None, False or 0."""
 
 
 def check_trainer(given: Values, refusals: Refusals) -> None:
-    """Adds the arguments of a trainer that are refused to `refusals`."""
+    """Adds an error to `refusals` for each argument of a trainer that is refused."""
     _converted(given, TRAINER, refusals)
 
 
 def with_present_names(arguments: Mapping[str, Any]) -> Values:
-    """Returns arguments with TRL's present names for those that had others."""
+    """Returns arguments by TRL's present names."""
     given: Values = {}
     for name, value in arguments.items():
         name = RENAMED.get(name, name)
-        is_no = name in ("eval_strategy", "save_strategy") and value is False  # as YAML reads it
+        # YAML reads `no` as False.
+        is_no = name in ("eval_strategy", "save_strategy") and value is False
         given[name] = "no" if is_no else value
     return given
 
@@ -546,22 +735,22 @@ def translated(
     betas: tuple[float, float],
     *,
     refusals: Refusals,
-    said: Collection[str] = (),
+    warned: Collection[str] = (),
 ) -> Values:
-    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Adds those
-    that are refused to `refusals`, and says once which have no effect.
+    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Adds an error
+    to `refusals` for each that is refused, and logs one warning with those that have no effect.
 
     Unknown arguments stay as they are. If only one of AdamW's betas is given, `betas` provides the
-    other. `said` are the arguments about which nothing is said again.
+    other. The warning leaves out the arguments in `warned`, of which an earlier one told.
     """
     given: Values = {}
     for name, value in arguments.items():
         if value is not None or name not in ARGUMENTS:
             given[name] = value.value if isinstance(value, Enum) else value
-    made = _of_several(given, fields, betas)
+    made = _combined(given, fields, betas)
 
-    for (name, key), setting in _converted(given, ARGUMENTS, refusals, said).items():
-        conflicts = key != name and key in given and given[key] != setting
+    for (name, key), value in _converted(given, ARGUMENTS, refusals, warned).items():
+        conflicts = key != name and key in given and given[key] != value
         if conflicts and name != "generation_kwargs":
             error = ConfigError(
                 f"{key} has another value",
@@ -570,7 +759,7 @@ def translated(
                 remedy=f"leave one of them out: {name} sets {key}",
             )
             refusals.add(error)
-        made[key] = setting
+        made[key] = value
 
     settings = {key: made.pop(key) for key in list(made) if "." in key}
     own = made.get("settings") or {}
@@ -587,18 +776,19 @@ def _converted(
     given: Values,
     table: Mapping[str, Argument],
     refusals: Refusals,
-    said: Collection[str] = (),
+    warned: Collection[str] = (),
 ) -> dict[tuple[str, str], Any]:
-    """Returns the value of each field and setting, by the argument that gives it and by its name,
-    without refused ones.
+    """Returns the value of each field and setting by (argument, name of the field or setting). For
+    refused arguments, `refusals` gets an error.
     """
     found: dict[tuple[str, str], Any] = {}
     without_effect: dict[str, str] = {}
     for name, value in given.items():
-        argument = table.get(name) or Argument(_OTHERS.get(name, name))
+        argument = table.get(name) or Argument(_OTHER_NAMES.get(name, name))
         reason = ""
+        # The value may have any type: whatever a conversion raises, the user made a mistake.
         try:
-            made = _of_value(argument, value)
+            made = _converted_value(argument, value)
         except Unsupported as unsupported:
             reason = str(unsupported)
         except (TypeError, ValueError, AttributeError):
@@ -612,8 +802,8 @@ def _converted(
             )
             refusals.add(error)
         elif made is not None:
-            found |= {(name, key): setting for key, setting in made.items()}
-        elif name not in said:
+            found |= {(name, key): converted for key, converted in made.items()}
+        elif name not in warned:
             without_effect[name] = argument.remark
 
     if without_effect:
@@ -622,49 +812,53 @@ def _converted(
     return found
 
 
-def _of_value(argument: Argument, value: Any) -> Values | None:
-    """Returns the fields and settings for a value; None for one without effect of which the user
-    is told. Raises Unsupported.
+def _converted_value(argument: Argument, value: Any) -> Values | None:
+    """Returns the fields and settings for a value; None for one without effect, which is warned
+    about. Raises Unsupported.
     """
-    if isinstance(argument.convert, Mapping):
+    if isinstance(argument.convert, Mapping):  # a choice, each with its settings
         if value not in argument.convert:
             choices = ", ".join(map(repr, argument.convert))
             raise Unsupported(f"there is no {shorten(value)} here: use one of {choices}")
         return argument.convert[value]
     if argument.convert is not None:
         return argument.convert(value)
-    if argument.ours not in ("", NO_EFFECT):
+    if argument.effect is Effect.USED:
         return {argument.ours: value}
-    if not value or value in argument.accepted:
+    if argument.effect is Effect.NONE or not value or value in argument.accepted:
         return {}
-    if not argument.ours:
+    if argument.effect is Effect.REFUSED:
         raise Unsupported(argument.remark)
-    return None if argument.is_said else {}
+    return None
 
 
-def _of_several(
-    given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float, float]
-) -> Values:
-    """Takes from `given` what another argument overrides in TRL or gives a meaning; returns the
-    fields and settings that follow from several arguments.
+def _combined(given: Values, fields: Mapping[str, FieldInfo], betas: tuple[float, float]) -> Values:
+    """Returns the fields and settings that follow from several arguments together, and removes from
+    `given` the arguments that TRL would not read beside the others.
     """
     made: Values = {}
+    # The system has one setting for both betas.
     if "adam_beta1" in given or "adam_beta2" in given:
         beta1 = given.pop("adam_beta1", betas[0])
         beta2 = given.pop("adam_beta2", betas[1])
         made["optimizer.adam_betas"] = (beta1, beta2)
+    # Without a tracker, a divergence or a strategy, TRL ignores what belongs to it; the system
+    # would refuse a setting that nothing reads.
     if not given.get("report_to") or given["report_to"] == "none":
         given.pop("project", None)
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
         given.pop("use_bias_correction_kl", None)
-    for what in ("eval", "save"):
-        if given.get(f"{what}_strategy") in ("no", "epoch"):
-            given.pop(f"{what}_steps", None)
+    for kind in ("eval", "save"):
+        if given.get(f"{kind}_strategy") in ("no", "epoch"):
+            given.pop(f"{kind}_steps", None)
+    # transformers evaluates as often as it logs, unless told otherwise.
     if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
         given["eval_steps"] = given.get("logging_steps", 10)
     if given.get("multi_objective_aggregation") == "normalize_then_sum":
         given.pop("scale_rewards", None)
 
+    # TRL generates for several updates at once: 8 passes are generated, and every 4 make an update.
+    # Here a step is all of these passes, cut into 8 / 4 = 2 mini-batches.
     passes = given.get("gradient_accumulation_steps", fields["gradient_accumulation_steps"].default)
     per_pass = given.get(
         "per_device_train_batch_size", fields["per_device_train_batch_size"].default
@@ -680,8 +874,10 @@ def _of_several(
         if generated > passes:
             given["gradient_accumulation_steps"] = generated
             made["algorithm.mini_batches"] = generated // passes
-        # With fewer passes, the same weights generate the batch of an update in several parts.
+        # Otherwise TRL generates an update's answers in several parts, all with the same weights:
+        # here in one.
 
+    # CISPO in TRL has only an upper bound.
     if given.get("loss_type") == "cispo":
         given.pop("epsilon", None)
         bound = given.get("epsilon_high")

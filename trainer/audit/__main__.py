@@ -10,16 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from common.errors import ConfigError, did_you_mean
 from common.process import watchdog
 from common.process.cli import CommandParser, positive, run
-from trainer.audit.comparison import STAGES, Stage, StageOutcome
+from trainer.audit.comparison import STAGES, StageOutcome
 from trainer.observe.run_dir import check_run
-
-if TYPE_CHECKING:
-    from trainer.observe.audit import AuditedStart  # torch: slow to import
 
 _EPILOG = """\
 examples:
@@ -52,7 +47,8 @@ def parser() -> CommandParser:
         "--stages",
         nargs="+",
         metavar="STAGE",
-        default=None,
+        choices=_STAGES_BY_WORD,
+        default=list(_STAGES_BY_WORD),
         help=f"compare only these: {', '.join(_STAGES_BY_WORD)} (default: all)",
     )
     return made
@@ -64,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     words = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(words)
-    stages = _stages(arguments.stages)
+    stages = [stage for word, stage in _STAGES_BY_WORD.items() if word in arguments.stages]
     is_one_of_several = _RANK in os.environ
     check_run(arguments.run_dir)
 
@@ -72,11 +68,14 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.replay import StepReplay  # torch: slow to import
 
         watchdog.at("reading the record")
-        lines = _Lines()
-        replay = StepReplay(arguments.run_dir, arguments.step, stages, tell=lines.add)
-        setup = replay.recorded.start.setup
+        replay = StepReplay(arguments.run_dir, arguments.step, stages, tell=_print_outcome)
+        start = replay.recorded.start
+        setup = start.setup
         if not is_one_of_several:
-            lines.begin(replay.run_dir, replay.step, replay.recorded.start)
+            ranks = "1 rank" if setup.world_size == 1 else f"{setup.world_size} ranks"
+            where = f"{setup.device}, torch {setup.packages.get('torch')}"
+            made_by = f"made by {start.run_id} on {ranks} ({where})"
+            print(f"step {replay.step} of {replay.run_dir}, {made_by}", flush=True)
     if setup.world_size > 1 and not is_one_of_several:
         raise SystemExit(_run_ranks(setup.world_size, setup.threads, words))
 
@@ -85,10 +84,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(setup.threads)
     with _waits_told():
         watchdog.at(f"waiting for {setup.world_size} ranks to join")
-        with replay.ranks() as ranks:
-            outcomes = replay.run(ranks)
-            ranks.barrier()
-    raise SystemExit(lines.end(outcomes) if ranks.is_rank_zero else 0)
+        with replay.ranks() as rank:
+            outcomes = replay.run(rank)
+            rank.barrier()
+    raise SystemExit(_conclude(outcomes) if rank.is_rank_zero else 0)
 
 
 @contextmanager
@@ -117,49 +116,24 @@ def _waits_told() -> Iterator[None]:
             ended.set()
 
 
-def _stages(names: list[str] | None) -> list[Stage]:
-    """Returns the stages in their order. Raises ConfigError for an unknown one."""
-    if names is None:
-        return list(STAGES)
-    for name in names:
-        if name not in _STAGES_BY_WORD:
-            raise ConfigError(
-                "there is no such stage",
-                field="--stages",
-                value=name,
-                remedy=did_you_mean(name, _STAGES_BY_WORD),
-            )
-    return [stage for name, stage in _STAGES_BY_WORD.items() if name in names]
+def _print_outcome(outcome: StageOutcome) -> None:
+    print(f"{outcome.stage:<12} {outcome.state:<13} {outcome.detail}", flush=True)
+    if outcome.where:
+        print(f"{'':<12} at            {outcome.where}")
+        print(f"{'':<12} expected      {outcome.expected}")
+        print(f"{'':<12} found         {outcome.found}", flush=True)
 
 
-class _Lines:
-    """Prints the replay, a line for each stage."""
-
-    def begin(self, run_dir: Path, step: int, start: "AuditedStart") -> None:
-        """Prints what is replayed."""
-        setup = start.setup
-        ranks = "1 rank" if setup.world_size == 1 else f"{setup.world_size} ranks"
-        where = f"{setup.device}, torch {setup.packages.get('torch')}"
-        print(f"step {step} of {run_dir}, made by {start.run_id} on {ranks} ({where})", flush=True)
-
-    def add(self, outcome: StageOutcome) -> None:
-        """Prints the outcome of a stage."""
-        print(f"{outcome.stage:<12} {outcome.state:<13} {outcome.detail}", flush=True)
-        if outcome.where:
-            print(f"{'':<12} at            {outcome.where}")
-            print(f"{'':<12} expected      {outcome.expected}")
-            print(f"{'':<12} found         {outcome.found}", flush=True)
-
-    def end(self, outcomes: Sequence[StageOutcome]) -> int:
-        """Prints the conclusion; returns the exit status."""
-        for outcome in outcomes:
-            if outcome.state == "differs":
-                print(f"the first stage that differs: {outcome.stage}")
-                return 1
-        left_out = [outcome.stage for outcome in outcomes if outcome.state == "not compared"]
-        rest = f", except what was not compared ({', '.join(left_out)})" if left_out else ""
-        print(f"nothing differs from what the run recorded{rest}")
-        return 0
+def _conclude(outcomes: Sequence[StageOutcome]) -> int:
+    """Prints the conclusion; returns the exit status."""
+    for outcome in outcomes:
+        if outcome.state == "differs":
+            print(f"the first stage that differs: {outcome.stage}")
+            return 1
+    left_out = [outcome.stage for outcome in outcomes if outcome.state == "not compared"]
+    rest = f", except what was not compared ({', '.join(left_out)})" if left_out else ""
+    print(f"nothing differs from what the run recorded{rest}")
+    return 0
 
 
 def _run_ranks(count: int, threads: int, words: Sequence[str]) -> int:
@@ -188,8 +162,10 @@ def _run_ranks(count: int, threads: int, words: Sequence[str]) -> int:
         while True:
             statuses = [rank.poll() for rank in ranks]
             failed = [status for status in statuses if status]
-            if failed or None not in statuses:
-                return failed[0] if failed else 0
+            if failed:  # the others wait for it
+                return failed[0]
+            if None not in statuses:
+                return 0
             time.sleep(_LOOK_EVERY_S)
     finally:
         for rank in ranks:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -22,17 +23,7 @@ Stage = Literal[
     "gradients",
     "new weights",
 ]
-STAGES: tuple[Stage, ...] = (
-    "prompts",
-    "weights",
-    "episodes",
-    "completions",
-    "rewards",
-    "logprobs",
-    "advantages",
-    "gradients",
-    "new weights",
-)
+STAGES: tuple[Stage, ...] = get_args(Stage)
 """In the order in which a step makes them."""
 LOGPROB_BOUND = 1e-3
 """Most by which two float32 computations of one log-probability may differ, in nats."""
@@ -60,23 +51,34 @@ class StageOutcome:
     """What came out again."""
 
 
+_DIFFERENCES = {
+    "device": "the run computed on {}, this is {}",
+    "instructions": "the run's processor had {}, this has {}",
+    "world_size": "the run had {} ranks, this has {}",
+    "threads": "the run's ranks had {} threads, these have {}",
+}
+"""What a difference in a field of `Setup` means."""
+
+
 def differences(then: "Setup", now: "Setup") -> list[str]:
     """Returns why the bits of a result may differ from those of the run."""
     found = []
-    if now.device != then.device:
-        found.append(f"the run computed on {then.device}, this is {now.device}")
-    if now.instructions != then.instructions:
-        found.append(f"the run's processor had {then.instructions}, this has {now.instructions}")
-    if now.world_size != then.world_size:
-        found.append(f"the run had {then.world_size} ranks, this has {now.world_size}")
-    if now.threads != then.threads:
-        found.append(f"the run's ranks had {then.threads} threads, these have {now.threads}")
-    for name in sorted(then.packages):
-        before = then.packages[name]
+    for name, text in _DIFFERENCES.items():
+        was = getattr(then, name)
+        is_now = getattr(now, name)
+        if was != is_now:
+            found.append(text.format(was, is_now))
+    for name, version in sorted(then.packages.items()):
         is_now = now.packages.get(name, "none")
-        if before != is_now:
-            found.append(f"{name} was {before} and is {is_now}")
+        if version != is_now:
+            found.append(f"{name} was {version} and is {is_now}")
     return found
+
+
+def first_difference(expected: Sequence[object], found: Sequence[object]) -> int | None:
+    """Returns the first index at which two sequences differ; None if they are equal."""
+    both = zip_longest(expected, found)
+    return next((at for at, (was, is_now) in enumerate(both) if was != is_now), None)
 
 
 def compare_checksums(
@@ -104,42 +106,32 @@ def compare_columns(
     """
     count = 0
     largest = 0.0
-    for row, (before, after) in enumerate(zip(expected, found, strict=True)):
+    for name, before, after in zip(names, expected, found, strict=True):
         if before is None or after is None:
             continue
+        where = ""
         if len(before) != len(after):
-            where = f"{names[row]}: number of tokens"
-            return StageOutcome(
-                stage,
-                "differs",
-                what,
-                where,
-                expected=str(len(before)),
-                found=str(len(after)),
-            )
-        # Equal bits, or within the bound. NaN is only equal to its own bits.
-        apart = np.abs(before - after)
-        unequal = before.view(np.int32) != after.view(np.int32)
-        wrong = unequal & ~(apart <= bound) if bound else unequal
-        if wrong.any():
-            token = int(np.flatnonzero(wrong)[0])
-            return StageOutcome(
-                stage,
-                "differs",
-                what,
-                f"{names[row]}, trained token {token}",
-                expected=_number(before[token]),
-                found=_number(after[token]),
-            )
+            where = f"{name}: number of tokens"
+            was = str(len(before))
+            is_now = str(len(after))
+        else:
+            # Equal bits, or within the bound. NaN is only equal to its own bits.
+            apart = np.abs(before - after)
+            wrong = before.view(np.int32) != after.view(np.int32)
+            if bound:
+                wrong &= ~(apart <= bound)
+            if wrong.any():
+                token = int(wrong.argmax())
+                where = f"{name}, trained token {token}"
+                # With nine digits, two numbers that differ look different.
+                was = f"{before[token]:.9g}"
+                is_now = f"{after[token]:.9g}"
+        if where:
+            return StageOutcome(stage, "differs", what, where, expected=was, found=is_now)
         count += len(before)
         largest = max(largest, float(apart.max(initial=0.0)))
-    state: Literal["equal", "close"] = "close" if bound else "equal"
     detail = f"{count} {what}"
-    if bound:
-        detail += f", at most {largest:.2g} apart (bound {bound:g})"
-    return StageOutcome(stage, state, detail)
-
-
-def _number(value: np.float32) -> str:
-    """Writes a number so that two that differ look different."""
-    return f"{value:.9g}"
+    if not bound:
+        return StageOutcome(stage, "equal", detail)
+    detail += f", at most {largest:.2g} apart (bound {bound:g})"
+    return StageOutcome(stage, "close", detail)

@@ -9,8 +9,7 @@ engine reported, within a bound.
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,27 +20,13 @@ from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
 from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, StageOutcome, compare_columns
-from trainer.audit.engine import ReplayEngine, SampledAnswer, Span
+from trainer.audit.engine import ReplayEngine, Request, SampledAnswer, Span
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import computes_in_bfloat16, load_tokenizer, stop_token_ids
 from trainer.policy.scoring import score_batch
 from trainer.weights.adapters import static_files
 from trainer.weights.versions import version_name, write_version
-
-
-@dataclass(frozen=True)
-class Request:
-    """A call of the engine whose answer is a part of a completion."""
-
-    row: int
-    """Index of the completion in the batch."""
-    prompt: list[int]
-    seed: int
-    """The sampling seed; no two requests of a group have the same."""
-    start: int
-    end: int
-    """The answer's place in the completion."""
 
 
 def sampling_versions(recorded: RecordedStep) -> list[int]:
@@ -61,15 +46,9 @@ def requests_of_groups(recorded: RecordedStep) -> list[Request]:
         prompt = item.group.prompt_token_ids.tolist()
         for index, completion in enumerate(item.group.completions):
             if not item.reused:
-                found.append(
-                    Request(
-                        row=row,
-                        prompt=prompt,
-                        seed=sample_seed(group_seed, index),
-                        start=0,
-                        end=len(completion.token_ids),
-                    )
-                )
+                seed = sample_seed(group_seed, index)
+                end = len(completion.token_ids)
+                found.append(Request(row=row, prompt=prompt, seed=seed, start=0, end=end))
             row += 1
     return found
 
@@ -89,9 +68,14 @@ class Completions:
     """Why no engine can sample again; empty when one can."""
     why_rounded: str
     """Why the bits of two executions may differ; empty when they may not."""
-    _pairs: list[tuple[Span, SampledAnswer]] = field(default_factory=list)
+    _tokens: int = 0
+    """Tokens that were sampled again."""
+    _rounded: int = 0
+    """Tokens of answers whose log-probabilities differ in their last bits."""
     _ties: int = 0
     """Tokens that another rounding would have sampled too."""
+    _difference: StageOutcome | None = None
+    """The outcome for the first answer that came out differently."""
     _scores: dict[int, list[Float32]] = field(default_factory=dict)
     """By version, [L] for every row of the batch."""
 
@@ -99,10 +83,6 @@ class Completions:
     def _is_exact(self) -> bool:
         """Whether an answer has to be equal bit for bit."""
         return self.config.reproducible and not self.why_rounded
-
-    def versions(self) -> list[int]:
-        """Returns the versions that sampled a token of a fresh group, oldest first."""
-        return sampling_versions(self.recorded)
 
     def take(self, policy: Policy) -> None:
         """Samples and scores the tokens of version `policy.step`. A collective."""
@@ -118,8 +98,8 @@ class Completions:
         spans = self._spans(policy.step)
         tokenizer = load_tokenizer(self.config.model)
         stops = stop_token_ids(policy.model, tokenizer, self.config.sampling.stop_token_ids)
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="rlhf-replay-")))
+        with TemporaryDirectory(prefix="rlhf-replay-") as name:
+            folder = Path(name)
             files = static_files(self.config, policy.model, tokenizer, folder / "model")
             write_version(policy.weights(), files, folder, run_id="replay", version=policy.step)
             engine = ReplayEngine(self.config, folder / version_name(policy.step), stops)
@@ -133,27 +113,39 @@ class Completions:
             left: list[Span] = []
             for span, sampled in zip(spans, engine.sample(spans), strict=True):
                 at = sampled.first_other(span)
-                is_tie = (
-                    at is not None
-                    and at < len(span.tokens)
-                    and not self._is_exact
-                    and engine.could_sample(span, at)
-                )
-                if at is None or not is_tie:
-                    self._pairs.append((span, sampled))
-                    continue
-                self._ties += 1
-                if at > 0:
-                    self._pairs.append((span.part(0, at), sampled.part(at)))
-                if at + 1 < len(span.tokens):
-                    left.append(span.part(at + 1, len(span.tokens)))
-            spans = left
+                may_round = at is not None and at < len(span.tokens) and not self._is_exact
+                if at is not None and may_round and engine.could_sample(span, at):
+                    # Another rounding takes the other token, and from there on everything differs.
+                    self._ties += 1
+                    left.append(span.after(at + 1))
+                    kept = replace(span, tokens=span.tokens[:at], logprobs=span.logprobs[:at])
+                    self._compare(kept, SampledAnswer(kept.tokens, sampled.logprobs[:at]))
+                else:
+                    self._compare(span, sampled)
+            spans = [span for span in left if span.tokens]
+
+    def _compare(self, span: Span, sampled: SampledAnswer) -> None:
+        """Compares what was sampled again with the recorded tokens."""
+        self._tokens += len(span.tokens)
+        at = sampled.first_other(span)
+        if at is None and span.logprobs.tobytes() != sampled.logprobs.tobytes():
+            self._rounded += len(span.tokens)
+            if self._is_exact:
+                at = int(np.flatnonzero(span.logprobs != sampled.logprobs)[0])
+        if at is None or self._difference is not None:
+            return
+        self._difference = StageOutcome(
+            "completions",
+            "differs",
+            "answers sampled again",
+            f"{self.recorded.names[span.request.row]}, token {span.start + at}",
+            expected=_shown(span.tokens, span.logprobs, at),
+            found=_shown(sampled.tokens, sampled.logprobs, at),
+        )
 
     def _spans(self, version: int) -> list[Span]:
         """Returns the tokens that a version sampled, in batch order."""
-        rows = [
-            completion for item in self.recorded.groups for completion in item.group.completions
-        ]
+        rows = self.recorded.completions
         found = []
         for request in self.requests:
             completion = rows[request.row]
@@ -163,11 +155,8 @@ class Completions:
                 end = min(last, request.end)
                 if of_version == version and start < end:
                     span = Span(
-                        row=request.row,
-                        prompt=request.prompt,
+                        request=request,
                         earlier=tokens[request.start : start],
-                        seed=request.seed,
-                        start=start,
                         tokens=tokens[start:end],
                         logprobs=completion.logprobs[start:end],
                     )
@@ -176,16 +165,9 @@ class Completions:
 
     def outcome(self) -> StageOutcome:
         """Compares what was sampled; rank 0 only."""
-        twice = self._equal_seeds()
-        if twice is not None:
-            return twice
-        unequal = [(span, sampled) for span, sampled in self._pairs if not sampled.equals(span)]
-        if self._is_exact and not self.why_not and unequal:
-            return self._first_difference(*unequal[0])
-
-        for span, sampled in unequal:
-            if sampled.tokens != span.tokens:
-                return self._first_difference(span, sampled)
+        difference = self._equal_seeds() or self._difference
+        if difference is not None:
+            return difference
         scored = self._scored()
         if scored.state == "differs":
             return scored
@@ -193,40 +175,38 @@ class Completions:
             detail = f"not sampled again, because {self.why_not}; {scored.detail}"
             return StageOutcome("completions", "close", detail)
 
-        tokens = sum(len(span.tokens) for span, _ in self._pairs) + self._ties
-        detail = f"{tokens} tokens of {len(self.requests)} answers sampled again{self._left_out()}"
-        if not unequal and not self._ties:
+        tokens = self._tokens + self._ties
+        detail = f"{tokens} tokens of {len(self.requests)} answers sampled again"
+        reused = sum(item.reused for item in self.recorded.groups)
+        if reused:
+            detail += f" ({reused} reused groups belong to earlier steps)"
+        if not self._rounded and not self._ties:
             return StageOutcome("completions", "equal", detail)
-        rounded = sum(len(span.tokens) for span, _ in unequal)
         ties = f" except {self._ties} that rounding decides" if self._ties else ""
         why = "as they may without reproducible"
         if self.config.reproducible:
             why = f"because {self.why_rounded}"
         detail += (
-            f", equal{ties}; the log-probabilities of {rounded} differ in their last bits, {why} "
-            f"({scored.detail})"
+            f", equal{ties}; the log-probabilities of {self._rounded} differ in their last bits, "
+            f"{why} ({scored.detail})"
         )
         return StageOutcome("completions", "close", detail)
 
-    def _left_out(self) -> str:
-        reused = sum(item.reused for item in self.recorded.groups)
-        return f" ({reused} reused groups belong to earlier steps)" if reused else ""
-
     def _equal_seeds(self) -> StageOutcome | None:
         """Returns the outcome for answers to one prompt with one seed; None when there are none."""
+        names = self.recorded.names
         known: dict[tuple[int, ...], int] = {}
         for request in self.requests:
-            key = (request.seed, *request.prompt)
-            if key in known:
+            row = known.setdefault((request.seed, *request.prompt), request.row)
+            if row != request.row:
                 return StageOutcome(
                     "completions",
                     "differs",
                     "two answers to one prompt have one seed",
-                    self.recorded.names[request.row],
-                    expected=f"another seed than {self.recorded.names[known[key]]}",
+                    names[request.row],
+                    expected=f"another seed than {names[row]}",
                     found=str(request.seed),
                 )
-            known[key] = request.row
         return None
 
     def _scored(self) -> StageOutcome:
@@ -238,19 +218,15 @@ class Completions:
         low |= setup.device != "cpu" or self.recorded.start.engine != "embedded"
         expected: list[Float32 | None] = []
         found: list[Float32 | None] = []
-        row = 0
-        for item in self.recorded.groups:
-            for completion in item.group.completions:
-                scores = np.zeros(len(completion.token_ids), np.float32)
-                known = not item.reused
-                for version, start, end in completion.weight_versions:
-                    known &= version in self._scores
-                    if known:
-                        of_version = completion.spread(self._scores[version][row])
-                        scores[start:end] = of_version[start:end]
-                expected.append(completion.trained(completion.logprobs) if known else None)
-                found.append(completion.trained(scores) if known else None)
-                row += 1
+        for row, completion in enumerate(self.recorded.completions):
+            scores = np.zeros(len(completion.token_ids), np.float32)
+            versions = completion.weight_versions
+            # Versions that are not replayed, such as those of reused groups, have no scores.
+            is_known = all(version in self._scores for version, _, _ in versions)
+            for version, start, end in versions if is_known else ():
+                scores[start:end] = completion.spread(self._scores[version][row])[start:end]
+            expected.append(completion.trained(completion.logprobs) if is_known else None)
+            found.append(completion.trained(scores) if is_known else None)
         return compare_columns(
             "completions",
             "sampled tokens scored by the trainer's model",
@@ -260,24 +236,8 @@ class Completions:
             bound=LOGPROB_BOUND_LOW if low else LOGPROB_BOUND,
         )
 
-    def _first_difference(self, span: Span, sampled: SampledAnswer) -> StageOutcome:
-        """Returns the outcome for an answer that was sampled differently: at its first other
-        token, or, when all tokens are the same, at its first other log-probability.
-        """
-        at = sampled.first_other(span)
-        if at is None:  # log-probabilities before another token may differ by rounding alone
-            at = int(np.flatnonzero(span.logprobs != sampled.logprobs)[0])
-        return StageOutcome(
-            "completions",
-            "differs",
-            "answers sampled again",
-            f"{self.recorded.names[span.row]}, token {span.start + at}",
-            expected=_told(span.tokens, span.logprobs, at),
-            found=_told(sampled.tokens, sampled.logprobs, at),
-        )
 
-
-def _told(tokens: Sequence[int], logprobs: Float32, at: int) -> str:
+def _shown(tokens: Sequence[int], logprobs: Float32, at: int) -> str:
     if at >= len(tokens):
         return f"the end, after {len(tokens)} tokens"
     return f"token {tokens[at]}, log-probability {logprobs[at]:.9g}"

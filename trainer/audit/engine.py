@@ -13,42 +13,59 @@ from common.clients.rollout import completion_from_answer
 from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.device import choose_device
-from services.engine.jobs import GenerationJob
+from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
 from services.engine.protocol import GenerateBody, answer
 from services.engine.sampling import FIELDS, Inputs, uniforms
 from services.engine.scheduler import Scheduler
+from trainer.audit.comparison import first_difference
 
 TIE = 1e-4
 """Cumulative probability by which a draw may miss a token that rounding could have given it."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens that one request sampled from one weight version."""
+class Request:
+    """A call of the engine whose answer is a part of a completion."""
 
     row: int
     """Index of the completion in the batch."""
     prompt: list[int]
-    """The tokens that the request sent."""
+    """The tokens that it sent."""
+    seed: int
+    """Its sampling seed; no two requests of a group have the same."""
+    start: int
+    end: int
+    """The answer's place in the completion."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that one request sampled from one weight version.
+
+    A request that sampled `[5, 6, 7, 8]`, the first two tokens before an update, has two spans: one
+    with `earlier=[]` and `tokens=[5, 6]`, and one with `earlier=[5, 6]` and `tokens=[7, 8]`.
+    """
+
+    request: Request
     earlier: list[int]
     """The tokens that it sampled before these, from earlier versions."""
-    seed: int
-    """The sampling seed of the request, which is for one completion."""
-    start: int
-    """Index of the first token in the completion."""
     tokens: list[int]
     logprobs: Float32
     """[tokens] as the run recorded them."""
 
-    def part(self, start: int, end: int) -> "Span":
-        """Returns the tokens from `start` to `end` of this span."""
+    @property
+    def start(self) -> int:
+        """The index of the first token in the completion."""
+        return self.request.start + len(self.earlier)
+
+    def after(self, count: int) -> "Span":
+        """Returns the rest of this span after its first `count` tokens."""
         return replace(
             self,
-            earlier=self.earlier + self.tokens[:start],
-            start=self.start + start,
-            tokens=self.tokens[start:end],
-            logprobs=self.logprobs[start:end],
+            earlier=self.earlier + self.tokens[:count],
+            tokens=self.tokens[count:],
+            logprobs=self.logprobs[count:],
         )
 
 
@@ -60,23 +77,9 @@ class SampledAnswer:
     logprobs: Float32
     """[tokens]"""
 
-    def part(self, end: int) -> "SampledAnswer":
-        """Returns the tokens before `end`."""
-        return SampledAnswer(self.tokens[:end], self.logprobs[:end])
-
     def first_other(self, span: Span) -> int | None:
         """Returns the index of the first token that is not the recorded one; None if all are."""
-        if self.tokens == span.tokens:
-            return None
-        for at, (was, is_now) in enumerate(zip(span.tokens, self.tokens, strict=False)):
-            if was != is_now:
-                return at
-        return min(len(self.tokens), len(span.tokens))
-
-    def equals(self, span: Span) -> bool:
-        """Whether tokens and log-probabilities are the recorded ones, bit for bit."""
-        same_tokens = self.tokens == span.tokens
-        return same_tokens and self.logprobs.tobytes() == span.logprobs.tobytes()
+        return first_difference(span.tokens, self.tokens)
 
 
 class ReplayEngine:
@@ -122,56 +125,56 @@ class ReplayEngine:
             self._scheduler.enqueue(jobs)
             while self._scheduler.can_step:
                 self._scheduler.step(admit=True)
-        return [self._sampled(job, span) for job, span in zip(jobs, spans, strict=True)]
+        found = []
+        for job, span in zip(jobs, spans, strict=True):
+            (sequence,) = job.done.result()
+            content = answer(sequence, self._model.tokenizer)
+            completion = completion_from_answer(content, truncated=self._truncates)
+            begin = len(span.earlier)
+            tokens = completion.token_ids[begin:].tolist()
+            found.append(SampledAnswer(tokens, completion.logprobs[begin:]))
+        return found
 
     def could_sample(self, span: Span, at: int) -> bool:
         """Whether the token `at` of a span, after those before it, is what its random number draws
         if the probabilities are rounded a little differently.
         """
         count = len(span.earlier) + at
-        before = span.prompt + span.earlier + span.tokens[:at]
+        before = span.request.prompt + span.earlier + span.tokens[:at]
         job = self._job(span)
         sampling = job.sampling
         key = np.array([job.sequences[0].key], np.int64)
         drawn = uniforms(key, np.array([count], np.int64))[0]
         near = np.clip([drawn - TIE, drawn, drawn + TIE], 0.0, np.nextafter(1.0, 0.0))
+        # Three draws from one distribution: with the random number, and with it moved by the bound.
         parameters = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or np.inf,
-            "min_p": sampling.min_p,
+            "temperature": [sampling.temperature] * 3,
+            "top_p": [sampling.top_p] * 3,
+            "top_k": [sampling.top_k if sampling.top_k > 0 else np.inf] * 3,
+            "min_p": [sampling.min_p] * 3,
+            "uniform": near,
         }
-        rows: list[Any] = []
-        for name in FIELDS:
-            rows.append(near if name == "uniform" else [parameters.get(name, 0.0)] * 3)
+        rows: list[Any] = [parameters.get(name, [0.0] * 3) for name in FIELDS]
         if count < sampling.min_new_tokens:
-            rows += [[float(token)] * 3 for token in sampling.stop_ids]
+            rows += [[float(token)] * 3 for token in sampling.stop_token_ids]
         with torch.inference_mode():
             logits = self._model.prefill([before], [0, 0, 0], 0)
             found = self._model.sample(logits, Inputs(np.array(rows), plain=False))
         return span.tokens[at] in found[0].astype(int).tolist()
 
-    def _sampled(self, job: GenerationJob, span: Span) -> SampledAnswer:
-        (sequence,) = job.done.result()
-        completion = completion_from_answer(
-            answer(sequence, self._model.tokenizer), truncated=self._truncates
-        )
-        begin = len(span.earlier)
-        return SampledAnswer(completion.token_ids[begin:].tolist(), completion.logprobs[begin:])
-
     def _job(self, span: Span) -> GenerationJob:
         limit = len(span.earlier) + len(span.tokens)
-        sampling = self._parameters | {"max_new_tokens": limit, "sampling_seed": span.seed}
+        sampling = self._parameters | {"max_new_tokens": limit, "sampling_seed": span.request.seed}
         if "min_new_tokens" in sampling:
             sampling["min_new_tokens"] = min(limit, sampling["min_new_tokens"])
         body = GenerateBody(
-            input_ids=span.prompt,
-            sampling_params=sampling,
+            input_ids=span.request.prompt,
+            sampling_params=SamplingParams(**sampling),
             return_logprob=True,
             return_sampling_mask=self._truncates,
         )
-        (job,) = body.jobs(self._model)
-        job.start(0, lambda: "again")
+        (job,) = body.jobs([span.request.prompt], self._model)
+        job.start(0)
         # As if the engine had been stopped there, to load these weights.
         (sequence,) = job.sequences
         sequence.tokens = list(span.earlier)

@@ -7,7 +7,7 @@ engine can sample it again.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.errors import ConfigError, ServiceError
 from common.settings.config import Config
@@ -16,10 +16,10 @@ from services.environment.outcome import EpisodeRunner
 from services.environment.outcome import Outcome as EpisodeOutcome
 from services.environment.runners import load_runner, needs_gateway
 from services.environment.service import session_seed
-from services.environment.session import Session, SessionSettings
+from services.environment.session import Session
 from services.environment.template import Template
-from trainer.audit.comparison import StageOutcome
-from trainer.audit.completions import Request
+from trainer.audit.comparison import StageOutcome, first_difference
+from trainer.audit.engine import Request
 from trainer.audit.grading import GradedAnswer, answer_of_episode, row_of
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.scorer import load_tokenizer
@@ -48,101 +48,77 @@ def play_again(
     """Plays the episodes of the fresh groups. `rows` are those of the data set by id, `stops` the
     tokens that end an answer.
     """
-    reason = _why_not(recorded, config)
-    if not reason:
-        try:
-            tokenizer = load_tokenizer(config.model)
-            template = Template(tokenizer, list(stops), config.sampling.chat_template_kwargs)
+    reason = ""
+    if "environment" in recorded.start.given:
+        reason = "the caller of the Python API gave the environment"
+    elif "prompts" in recorded.start.given:
+        given = "the caller of the Python API gave the prompts"
+        reason = f"{given}, whose columns the environment reads"
+    elif needs_gateway(config.environment):
+        reason = f"programs play the episodes ({config.environment.name})"
+    runner = None
+    try:
+        if not reason:
             runner = load_runner(config.environment, "", config.runtime)
-        except ConfigError as error:
-            reason = f"the environment does not load: {error}"
-    if reason:
+    except ConfigError as error:
+        reason = f"the environment does not load: {error}"
+    if runner is None:
         return PlayedAgain(StageOutcome("episodes", "not compared", reason))
+    tokenizer = load_tokenizer(config.model)
+    template = Template(tokenizer, list(stops), config.sampling.chat_template_kwargs)
     player = _Player(recorded, config, rows, template=template, runner=runner, stops=stops)
     return asyncio.run(player.play())
 
 
-def _why_not(recorded: RecordedStep, config: Config) -> str:
-    if "environment" in recorded.start.given:
-        return "the caller of the Python API gave the environment"
-    if "prompts" in recorded.start.given:
-        return "the caller of the Python API gave the prompts, whose columns the environment reads"
-    if needs_gateway(config.environment):
-        return f"programs play the episodes ({config.environment.name})"
-    return ""
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A recorded sequence of an episode."""
-
-    index: int
-    """In the batch."""
-    completion: Completion
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A recorded answer of the model."""
-
-    row: _Row
-    before: list[int]
-    """The tokens that the model read."""
-    start: int
-    end: int
-    """Its place in the completion."""
-
-
+@dataclass
 class _Player:
-    def __init__(
-        self,
-        recorded: RecordedStep,
-        config: Config,
-        rows: Mapping[str, Prompt],
-        *,
-        template: Template,
-        runner: EpisodeRunner,
-        stops: Sequence[int],
-    ) -> None:
-        self._recorded = recorded
-        self._config = config
-        self._rows = rows
-        self._template = template
-        self._runner = runner
-        self._stops = stops
-        self._played = PlayedAgain(StageOutcome("episodes", "equal", ""))
+    recorded: RecordedStep
+    config: Config
+    rows: Mapping[str, Prompt]
+    template: Template
+    runner: EpisodeRunner
+    stops: Sequence[int]
+    played: PlayedAgain = field(
+        default_factory=lambda: PlayedAgain(StageOutcome("episodes", "equal", ""))
+    )
 
     async def play(self) -> PlayedAgain:
         """Returns what came of it; stops at the first episode that is another one."""
         count = 0
         skipped = 0
-        first = 0
-        for item in self._recorded.groups:
+        first_row = 0
+        outcome: StageOutcome | None = None
+        for item in self.recorded.groups:
             group = item.group
-            if item.reused or group.lost_episodes:
-                skipped += not item.reused
-            else:
-                episodes = _episodes(group, first)
-                for number, rows in enumerate(episodes):
-                    count += 1
-                    difference = await self._play(group, number, rows)
-                    if difference is not None:
-                        self._played.outcome = difference
-                        await self._runner.close()
-                        return self._played
-            first += len(group.completions)
-        await self._runner.close()
-        detail = f"{count} episodes of {self._config.environment.name} played again"
+            rows = dict(enumerate(group.completions, first_row))
+            first_row += len(group.completions)
+            if item.reused:
+                continue
+            if group.lost_episodes:
+                skipped += 1
+                continue
+            for number in sorted({completion.episode or 0 for completion in rows.values()}):
+                of_episode = {
+                    row: completion
+                    for row, completion in rows.items()
+                    if (completion.episode or 0) == number
+                }
+                count += 1
+                outcome = outcome or await self._play(group, number, of_episode)
+        await self.runner.close()
+        detail = f"{count} episodes of {self.config.environment.name} played again"
         if skipped:
             detail += f"; {skipped} groups lost episodes and have no numbers, they were left out"
-        self._played.outcome = StageOutcome("episodes", "equal", detail)
-        return self._played
+        self.played.outcome = outcome or StageOutcome("episodes", "equal", detail)
+        return self.played
 
-    async def _play(self, group: Group, number: int, rows: list[_Row]) -> StageOutcome | None:
+    async def _play(
+        self, group: Group, number: int, rows: Mapping[int, Completion]
+    ) -> StageOutcome | None:
         """Plays one episode; returns the outcome if it is another one."""
         name = f"episode {number} of group {group.id}"
-        config = self._config
-        row = row_of(group, self._rows)
+        config = self.config
+        row = row_of(group, self.rows)
         request = episode_request(
             config,
             row,
@@ -150,62 +126,60 @@ class _Player:
             n=config.sampling.group_size,
             position=group.position,
         )
-        answers = _RecordedAnswers(rows, self._stops)
-        settings = SessionSettings(
-            config.sampling.max_new_tokens,
-            request.limits,
-            session_seed(request.task.seed, number, attempt=0),
+        answers = _RecordedAnswers(rows, self.stops)
+        session = Session(
+            name,
+            self.template,
+            answers.sample,
+            limits=request.limits,
+            max_new_tokens=config.sampling.max_new_tokens,
+            seed=session_seed(request.task.seed, number, attempt=0),
         )
-        session = Session(name, self._template, answers.sample, settings)
-        outcome = await self._runner.run(request.task, session, request.limits)
+        outcome = await self.runner.run(request.task, session, request.limits)
         session.close()
 
-        self._played.requests += answers.requests
-        if answers.unknown is not None:
-            return self._other_messages(name, answers, answers.unknown)
+        self.played.requests += answers.requests
+        asked = answers.unknown
+        count = len(answers.requests)
+        if asked is not None:
+            # The environment said something else before this call than in the run.
+            expected = answers.waiting[0][0].prompt if answers.waiting else []
+            at = first_difference(expected, asked) or 0
+            return _differs(
+                f"{name}, before answer {count}, token {at}",
+                f"the environment's text {self.template.text(expected[at:])!r}",
+                repr(self.template.text(asked[at:])),
+            )
         if outcome.status != "ok":
             return _differs(name, "an episode that ends", f"{outcome.status}: {outcome.detail}")
-        if answers.left:
-            total = len(answers.requests) + answers.left
-            found = f"the end, after {len(answers.requests)} answers"
-            return _differs(name, f"{total} answers of the model", found)
-        self._compare_reward(name, rows, outcome, row)
+        if answers.waiting:
+            total = count + len(answers.waiting)
+            return _differs(
+                name, f"{total} answers of the model", f"the end, after {count} answers"
+            )
+        self._compare_reward(name, list(rows.values()), outcome, row)
         return None
 
-    def _other_messages(
-        self, name: str, answers: "_RecordedAnswers", tokens: Sequence[int]
-    ) -> StageOutcome:
-        """Returns the outcome for a call whose messages are not the recorded ones."""
-        expected = answers.expected()
-        at = 0
-        while at < min(len(expected), len(tokens)) and expected[at] == tokens[at]:
-            at += 1
-        where = f"{name}, before answer {len(answers.requests)}, token {at}"
-        return _differs(
-            where,
-            f"the environment's text {self._template.text(list(expected[at:]))!r}",
-            repr(self._template.text(list(tokens[at:]))),
-        )
-
     def _compare_reward(
-        self, name: str, rows: list[_Row], outcome: EpisodeOutcome, prompt: Prompt
+        self, name: str, rows: Sequence[Completion], outcome: EpisodeOutcome, prompt: Prompt
     ) -> None:
-        recorded = rows[0].completion
-        turns = [turn.reward or 0.0 for row in rows for turn in row.completion.turns]
+        recorded = rows[0]
+        turns = [turn.reward or 0.0 for row in rows for turn in row.turns]
         again = outcome.turn_rewards or [0.0] * len(turns)
         if outcome.reward is None:
-            last = rows[-1].completion
-            graded = answer_of_episode(name, prompt, outcome.answer, last, of_turns=sum(turns))
-            self._played.answers.append(graded)
+            graded = answer_of_episode(
+                name, prompt, outcome.answer, completion=rows[-1], of_turns=sum(turns)
+            )
+            self.played.answers.append(graded)
             return
-        self._played.given += 1
+        self.played.given += 1
         same = outcome.reward == recorded.reward and outcome.components == recorded.components
-        if (same and turns == again) or self._played.wrong_reward is not None:
+        if (same and turns == again) or self.played.wrong_reward is not None:
             return
-        self._played.wrong_reward = StageOutcome(
+        self.played.wrong_reward = StageOutcome(
             "rewards",
             "differs",
-            f"rewards given again by {self._config.environment.name}",
+            f"rewards given again by {self.config.environment.name}",
             name,
             expected=f"{recorded.reward!r} ({recorded.components}), turns {turns}",
             found=f"{outcome.reward!r} ({outcome.components}), turns {again}",
@@ -215,30 +189,22 @@ class _Player:
 class _RecordedAnswers:
     """Answers the calls of one episode with what the run recorded."""
 
-    def __init__(self, rows: Sequence[_Row], stops: Sequence[int]) -> None:
+    def __init__(self, rows: Mapping[int, Completion], stops: Sequence[int]) -> None:
         self._stops = set(stops)
-        self._waiting: list[_Answer] = []
-        """Answers that were not asked for yet."""
-        for row in rows:
-            completion = row.completion
+        self.waiting: list[tuple[Request, Completion]] = []
+        """Answers that were not asked for yet, each a part of a completion. Their seeds are only
+        known from the calls."""
+        for row, completion in rows.items():
             assert completion.prompt_ids is not None, "a sequence of an episode has its own prompt"
-            tokens = [*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]
-            offset = len(completion.prompt_ids)
+            prompt = completion.prompt_ids.tolist()
+            tokens = completion.token_ids.tolist()
             for turn in completion.turns:
-                before = tokens[: offset + turn.start]
-                self._waiting.append(_Answer(row, before, turn.start, turn.end))
+                read = prompt + tokens[: turn.start]
+                request = Request(row=row, prompt=read, seed=0, start=turn.start, end=turn.end)
+                self.waiting.append((request, completion))
         self.requests: list[Request] = []
-        self.unknown: Sequence[int] | None = None
+        self.unknown: list[int] | None = None
         """The tokens of a call that the run did not make."""
-
-    @property
-    def left(self) -> int:
-        """How many answers were not asked for."""
-        return len(self._waiting)
-
-    def expected(self) -> Sequence[int]:
-        """Returns the tokens of the next call that the run made; none when it made no other."""
-        return self._waiting[0].before if self._waiting else []
 
     async def sample(
         self, tokens: Int32, max_new_tokens: int, seed: int, stop: Sequence[str]
@@ -247,38 +213,21 @@ class _RecordedAnswers:
         run made.
         """
         asked = tokens.tolist()
-        known = [answer for answer in self._waiting if answer.before == asked]
+        known = [place for place, (each, _) in enumerate(self.waiting) if each.prompt == asked]
         if not known or self.unknown is not None:
             self.unknown = self.unknown or asked
             raise ServiceError("the run made no such call")
-        answer = known[0]
-        self._waiting = [each for each in self._waiting if each is not answer]
-        request = Request(
-            row=answer.row.index,
-            prompt=answer.before,
-            seed=seed,
-            start=answer.start,
-            end=answer.end,
-        )
-        self.requests.append(request)
-        completion = answer.row.completion
-        sampled: Int32 = completion.token_ids[answer.start : answer.end]
+        request, completion = self.waiting.pop(known[0])
+        self.requests.append(replace(request, seed=seed))
+        sampled: Int32 = completion.token_ids[request.start : request.end]
         stopped = int(sampled[-1]) in self._stops or len(sampled) < max_new_tokens
         return Completion(
             token_ids=sampled,
-            logprobs=completion.logprobs[answer.start : answer.end],
+            logprobs=completion.logprobs[request.start : request.end],
             text="",
             finish_reason="stop" if stopped else "length",
             weight_versions=[(0, 0, len(sampled))],
         )
-
-
-def _episodes(group: Group, first: int) -> list[list[_Row]]:
-    """Returns the rows of each episode of a group, whose first row is `first`."""
-    found: dict[int, list[_Row]] = {}
-    for index, completion in enumerate(group.completions, first):
-        found.setdefault(completion.episode or 0, []).append(_Row(index, completion))
-    return [found[number] for number in sorted(found)]
 
 
 def _differs(where: str, expected: str, found: str) -> StageOutcome:

@@ -72,22 +72,35 @@ def graded_again(config: Config, answers: Sequence[GradedAnswer]) -> StageOutcom
     try:
         results = _grade(config, [answer.item for answer in answers])
     except ServiceError as error:
-        return StageOutcome(
-            "rewards", "not compared", f"the reward functions do not grade: {error}"
-        )
+        reason = f"the reward functions do not grade: {error}"
+        return StageOutcome("rewards", "not compared", reason)
 
     for answer, result in zip(answers, results, strict=True):
-        if _same(answer, result):
-            continue
-        (again,) = _grade(config, [answer.item])
         completion = answer.completion
+        is_same = (
+            result.reward is not None
+            and completion.reward == result.reward + answer.of_turns
+            and (completion.correct == result.correct or not result.verified)
+            and completion.components == result.components
+        )
+        if is_same:
+            continue
+        # Grading one answer twice tells a function that draws random numbers.
+        (again,) = _grade(config, [answer.item])
+        unsteady = [
+            name for name, score in result.components.items() if score != again.components.get(name)
+        ]
+        if unsteady or result.reward != again.reward:
+            who = ", ".join(unsteady) or "the reward"
+            detail += f"; {who} is not deterministic: two calls, two scores"
+        found = _shown(result.reward, result.components)
         return StageOutcome(
             "rewards",
             "differs",
-            detail + _unsteady(result, again),
+            detail,
             answer.name,
-            expected=_told(completion.reward, completion.components),
-            found=_told(result.reward, result.components) + _reason(result),
+            expected=_shown(completion.reward, completion.components),
+            found=f"{found}: {result.reason}" if result.reason else found,
         )
     return StageOutcome("rewards", "equal", detail)
 
@@ -109,32 +122,7 @@ def _grade(config: Config, items: list[RewardItem]) -> list[RewardResult]:
     return asyncio.run(grade())
 
 
-def _same(answer: GradedAnswer, result: RewardResult) -> bool:
-    completion = answer.completion
-    if result.reward is None:
-        return False
-    return (
-        completion.reward == result.reward + answer.of_turns
-        and (completion.correct == result.correct or not result.verified)
-        and completion.components == result.components
-    )
-
-
-def _told(reward: float | None, components: Mapping[str, float | None]) -> str:
+def _shown(reward: float | None, components: Mapping[str, float | None]) -> str:
     known = "none" if reward is None or math.isnan(reward) else repr(reward)
     parts = ", ".join(f"{name} {score}" for name, score in components.items())
     return f"{known} ({parts})" if parts else known
-
-
-def _reason(result: RewardResult) -> str:
-    return f": {result.reason}" if result.reason else ""
-
-
-def _unsteady(first: RewardResult, second: RewardResult) -> str:
-    """Returns a remark when grading one answer twice gave two rewards; it names the functions."""
-    names = [
-        name for name, score in first.components.items() if score != second.components.get(name)
-    ]
-    if first.reward == second.reward and not names:
-        return ""
-    return f"; {', '.join(names) or 'the reward'} is not deterministic: two calls, two scores"

@@ -119,6 +119,8 @@ class WeightHistory:
         batch = recorded.batch(self._config)
         self.policy.total_steps = recorded.line.total_steps
         update, _ = learn(self.policy, self.reference, self.critic, batch)
+        self.policy.step += 1
+        self.reference.refresh(self.policy)
         line = audited_step(self.policy, self.critic, batch, update, run_id=recorded.line.run_id)
         return Reexecuted(recorded, batch, update, line)
 

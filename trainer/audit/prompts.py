@@ -35,7 +35,10 @@ def compare_prompts(
     detail = f"{len(recorded.fresh)} prompts of {config.data.source}: rows"
     detail += ", order and tokens" if has_order else " and tokens (a curriculum chose the order)"
     for group in recorded.fresh:
-        drawn = ids[_place(config.seed, group.position, len(ids))] if has_order else ""
+        drawn = ""
+        if has_order:
+            epoch, place = divmod(group.position, len(ids))
+            drawn = ids[permutation(config.seed, epoch, len(ids))[place]]
         difference = _difference(group, rows, drawn=drawn, prompter=prompter, config=config)
         if difference is not None:
             where, expected, found = difference
@@ -55,10 +58,11 @@ def _difference(
         return where, f"row {group.prompt_id}", "no such row"
     if drawn and drawn != group.prompt_id:
         return where, f"row {group.prompt_id}", f"row {drawn}"
-    if row.prompt != group.prompt:
-        return f"{where}, text", repr(group.prompt), repr(row.prompt)
-    if row.ground_truth != group.ground_truth:
-        return f"{where}, ground truth", repr(group.ground_truth), repr(row.ground_truth)
+    for what in ("prompt", "ground_truth"):
+        was = getattr(group, what)
+        is_now = getattr(row, what)
+        if was != is_now:
+            return f"{where}, {what}", repr(was), repr(is_now)
     if config.environment.name:
         return None  # the environment makes the first messages
     recorded = group.prompt_token_ids.tolist()
@@ -66,9 +70,3 @@ def _difference(
     if tokens != recorded:
         return f"{where}, tokens", str(recorded), str(tokens)
     return None
-
-
-def _place(seed: int, position: int, size: int) -> int:
-    """Returns the row of the data set at a position of the stream of prompts."""
-    epoch, place = divmod(position, size)
-    return int(permutation(seed, epoch, size)[place])

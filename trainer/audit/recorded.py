@@ -1,6 +1,5 @@
 """A step as the run recorded it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +9,9 @@ from pydantic import ValidationError
 
 from common.errors import ConfigError
 from common.settings.config import Config, from_validation
-from common.wire.schemas import Group
+from common.wire.schemas import Completion, Group
 from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.audit.comparison import first_difference
 from trainer.observe.audit import AuditedStart, AuditedStep, AuditRecord
 from trainer.observe.group_files import RecordedGroup, read_trained
 
@@ -34,12 +34,13 @@ class RecordedStep:
         line = record.step(step)
         groups = read_trained(run_dir, step)
         ids = [item.group.id for item in groups]
-        if ids != line.groups:
+        at = first_difference(line.groups, ids)
+        if at is not None:
             raise ConfigError(
                 f"the groups of step {step} are others, or in another order, than the audit "
                 "record says",
                 field=f"groups/step_{step:06d}.zip",
-                value=_first_difference(line.groups, ids),
+                value=(ids[at:] or [f"{len(ids)} groups instead of {len(line.groups)}"])[0],
                 remedy="restore that file and audit.jsonl from one copy of the run directory",
             )
         return cls(line, record.start(line), groups)
@@ -53,6 +54,11 @@ class RecordedStep:
     def fresh(self) -> list[Group]:
         """The groups that were generated for this step. Reused ones were part of earlier steps."""
         return [item.group for item in self.groups if not item.reused]
+
+    @cached_property
+    def completions(self) -> list[Completion]:
+        """The completions of the batch: its rows."""
+        return [completion for item in self.groups for completion in item.group.completions]
 
     @cached_property
     def names(self) -> list[str]:
@@ -77,11 +83,17 @@ def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
     is_callers = "rewards" in start.given
     if is_callers:
         # Objects, whose names are no functions that a setting could name.
-        content["reward"] = {**content["reward"], "functions": ["math"]}
+        content["reward"] = content["reward"] | {"functions": ["math"]}
     try:
         config = Config(**content)
         if is_callers:
-            config.reward = config.reward.for_objects(dict(map(_weight, functions)))
+            weights: dict[str, float] = {}
+            for function in functions:
+                entry: dict[str, Any] = (
+                    {"name": function} if isinstance(function, str) else function
+                )
+                weights[entry["name"]] = entry.get("weight", 1.0)
+            config.reward = config.reward.for_objects(weights)
         return config
     except ValidationError as error:
         reason = from_validation(error)
@@ -92,18 +104,3 @@ def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
             value=reason.value,
             remedy=f"replay the run with the version that made it (rlhf-math {made_by})",
         ) from None
-
-
-def _weight(function: str | dict[str, Any]) -> tuple[str, float]:
-    """Returns the name and the weight of an entry of `reward.functions`."""
-    if isinstance(function, str):
-        return function, 1.0
-    return function["name"], function.get("weight", 1.0)
-
-
-def _first_difference(known: Sequence[str], found: Sequence[str]) -> str:
-    """Returns the first found id that is not the known one, or how many were found."""
-    for was, is_now in zip(known, found, strict=False):
-        if was != is_now:
-            return is_now
-    return f"{len(found)} groups instead of {len(known)}"

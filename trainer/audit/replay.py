@@ -69,92 +69,71 @@ class StepReplay:
             self._compare()
         return self.outcomes
 
-    def _compare(self) -> None:
-        """Compares the stages. A collective."""
-        watchdog.at("drawing the prompts again")
-        rows = self._compare_prompts() if self._ranks.is_rank_zero else {}
-        if not self._needs_models():
-            watchdog.at("grading the answers again")
-            self._compare_rewards(rows, None)
-            return
-        history = self._history()
-        if self._load(history):
-            self._compare_with_models(history, rows)
-
-    def _compare_with_models(self, history: WeightHistory, rows: dict[str, Prompt]) -> None:
-        """Compares the stages for which the models are loaded. A collective."""
-        played = self._play(history, rows)
-        completions = self._completions(played)
-        if not self._bring_to_step(history, completions):
-            return
-        if played is not None:
-            self._add(played.outcome)
-        if "completions" in self.stages and self._ranks.is_rank_zero:
-            self._add(completions.outcome())
-        watchdog.at("grading the answers again")
-        self._compare_rewards(rows, played)
-
-        if _OF_UPDATE.isdisjoint(self.stages):
-            return
-        watchdog.at(f"re-executing step {self.step}")
-        again = history.advance()
-        if self._ranks.is_rank_zero:
-            for outcome in compare_update(again, self._why_rounded):
-                self._add(outcome)
-
     def _add(self, outcome: StageOutcome) -> None:
         """Adds the outcome of a wanted stage, or of one that ends the replay; rank 0 only."""
+        if not self._ranks.is_rank_zero:
+            return
         if outcome.stage in self.stages or outcome.state == "differs":
             self.outcomes.append(outcome)
             self.tell(outcome)
 
-    def _needs_models(self) -> bool:
-        if self._config.environment.name:
-            return not set(self.stages) <= {"prompts"}
-        return not set(self.stages) <= {"prompts", "rewards"}
+    def _compare(self) -> None:
+        """Compares the stages. A collective."""
+        watchdog.at("drawing the prompts again")
+        rows: dict[str, Prompt] = {}
+        if self._ranks.is_rank_zero:
+            rows = load_rows(self.recorded, self._config)
+            self._add(compare_prompts(self.recorded, self._config, rows))
+        is_episodes = bool(self._config.environment.name)
+        # An episode can only be played, and so graded, with the model's tokens.
+        without_models: set[Stage] = {"prompts"} if is_episodes else {"prompts", "rewards"}
+        if without_models.issuperset(self.stages):
+            self._compare_rewards(rows, None)
+            return
 
-    def _compare_prompts(self) -> dict[str, Prompt]:
-        """Compares the prompts; returns the rows of the data set by id."""
-        rows = load_rows(self.recorded, self._config)
-        self._add(compare_prompts(self.recorded, self._config, rows))
-        return rows
+        history = self._loaded()
+        if history is None:
+            return
+        played: PlayedAgain | None = None
+        if is_episodes and self._ranks.is_rank_zero:
+            stops = stop_token_ids(history.policy.model, load_tokenizer(self._config.model))
+            played = play_again(self.recorded, self._config, rows, stops)
+        completions = self._completions(played)
+        if not self._bring_to_step(history, completions):
+            return  # with other weights, no later stage can be compared
+        if played is not None:
+            self._add(played.outcome)
+        if "completions" in self.stages and self._ranks.is_rank_zero:
+            self._add(completions.outcome())
+        self._compare_rewards(rows, played)
+        if not _OF_UPDATE.isdisjoint(self.stages):
+            watchdog.at(f"re-executing step {self.step}")
+            for outcome in self._compared(history.advance()):
+                self._add(outcome)
 
-    def _history(self) -> WeightHistory:
-        """Returns the history that begins at the oldest version whose weights are needed. A
-        collective.
+    def _loaded(self) -> WeightHistory | None:
+        """Returns the models of the oldest version that is needed; None if their checkpoint is
+        damaged. A collective.
         """
         first = self.step - 1
         if "completions" in self.stages:
             first = min([first, *sampling_versions(self.recorded)])
-        return WeightHistory(self._record, self.run_dir, self._config, self._ranks, first=first)
-
-    def _load(self, history: WeightHistory) -> bool:
-        """Loads the models; returns False when the checkpoint is damaged. A collective."""
+        history = WeightHistory(self._record, self.run_dir, self._config, self._ranks, first=first)
         changed = history.changed_file()
         if not changed:
             watchdog.at(f"loading {history.origin}")
             history.load()
-            return True
-        if self._ranks.is_rank_zero:
-            outcome = StageOutcome(
-                "weights",
-                "differs",
-                f"the checkpoint {history.origin}",
-                f"{history.origin}/{changed}",
-                expected="the checksum in its trainer_state.json",
-                found="another: the file has changed since it was written",
-            )
-            self._add(outcome)
-        return False
-
-    def _play(self, history: WeightHistory, rows: dict[str, Prompt]) -> PlayedAgain | None:
-        """Plays the episodes of the step again; None on ranks above 0, and for single
-        completions.
-        """
-        if not self._config.environment.name or not self._ranks.is_rank_zero:
-            return None
-        stops = stop_token_ids(history.policy.model, load_tokenizer(self._config.model))
-        return play_again(self.recorded, self._config, rows, stops)
+            return history
+        outcome = StageOutcome(
+            "weights",
+            "differs",
+            f"the checkpoint {history.origin}",
+            f"{history.origin}/{changed}",
+            expected="the checksum in its trainer_state.json",
+            found="another: the file has changed since it was written",
+        )
+        self._add(outcome)
+        return None
 
     def _completions(self, played: PlayedAgain | None) -> Completions:
         """Returns the completions that are to be sampled again. A collective."""
@@ -179,14 +158,14 @@ class StepReplay:
         each version samples its completions again. Returns whether the weights are those of the
         run. A collective.
         """
-        versions = completions.versions() if "completions" in self.stages else []
+        versions = sampling_versions(self.recorded) if "completions" in self.stages else []
         begun = history.policy.step
         again: Reexecuted | None = None
         while True:
             step = history.policy.step
             outcome = self._verified(history, begun, again)
             is_last = step == self.step - 1
-            if self._ranks.is_rank_zero and (is_last or outcome.state == "differs"):
+            if is_last or outcome.state == "differs":
                 self._add(outcome)
             if outcome.state == "differs":
                 return False
@@ -215,7 +194,8 @@ class StepReplay:
             return outcome
 
         # The weights before this update were those of the run: its own record is another one.
-        first = self._ranks.broadcast(self._first_difference(again))
+        differing = [each for each in self._compared(again) if each.state == "differs"]
+        first = self._ranks.broadcast(differing[0] if differing else None)
         if first is not None:
             return replace(
                 outcome,
@@ -226,33 +206,30 @@ class StepReplay:
             )
         if self._why_rounded:
             # The updates were executed with another rounding, so that nobody can expect the bits.
-            return StageOutcome(
-                "weights", "not compared", f"{what}: no bits, because {self._why_rounded}"
-            )
+            reason = f"{what}: no bits, because {self._why_rounded}"
+            return StageOutcome("weights", "not compared", reason)
         return outcome
 
-    def _first_difference(self, again: Reexecuted) -> StageOutcome | None:
-        """Returns the first stage of a re-executed update that differs; None on ranks above 0."""
-        if not self._ranks.is_rank_zero:
-            return None
-        outcomes = compare_update(again, self._why_rounded)
-        return next((each for each in outcomes if each.state == "differs"), None)
+    def _compared(self, again: Reexecuted) -> list[StageOutcome]:
+        """Returns the outcomes of the stages of an update; none on ranks above 0."""
+        return list(compare_update(again, self._why_rounded)) if self._ranks.is_rank_zero else []
 
     def _compare_rewards(self, rows: dict[str, Prompt], played: PlayedAgain | None) -> None:
         if "rewards" not in self.stages or not self._ranks.is_rank_zero:
             return
+        watchdog.at("grading the answers again")
         if "rewards" in self.recorded.start.given:
             reason = "the caller of the Python API gave the reward functions"
-            self._add(StageOutcome("rewards", "not compared", reason))
+            outcome = StageOutcome("rewards", "not compared", reason)
         elif played is None:
-            answers = answers_of_groups(self.recorded, rows)
-            self._add(graded_again(self._config, answers))
+            outcome = graded_again(self._config, answers_of_groups(self.recorded, rows))
         elif played.outcome.state == "not compared":
-            self._add(StageOutcome("rewards", "not compared", played.outcome.detail))
+            outcome = StageOutcome("rewards", "not compared", played.outcome.detail)
         elif played.wrong_reward is not None:
-            self._add(played.wrong_reward)
+            outcome = played.wrong_reward
         elif played.answers:
-            self._add(graded_again(self._config, played.answers))
+            outcome = graded_again(self._config, played.answers)
         else:
             given = f"{played.given} rewards given again by {self._config.environment.name}"
-            self._add(StageOutcome("rewards", "equal", given))
+            outcome = StageOutcome("rewards", "equal", given)
+        self._add(outcome)

@@ -3,11 +3,12 @@
 `job_group.py` has the backend of a job group, `in_process.py` that of one process.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -45,31 +46,34 @@ class BackendContext:
     """Closes everything that the backend starts."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """The services of a run and the path of weights to the engines. Only rank 0 uses it."""
 
     console: Console
     """For progress and results."""
+    given: Sequence[Given] = ()
+    """What the caller gave in the place of settings, which the run does not keep."""
+    data = ""
+    """Where the prompts come from; empty: from `data.source`."""
 
+    @abstractmethod
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """Starts the services, or connects to them; returns their clients and the weight
         publisher.
         """
 
     @property
+    @abstractmethod
     def engine_kind(self) -> Literal["embedded", "sglang"]:
         """What generates the completions."""
 
-    def given(self) -> Sequence[Given]:
-        """Returns what the caller gave in the place of settings, which the run does not keep."""
+    @property
+    @abstractmethod
+    def engine_gpus(self) -> int | None:
+        """The number of GPUs that engines hold now, except those shared with the trainer; None when
+        unknown.
+        """
 
     def agents(self) -> list[Client]:
         """Returns clients of the rollout nodes' agents, which are flushed at the end."""
-
-    def data(self) -> str:
-        """Returns where the prompts come from; empty: from `data.source`."""
-
-    def engine_gpus(self) -> int | None:
-        """Returns the number of GPUs that engines hold now, except those shared with the trainer;
-        None when unknown.
-        """
+        return []

@@ -3,7 +3,6 @@ running SGLang servers.
 """
 
 import asyncio
-import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -31,7 +30,8 @@ from services.rollout.engine_client import (
     engine_env,
     released_memory,
 )
-from services.rollout.process import Supervised, Timing
+from services.rollout.loops import stop
+from services.rollout.supervision import SupervisedProcess, Timing
 from trainer.backends.backend import BackendContext
 from trainer.weights.versions import Weights, version_name, write_version
 
@@ -79,22 +79,14 @@ class ServersClient(RolloutClient):
         ]
         return "; ".join(named) or None
 
-    async def _exchange(
-        self,
-        method: str,
-        path: str,
-        timeout: httpx.Timeout,
-        arguments: dict[str, Any],
-        *,
-        moved: Callable[[int], None],
-    ) -> httpx.Response:
+    async def _exchange(self, *arguments: Any, **options: Any) -> httpx.Response:
         self._check()
         now = time.monotonic()
         server = min(self._servers, key=lambda server: (server.rests_until > now, server.running))
         server.running += 1
         answered = False
         try:
-            response = await server.client._exchange(method, path, timeout, arguments, moved=moved)
+            response = await server.client._exchange(*arguments, **options)
             answered = not self._is_retryable(response)
             return response
         finally:
@@ -111,17 +103,9 @@ class OwnEngineClient(EngineClient):
         super().__init__("engine", server.url)
         self._server = server
 
-    async def _exchange(
-        self,
-        method: str,
-        path: str,
-        timeout: httpx.Timeout,
-        arguments: dict[str, Any],
-        *,
-        moved: Callable[[int], None],
-    ) -> httpx.Response:
+    async def _exchange(self, *arguments: Any, **options: Any) -> httpx.Response:
         self._server.check_alive()
-        return await super()._exchange(method, path, timeout, arguments, moved=moved)
+        return await super()._exchange(*arguments, **options)
 
 
 class OwnSGLang:
@@ -136,10 +120,10 @@ class OwnSGLang:
         self._topology = Topology()
         self.url = self._topology.url(ROLLOUT, port)
         self.log_file = config.state_dir / "logs" / "engine.log"
-        self._lost: str | None = None
+        self._run: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._api = EngineClient("engine", self.url)
-        self._child = Supervised(
+        self._child = SupervisedProcess(
             "engine",
             self._launch,
             self._api.unhealthy_reason,
@@ -150,7 +134,6 @@ class OwnSGLang:
             ),
             stuck_field="rollout.stuck_after_s",
             on_up=self._came_up,
-            on_down=lambda _: None,
             shown=False,
         )
 
@@ -177,9 +160,9 @@ class OwnSGLang:
 
     def check_alive(self) -> None:
         """Raises ServiceLost when it will not be restarted."""
-        if self._lost is not None:
+        if self._run is not None and self._run.done() and not self._run.cancelled():
             raise ServiceLost(
-                self._lost,
+                str(self._run.exception()),
                 field="engine",
                 value=self.url,
                 remedy=f"look at {self.log_file}, then start again",
@@ -191,23 +174,13 @@ class OwnSGLang:
         if it fails.
         """
         stack.push_async_callback(self._api.close)
-        run = asyncio.create_task(self._child.run())
+        self._run = asyncio.create_task(self._child.run())
         up = asyncio.create_task(self._up.wait())
-        stack.push_async_callback(_ended, run)
-        await asyncio.wait({run, up}, return_when=asyncio.FIRST_COMPLETED)
+        stack.push_async_callback(stop, self._run)
+        await asyncio.wait({self._run, up}, return_when=asyncio.FIRST_COMPLETED)
         up.cancel()
-        if run.done():
-            run.result()
-        run.add_done_callback(self._note)
-
-    def _note(self, run: "asyncio.Task[None]") -> None:
-        if not run.cancelled():
-            self._lost = str(run.exception())
-
-
-async def _ended(run: "asyncio.Task[None]") -> None:
-    run.cancel()
-    await asyncio.gather(run, return_exceptions=True)
+        if self._run.done():
+            self._run.result()
 
 
 class DirectPublisher:
@@ -274,24 +247,20 @@ class DirectPublisher:
         if self._newest is None:
             return
         manifest, path = self._newest
-        if manifest.kind == "adapter":
-            kept = adapters_kept(self._context.config)
-            await _together(
-                engine.load_adapter(path, manifest, kept, self._limit_s) for engine in self.engines
-            )
-        else:
-            loading = _together(
-                engine.load(path, str(manifest.version), math.inf) for engine in self.engines
-            )
-            waits = Progress(
-                f"the engine to load weights {manifest.version}",
-                self._limit_s,
-                unit="steps",
-                field="rollout.stuck_after_s",
-                remedy="look at the log of the engine",
-            )
-            first = self.work()
-            await bounded(loading, waits, lambda: self.work() - first)
+        kept = adapters_kept(self._context.config)
+        loading = _together(
+            engine.load_version(manifest, path, keep=kept, timeout_s=self._limit_s)
+            for engine in self.engines
+        )
+        waits = Progress(
+            f"the engine to load weights {manifest.version}",
+            self._limit_s,
+            unit="steps",
+            field="rollout.stuck_after_s",
+            remedy="look at the log of the engine",
+        )
+        first = self.work()
+        await bounded(loading, waits, lambda: self.work() - first)
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import httpx
 from fastapi import FastAPI
@@ -41,7 +41,7 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
-from trainer.backends.backend import BackendContext
+from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.observe.audit import Given
 from trainer.policy.scorer import stop_token_ids
@@ -52,6 +52,7 @@ from trainer.weights.sync import WeightPublisher
 _BASE = "http://in-process"
 _SETTINGS = {"--model-path": "model.name", "--max-context-tokens": "rollout.max_context_tokens"}
 """The settings for the options of an engine that is a process."""
+_C = TypeVar("_C", bound=Client)
 WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
 
 
@@ -65,7 +66,7 @@ class Problems:
 
 
 @dataclass
-class InProcessBackend:
+class InProcessBackend(Backend):
     """The `Backend` of one process: the services' apps behind ASGI, and engines that load weights
     from this disk.
 
@@ -79,6 +80,15 @@ class InProcessBackend:
     engine: str | Sequence[str] = "embedded"
     environment: Environment | None = None
     _engine_gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        parts: dict[Given, object] = {
+            "prompts": self.problems,
+            "rewards": self.rewards,
+            "environment": self.environment,
+        }
+        self.given = [name for name, part in parts.items() if part is not None]
+        self.data = "" if self.problems is None else "rows of the caller"
 
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
@@ -115,28 +125,10 @@ class InProcessBackend:
 
     @property
     def engine_kind(self) -> Literal["embedded", "sglang"]:
-        """See `Backend`."""
         return "embedded" if self.engine == "embedded" else "sglang"
 
-    def given(self) -> list[Given]:
-        """See `Backend`."""
-        parts: dict[Given, object] = {
-            "prompts": self.problems,
-            "rewards": self.rewards,
-            "environment": self.environment,
-        }
-        return [name for name, part in parts.items() if part is not None]
-
-    def agents(self) -> list[Client]:
-        """Returns an empty list: there are no agents."""
-        return []
-
-    def data(self) -> str:
-        """See `Backend`."""
-        return "" if self.problems is None else "rows of the caller"
-
+    @property
     def engine_gpus(self) -> int | None:
-        """See `Backend`. The embedded engine is on the trainer's GPU."""
         return self._engine_gpus
 
     @staticmethod
@@ -225,46 +217,36 @@ class InProcessBackend:
         data = create_data_app(config, problems.train, problems.held_out)
         reward = create_reward_app(config.reward, max_body_bytes, self.rewards)
         replay = create_replay_app(config.replay, config.state_dir, max_body_bytes)
-        limit_s = config.limits.service_timeout_s
+        to_start = [data, reward, replay]
+
+        def client(kind: type[_C], app: FastAPI) -> _C:
+            limit_s = config.limits.service_timeout_s
+            return kind(app.title, _BASE, transport=httpx.ASGITransport(app), deadline_s=limit_s)
+
         services = Services(
-            data=DataClient(
-                "data-server", _BASE, transport=httpx.ASGITransport(data), deadline_s=limit_s
-            ),
+            data=client(DataClient, data),
             rollout=new_rollout_client(),
-            reward=RewardClient(
-                "reward-server", _BASE, transport=httpx.ASGITransport(reward), deadline_s=limit_s
-            ),
-            replay=ReplayClient(
-                "replay-buffer", _BASE, transport=httpx.ASGITransport(replay), deadline_s=limit_s
-            ),
+            reward=client(RewardClient, reward),
+            replay=client(ReplayClient, replay),
             rewards_tried=self.rewards is not None,
         )
         services.reward.gets_tokens = self.rewards is not None
         services.rollout.seeds_apart = config.reproducible and self.engine == "sglang"
-
-        to_start = [data, reward, replay]
         if template is not None:
             router = await apps.enter_async_context(new_rollout_client())
             environment, is_serving = await self._environment(context, template, router, apps)
+            services.environment = client(EnvironmentClient, environment)
             if not is_serving:
                 to_start.append(environment)
-            services.environment = EnvironmentClient(
-                "environment-server", _BASE, transport=httpx.ASGITransport(environment)
-            )
         if config.algorithm.needs_critic and config.critic.location == "server":
             critic = create_critic_app(config)
+            services.critic = client(CriticClient, critic)
             to_start.append(critic)
-            services.critic = CriticClient(
-                "critic-server",
-                _BASE,
-                transport=httpx.ASGITransport(critic),
-                deadline_s=config.limits.service_timeout_s,
-            )
 
         for app in to_start:
             await apps.enter_async_context(app.router.lifespan_context(app))
-        for client in services.all():
-            await apps.enter_async_context(client)
+        for each in services.all():
+            await apps.enter_async_context(each)
         return services
 
     async def _environment(

@@ -10,17 +10,15 @@ from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
-from common.errors import ConfigError
-from common.models.hub import text_config
 from common.process import topology as names
 from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
-from trainer.backends.backend import BackendContext
+from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.server import BackgroundServer, create_trainer_app
-from trainer.dashboard.live import dashboard_of_job_group
-from trainer.observe.audit import Given
+from trainer.dashboard.live import LiveDashboard
+from trainer.diagnosis.health import Health
 from trainer.observe.run_dir import console
 from trainer.rollouts.services import Services
 from trainer.weights.adapters import AdapterPublisher
@@ -34,22 +32,7 @@ from trainer.weights.transfer import BackendName, Rendezvous
 _C = TypeVar("_C", bound=Client)
 
 
-def check_head(config: Config, model: Any) -> None:
-    """Raises ConfigError when SGLang would leave out the head of `model`: it believes a config.json
-    that ties the head to the embedding, whatever the files have.
-    """
-    ties = text_config(config.model.name).get("tie_word_embeddings", False)
-    if config.rollout.engine == "sglang" and ties and not model.config.tie_word_embeddings:
-        raise ConfigError(
-            "the model's files have a head that differs from the embedding, while its config.json "
-            "ties the two: SGLang would answer with the embedding as its head",
-            field="model.name",
-            value=config.model.name,
-            remedy="set tie_word_embeddings to false in its config.json",
-        )
-
-
-class JobGroupBackend:
+class JobGroupBackend(Backend):
     """The `Backend` of a job group: services found by name, weights pulled by or broadcast to the
     rollout nodes.
     """
@@ -65,7 +48,6 @@ class JobGroupBackend:
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
         config = context.config
-        check_head(config, context.policy.model)
         topology = self._topology
         services = _clients(config, topology, context)
         services.rewards_tried = self._rewards_tried
@@ -73,15 +55,8 @@ class JobGroupBackend:
         self._config = config
         self._board = board
 
-        dashboard = dashboard_of_job_group(
-            context.run_dir,
-            config,
-            topology,
-            nodes=board.num_nodes,
-            version=board.latest_version,
-            replay=services.replay,
-            loop=context.loop,
-        )
+        health = Health(config, topology, board.num_nodes, board.latest_version)
+        dashboard = LiveDashboard(context.run_dir, health)
         app = create_trainer_app(board, context.registry, dashboard)
         host, port = topology.bind(names.TRAINER, config.trainer.port)
         server = BackgroundServer(app, host, port, died=board.server_died)
@@ -95,12 +70,7 @@ class JobGroupBackend:
 
     @property
     def engine_kind(self) -> Literal["embedded", "sglang"]:
-        """See `Backend`."""
         return self._config.rollout.engine
-
-    def given(self) -> tuple[Given, ...]:
-        """See `Backend`."""
-        return ()
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
@@ -115,12 +85,8 @@ class JobGroupBackend:
             for node in nodes
         ]
 
-    def data(self) -> str:
-        """See `Backend`."""
-        return ""
-
+    @property
     def engine_gpus(self) -> int | None:
-        """See `Backend`."""
         if self._config.rollout.colocate:
             return 0
         return sum(worker.gpus for worker in self._board.workers())

@@ -18,7 +18,7 @@ from common.settings.sections import DataSection
 from common.settings.sources import read_text
 from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
-from trainer.api.refusals import renamed
+from trainer.api.refusals import with_names
 
 _SETTING = re.compile(r'settings\["(.+)"\]')
 """An item of `TrainerConfig.settings`, which is an argument of `--set`."""
@@ -114,28 +114,21 @@ def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})
 
 @contextmanager
 def argument_names(flags: Mapping[str, str]) -> Iterator[None]:
-    """Replaces names of settings, fields and parameters in an error by the command's arguments.
+    """Names the command's argument in an error inside the block: as its field, and for the other
+    settings that it mentions.
 
     Args:
         flags: arguments by the names of settings and of the Python API's fields and parameters.
     """
-    # Names such as `seed` are English words too, except as the field of an error.
-    mentioned = {name: flag for name, flag in flags.items() if not name.isalpha()}
     try:
         yield
     except ServiceError as error:
         field = _SETTING.sub(r"\1", error.field or "")
-        error.field = flags.get(field, f"--set {field}" if "." in field else error.field)
-        if error.remedy:
-            error.remedy = re.sub(
-                r"(?:set )?--(data\.\w+)",
-                lambda found: flags.get(found[1], f"give --set {found[1]}=NAME"),
-                error.remedy,
-            )
-            # A switch is given without a value.
-            error.remedy = re.sub(
-                r"\b(\w+)=True\b",
-                lambda found: mentioned.get(found[1], found[0]),
-                error.remedy,
-            )
-        raise renamed(error, mentioned) from None
+        flag = flags.get(field, f"--set {field}" if "." in field else field)
+        # Nobody needs to be told that kl_coef is --kl-coef.
+        names = {
+            name: flag for name, flag in flags.items() if flag != f"--{name.replace('_', '-')}"
+        }
+        if error.remedy and re.search(r"--\w+\.\w", error.remedy):
+            error.remedy += "; such a setting is --set NAME=VALUE here"
+        raise with_names(error, names | {error.field or "": flag}) from None

@@ -2,7 +2,7 @@
 problem by problem.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,12 @@ from common.errors import ConfigError
 from common.process.cli import CommandParser, count, run
 from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader, RunSummary
-from trainer.evaluation.uncertainty import mean_difference, paired_difference, wilson_interval
+from trainer.evaluation.uncertainty import (
+    PairedDifference,
+    mean_difference,
+    paired_difference,
+    wilson_interval,
+)
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.run_dir import no_step
 
@@ -195,7 +200,7 @@ def _differing_settings(
     configs = [each.facts()["config"] or {} for each in runs]
     different = {}
     for name in sorted(changed):
-        values = [_text(config.get(name)) for config in configs]
+        values = [str(config.get(name, _NONE)) for config in configs]
         if len(set(values)) > 1:
             different[name] = values
     return different
@@ -217,10 +222,6 @@ def _settings_table(different: Mapping[str, Sequence[str]], num_runs: int) -> Ta
     return table
 
 
-def _text(value: Any) -> str:
-    return _NONE if value is None else str(value)
-
-
 def _paired(evaluations: Sequence[Evaluated | None]) -> Table:
     columns = ["run", "problems", "difference", "95 % interval", "p", "gained", "lost"]
     table = _table("held-out answers beside those of run 1", columns)
@@ -233,37 +234,28 @@ def _difference(own: Evaluated | None, baseline: Evaluated | None) -> list[str]:
     """Compares two evaluations on the problems that both have a verdict on, or else a reward;
     returns the cells of the table.
     """
-    nothing = ["0", *[_NONE] * 5]
     if own is None or baseline is None:
-        return nothing
-    common = [name for name in baseline.verdicts if name in own.verdicts]
-    with suppress(ValueError):
-        found = paired_difference(
-            [own.verdicts[name] for name in common],
-            [baseline.verdicts[name] for name in common],
-        )
-        return [
-            str(found.num_samples),
-            f"{found.difference:+.1%}",
-            f"{found.low:+.1%} to {found.high:+.1%}",
-            f"{found.p_value:.2g}",
-            str(len(found.gained)),
-            str(len(found.lost)),
-        ]
-    common = [name for name in baseline.rewards if name in own.rewards]
-    with suppress(ValueError):
-        means = mean_difference(
-            [own.rewards[name] for name in common], [baseline.rewards[name] for name in common]
-        )
-        return [
-            str(means.num_samples),
-            f"reward {means.difference:+.3f}",
-            f"{means.low:+.3f} to {means.high:+.3f}",
-            f"{means.p_value:.2g}",
-            str(means.gained),
-            str(means.lost),
-        ]
-    return nothing
+        return ["0", *[_NONE] * 5]
+    kinds: list[tuple[str, Callable[..., PairedDifference], str]] = [
+        ("verdicts", paired_difference, "{:+.1%}"),
+        ("rewards", mean_difference, "{:+.3f}"),
+    ]
+    for kind, compared, written in kinds:
+        first = getattr(own, kind)
+        second = getattr(baseline, kind)
+        common = [name for name in second if name in first]
+        with suppress(ValueError):  # nothing is common that could be compared
+            found = compared([first[name] for name in common], [second[name] for name in common])
+            unit = "reward " if kind == "rewards" else ""
+            return [
+                str(found.num_samples),
+                unit + written.format(found.difference),
+                f"{written.format(found.low)} to {written.format(found.high)}",
+                f"{found.p_value:.2g}",
+                str(len(found.gained)),
+                str(len(found.lost)),
+            ]
+    return ["0", *[_NONE] * 5]
 
 
 if __name__ == "__main__":

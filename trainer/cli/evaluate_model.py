@@ -210,15 +210,15 @@ def _compare(arguments: dict[str, Any]) -> None:
 
 
 def _check_models(arguments: dict[str, Any]) -> None:
-    """Checks that local models exist, and that nothing is given which needs a server."""
+    """Checks that models and servers exist, and that nothing is given which needs a server."""
     models = {"--model": arguments["model"], "--compare": arguments["compare"]}
-    local = {flag: model for flag, model in models.items() if model and not _served(model)}
-    for flag, model in models.items():
-        if model and _served(model):
+    given = {flag: model for flag, model in models.items() if model}
+    local = {flag: model for flag, model in given.items() if not _served(model)}
+    for flag, model in given.items():
+        if _served(model):
             _key(arguments["api_key_env"])
             _check_server(flag, model)
-    for flag, model in local.items():
-        if "://" in model:
+        elif "://" in model:
             raise ConfigError(
                 "this is no address of a server",
                 field=flag,
@@ -228,7 +228,7 @@ def _check_models(arguments: dict[str, Any]) -> None:
     if local and arguments["device"] == "cuda":
         refuse_cpu_build("--device", "cuda", "set it to cpu to compute on the CPU")
     for name in ("tokenizer", "model_id", "api_key_env"):
-        if arguments[name] is not None and not any(map(_served, filter(None, models.values()))):
+        if arguments[name] is not None and len(local) == len(given):
             raise ConfigError(
                 "this argument is only for a server, and the model is local",
                 field=f"--{name.replace('_', '-')}",

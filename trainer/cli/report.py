@@ -5,6 +5,7 @@ import math
 import re
 import time
 from collections import deque
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,11 @@ def report(shown: RunReader) -> str:
     summary = shown.summary()
     for part in ("columns", "low", "high"):
         series[part] = {
-            name: [_rounded(value) for value in column.tolist()]
+            name: [
+                # Four significant digits are enough for a chart.
+                float(f"{value:.4g}") if math.isfinite(value) else None
+                for value in column.tolist()
+            ]
             for name, column in series.get(part, {}).items()
         }
     if not series["low"]:
@@ -114,11 +119,6 @@ def report(shown: RunReader) -> str:
         library=_static("uPlot.iife.min.js"),
         script="\n".join(_module(name) for name in _MODULES),
     )
-
-
-def _rounded(number: float) -> float | None:
-    """Rounds to four significant digits, enough for a chart; returns None for a missing number."""
-    return float(f"{number:.4g}") if math.isfinite(number) else None
 
 
 def _cut(text: str) -> str:
@@ -146,17 +146,13 @@ def _samples(run_dir: Path) -> list[dict[str, Any]]:
         graded = [each for each in group["completions"] if each["reward"] is not None]
         if not graded:
             continue
-        best = max(graded, key=_reward)
-        worst = min(graded, key=_reward)
+        best = max(graded, key=itemgetter("reward"))
+        worst = min(graded, key=itemgetter("reward"))
         if best["reward"] == worst["reward"]:
             equal.append(_sample(step, group, best))
         else:
             mixed += [_sample(step, group, best), _sample(step, group, worst)]
     return [*mixed, *equal][:_SHOWN_SAMPLES]
-
-
-def _reward(completion: dict[str, Any]) -> float:
-    return float(completion["reward"])
 
 
 def _sample(step: int, group: dict[str, Any], completion: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -146,23 +145,20 @@ def warm_start(
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, cosine) for each in optimizers]
     model.train()
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("warm start of the tiny base model", total=steps)
-        for step in range(steps):
-            inputs, labels = _batch(batch_of(step), pad)
-            hidden = model.model(inputs, attention_mask=inputs != pad).last_hidden_state
-            targets = labels[:, 1:]
-            logits = model.lm_head(hidden[:, :-1][targets != -100])
-            loss = nn.functional.cross_entropy(logits, targets[targets != -100])
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            progress.advance(task)
-            if not console.is_terminal and (step + 1) % 100 == 0:
-                console.print(f"warm start: step {step + 1}/{steps}, loss {loss.item():.3f}")
+    for step in range(steps):
+        inputs, labels = _batch(batch_of(step), pad)
+        hidden = model.model(inputs, attention_mask=inputs != pad).last_hidden_state
+        targets = labels[:, 1:]
+        logits = model.lm_head(hidden[:, :-1][targets != -100])  # only where something is learned
+        loss = nn.functional.cross_entropy(logits, targets[targets != -100])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if (step + 1) % 100 == 0:
+            console.print(f"warm start: step {step + 1}/{steps}, loss {loss.item():.3f}")
 
 
 def save(

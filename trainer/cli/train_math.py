@@ -134,6 +134,7 @@ def _train(arguments: dict[str, Any]) -> None:
     settings: dict[str, Any] = {}
     data_settings: dict[str, Any] = {}
     for name, value in dict(arguments["set"]).items():
+        # The data is loaded here; only the curriculum and the template belong to the run.
         is_data = name.startswith("data.") and name != "data.curriculum"
         (data_settings if is_data else settings)[name] = value
     if "data.prompt_template" in data_settings:

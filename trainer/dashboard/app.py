@@ -3,9 +3,8 @@
 import logging
 import mimetypes
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import orjson
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, RedirectResponse
@@ -14,8 +13,7 @@ from pydantic import BaseModel, Field
 from common.errors import NotFound
 from services.http.app import create_app
 from services.http.openapi import OBJECT, described, errors
-from trainer.dashboard.groups import add_groups
-from trainer.dashboard.replay import Replay
+from trainer.dashboard.groups import add_groups, json_answer
 from trainer.dashboard.run_facts import MAX_NOTE_CHARS, write_note
 from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import Diagnosis, RunReader, RunSummary
@@ -72,19 +70,12 @@ def create_dashboard_app(runs: Runs) -> FastAPI:
     return app
 
 
-def add_dashboard(
-    app: FastAPI,
-    runs: Runs,
-    health: Health | None = None,
-    replay: Replay | None = None,
-) -> None:
-    """Adds the dashboard to an app whose open paths include `PAGES`; `replay` is the first run's
-    replay-buffer.
-    """
+def add_dashboard(app: FastAPI, runs: Runs, health: Health | None = None) -> None:
+    """Adds the dashboard to an app whose open paths include `PAGES`."""
     app.state.runs = runs
     _add_page(app)
-    add_groups(app, runs, replay)
-    _add_condition(app, health)
+    add_groups(app, runs)
+    _add_health(app, health)
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/runs")
@@ -95,7 +86,7 @@ def add_dashboard(
     @app.get("/dashboard/api/facts", **answers)
     def facts(run: AskedRun) -> Response:
         """Returns the run's configuration, the limits of its alarms, and the stages of a step."""
-        return _json(run.facts())
+        return json_answer(run.facts())
 
     @app.get("/dashboard/api/series", **answers)
     def series(
@@ -108,12 +99,12 @@ def add_dashboard(
         """Returns all numbers of the steps, merged to at most `points` points, unless the caller
         has the `known` generation.
         """
-        return _json(run.series(known, points, first=first, last=last))
+        return json_answer(run.series(known, points, first=first, last=last))
 
     @app.get("/dashboard/api/steps/{step}", **answers)
     def one_step(run: AskedRun, step: Annotated[int, PathParameter(ge=0, lt=2**53)]) -> Response:
         """Returns the numbers and notes of one step."""
-        return _json(run.step(step))
+        return json_answer(run.step(step))
 
     @app.get(
         "/dashboard/api/csv",
@@ -130,7 +121,7 @@ def add_dashboard(
         return note
 
 
-def _add_condition(app: FastAPI, health: Health | None) -> None:
+def _add_health(app: FastAPI, health: Health | None) -> None:
     @app.get("/dashboard/api/diagnosis", responses=errors(404))
     def diagnosis(run: AskedRun) -> Diagnosis:
         """Returns what is wrong with the run, the most important first."""
@@ -164,8 +155,3 @@ def _add_page(app: FastAPI) -> None:
                 remedy="load /dashboard/ again",
             )
         return FileResponse(_FILES[name], headers=_HEADERS)
-
-
-def _json(content: Any) -> Response:
-    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)  # NaN becomes null
-    return Response(body, media_type="application/json", headers={"cache-control": "no-store"})

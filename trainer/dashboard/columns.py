@@ -30,8 +30,7 @@ def step_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     found.pop("step", None)
     for total in ("seconds", "dropped", "lost_episodes"):
         if isinstance(line.get(total), dict):
-            parts = [value for name, value in found.items() if name.startswith(f"{total}.")]
-            found[total] = sum(parts)
+            found[total] = sum(numbers(line[total]).values())
     tokens = found.get("update.trained_tokens", 0.0)
     # Without either, the rate is not known.
     if tokens > 0 and found.get("seconds", 0.0) > 0:
@@ -62,18 +61,16 @@ class Columns:
         for undone in self.steps[kept:]:
             self.notes.pop(undone, None)
         del self.steps[kept:]
-        for column in self._columns.values():
-            del column[kept:]
+        self.steps.append(step)
         for name in row:
             if name not in self._columns and len(self._columns) < MAX_COLUMNS:
                 self._columns[name] = array("d", [math.nan] * kept)
+        for name, column in self._columns.items():
+            column[kept:] = array("d", [row.get(name, math.nan)])
         for kind in ("alarm", "hint"):
             texts = line.get(f"{kind}s")
             for text in texts.values() if isinstance(texts, dict) else ():
                 self.notes.setdefault(step, []).append({"kind": kind, "text": str(text)})
-        self.steps.append(step)
-        for name, column in self._columns.items():
-            column.append(row.get(name, math.nan))
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Returns a column, [rows]; all NaN for an unknown name."""
@@ -101,7 +98,9 @@ class Columns:
         names = sorted(self._columns)
         file = io.StringIO()
         writer = csv.writer(file)
-        writer.writerow(["step", *map(_no_formula, names)])
+        # A spreadsheet would interpret a name such as `=1+1` as a formula.
+        shown = [f"'{name}" if name[:1] in "=+-@\t\r" else name for name in names]
+        writer.writerow(["step", *shown])
         columns = [self._columns[name] for name in names]
         for step, *values in zip(self.steps, *columns, strict=True):
             writer.writerow([step, *("" if math.isnan(value) else value for value in values)])
@@ -143,8 +142,3 @@ class Columns:
         total = np.nan_to_num(self.column("update.trained_tokens")).cumsum()
         result["columns"][TOKENS] = total[rows][ends].astype(np.float32)
         return result
-
-
-def _no_formula(name: str) -> str:
-    """Returns a name as a cell that no spreadsheet interprets as a formula."""
-    return f"'{name}" if name[:1] in "=+-@\t\r" else name

@@ -1,12 +1,10 @@
-"""One group in full, from the run directory or the replay-buffer."""
+"""One group in full, from the run directory."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 from common.errors import NotFound, ServiceError
-from common.wire.codec import group_json
-from trainer.dashboard.replay import Replay
 from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group
 
@@ -25,119 +23,88 @@ _COMPLETION = (
 
 
 def group_detail(
-    run_dir: Path, row: dict[str, Any], replay: Replay | None, texts: TokenTexts | ServiceError
+    run_dir: Path, row: dict[str, Any], texts: TokenTexts | ServiceError
 ) -> dict[str, Any]:
     """Returns the full group of a row of the index; `missing` lists what is unknown.
 
     Raises NotFound with the reason when the content of the group is gone.
     """
+    content = _content(run_dir, row)
     missing = []
-    content, why = _from_run(run_dir, row)
-    source = "run"
-    if content is None:
-        source = "replay"
-        content = _from_replay(row, replay, why)
-        missing.append(f"advantages and the trainer's log-probabilities: {why}")
-    elif not row["reason"]:
-        scored = [item["trainer_logprobs"] is not None for item in content["completions"]]
-        if not all(scored):
-            missing.append(
-                "the trainer's log-probabilities of some completions: not needed without an "
-                "advantage"
-            )
-    known = texts if isinstance(texts, TokenTexts) else None
+    scored = [item["trainer_logprobs"] is not None for item in content["completions"]]
+    if not row["reason"] and not all(scored):
+        missing.append(
+            "the trainer's log-probabilities of some completions: not needed without an advantage"
+        )
     if isinstance(texts, ServiceError):
         missing.append(f"the texts of tokens: {texts.message}")
+    known = texts if isinstance(texts, TokenTexts) else None
     return {
         **{name: content[name] for name in _GROUP},
         **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
-        "lost_episodes": content.get("lost_episodes", []),
-        "source": source,
+        "lost_episodes": content["lost_episodes"],
         "missing": missing,
         "created_at": content["created_at"] or None,
-        "weight": content.get("weight"),
-        "prompt_tokens": None if known is None else known.texts(content["prompt_token_ids"]),
+        "weight": content["weight"],
+        "prompt_tokens": _token_texts(content["prompt_token_ids"], known),
         "completions": [_completion(item, known) for item in content["completions"]],
     }
 
 
 def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
     mask = item.get("mask")
-    advantages = _trained(item.get("advantages"), mask)
-    same = not advantages or all(number == advantages[0] for number in advantages)
-    graded = item["reward"] is not None
-    prompt_tokens = None
-    if texts is not None and item.get("prompt_ids") is not None:
-        prompt_tokens = texts.texts(item["prompt_ids"])
+    advantages = _of_trained(item.get("advantages"), mask)
+    known = [each for each in advantages or () if each is not None]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    is_graded = item["reward"] is not None
     return {
         **{name: item.get(name) for name in _COMPLETION},
-        "logprobs": _shown(item["logprobs"], mask),
-        "tokens": None if texts is None else texts.texts(item["token_ids"]),
-        "special": [] if texts is None else texts.special(item["token_ids"]),
-        "trainer_logprobs": _shown(item.get("trainer_logprobs"), mask),
-        "advantage": _mean(advantages),
-        "advantages": None if same else _shown(item.get("advantages"), mask),
-        "correct": item["correct"] if graded and item.get("verified", True) else None,
-        "status": item["status"] if graded or item["status"] != "ok" else None,
+        "logprobs": _of_trained(item["logprobs"], mask),
+        "tokens": _token_texts(item["token_ids"], texts),
+        "special": texts.special(item["token_ids"]) if texts else [],
+        "trainer_logprobs": _of_trained(item.get("trainer_logprobs"), mask),
+        "advantage": mean if math.isfinite(mean) else None,
+        # Only a critic gives the tokens of a completion different advantages.
+        "advantages": advantages if len(set(known)) > 1 else None,
+        "correct": item["correct"] if is_graded and item.get("verified", True) else None,
+        "status": item["status"] if is_graded or item["status"] != "ok" else None,
         "components": item.get("components", {}),
         "turns": [[turn["start"], turn["end"]] for turn in item.get("turns") or []],
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": _token_texts(item.get("prompt_ids"), texts),
     }
 
 
-def _trained(numbers: list[float] | None, mask: list[int] | None) -> list[float] | None:
-    """Returns the numbers of tokens that are trained."""
-    if numbers is None or mask is None:
-        return numbers
-    return [each for each, kept in zip(numbers, mask, strict=True) if kept]
+def _token_texts(token_ids: list[int] | None, texts: TokenTexts | None) -> list[str] | None:
+    return None if texts is None or token_ids is None else texts.texts(token_ids)
 
 
-def _shown(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
+def _of_trained(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
     """Returns a number for every token, None for tokens of a tool or the environment."""
     if numbers is None or mask is None:
         return None if numbers is None else [*numbers]
     return [each if kept else None for each, kept in zip(numbers, mask, strict=True)]
 
 
-def _mean(numbers: list[float] | None) -> float | None:
-    mean = math.fsum(numbers) / len(numbers) if numbers else math.nan
-    return mean if math.isfinite(mean) else None
-
-
-def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Returns the content of the group's file, or None and the reason."""
-    if row["step"] is None:
-        return None, "no step of the run directory has this group"
+def _content(run_dir: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of the group's file. Raises NotFound with the reason when it is gone."""
+    step = row["step"]
     try:
-        content = read_group(run_dir, row["step"], row["place"])
+        content = read_group(run_dir, step, row["place"])
     except ServiceError as error:
-        return None, f"{error.message} ({error.value})"
-    if content is None:
-        return None, (
-            f"groups/ has no file of step {row['step']}: it was removed to make room "
-            "(trainer.keep_groups_mb), is not written yet, or never was"
-        )
-    if content["id"] != row["id"]:
-        return None, f"the file of step {row['step']} belongs to another attempt"
-    return content, ""
-
-
-def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[str, Any]:
-    """Returns the group from the replay-buffer. Raises NotFound with the reasons why it is in
-    neither place.
-    """
-    there = "the group has left the replay-buffer, or no replay-buffer is running"
-    try:
-        group = replay.group(row["id"]) if replay else None
-        if group is not None:
-            return group_json(group)
-    except ServiceError as error:
-        there = error.message
+        content = None
+        why = f"{error.message} ({error.value})"
+    else:
+        why = f"the file of step {step} belongs to another attempt"
+        if content is None:
+            removed = "it was removed to make room (trainer.keep_groups_mb)"
+            why = f"groups/ has no file of step {step}: {removed}, is not written yet, or never was"
+    if content is not None and content["id"] == row["id"]:
+        return content
     raise NotFound(
-        f"the group is known, but its content is not: {why}; {there}",
+        f"the group is known, but its content is not: {why}",
         code="evicted",
         field="id",
         value=row["id"],
-        remedy="raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups "
-        "while the run is going on",
+        remedy="raise trainer.keep_groups_mb for later runs; look at groups while the run is going "
+        "on",
     )

@@ -15,19 +15,15 @@ import orjson
 from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.errors import ServiceError
-from trainer.dashboard.replay import Replay
-from trainer.dashboard.texts import Place
+from trainer.dashboard.text_search import Place
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.jsonl import JsonlReader
-from trainer.observe.run_dir import ATTEMPTS, run_ids
 
-_REPLAY_EVERY_S = 2.0
 _EXCERPT_CHARS = 200
 _SCHEMA = """
 CREATE TABLE groups (
     step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER,
-    reward REAL, tokens INTEGER, advantage REAL, delta REAL, reason TEXT,
+    reward REAL, length INTEGER, advantage REAL, delta REAL, reason TEXT,
     marks TEXT NOT NULL, shown TEXT NOT NULL
 );
 CREATE INDEX by_id ON groups (id, step);
@@ -40,10 +36,9 @@ CREATE TABLE prompts (
 _INSERT = """
 INSERT INTO groups VALUES (
     :step, :place, :id, :prompt_id, :position, :reward,
-    :tokens, :advantage, :delta, :reason, :marks, :shown
+    :length, :advantage, :delta, :reason, :marks, :shown
 )
 """
-_SHOWN = "shown, excerpt"
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = (
     "unparsable",
@@ -63,12 +58,10 @@ _MARKS = (
     "reward",
     "stale",
     "zero_variance",
-    "waiting",
     "reused",
     *_ENDINGS,
 )
-"""Reasons of drops (each also `dropped`), and marks of other groups; `waiting` ones are in the
-replay-buffer."""
+"""Reasons of drops (each also `dropped`), and marks of other groups."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 _Row = dict[str, Any]
 """What the page gets of a group."""
@@ -96,20 +89,14 @@ class Query(BaseModel):
 
 
 class GroupIndex:
-    """Groups of a run directory, complete or not, and those waiting in its replay-buffer.
-    Thread-safe.
-    """
+    """Groups of a run directory, complete or not. Thread-safe."""
 
-    def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
-        self._replay = replay
+    def __init__(self, run_dir: Path) -> None:
         self._lock = threading.Lock()
-        self._run_dir = run_dir
         self._lines = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.executescript(_SCHEMA)
         self._left: dict[str, int] | None = None
-        self._asked_at = -_REPLAY_EVERY_S
-        self._replay_problem = ""
 
     def search(
         self,
@@ -120,7 +107,7 @@ class GroupIndex:
         hits: Iterable[Place] = (),
         around: tuple[str, int | None] | None = None,
         patience_s: float = math.inf,
-    ) -> tuple[int, int, list[dict[str, Any]]]:
+    ) -> tuple[int, int, list[_Row]]:
         """Returns the number of matching groups, the offset, and up to `limit` rows from there, in
         query order.
 
@@ -130,53 +117,48 @@ class GroupIndex:
         """
         where, values = _where(query)
         source = _FROM if query.text else "FROM groups"
-        column = query.sort.removeprefix("-").replace("length", "tokens")
+        column = query.sort.removeprefix("-")
         direction = "DESC" if query.sort.startswith("-") else "ASC"
-        # Groups that wait have no step: they are the newest.
-        nulls = "FIRST" if query.sort == "-step" else "LAST"
-        order = f"{column} {direction} NULLS {nulls}, step DESC, place"
+        order = f"{column} {direction} NULLS LAST, step DESC, place"
         with self._lock:
             self._refresh(patience_s)
             if query.text:
                 self._db.execute("DELETE FROM hits")
                 self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
-            count = f"SELECT COUNT(*) {source} WHERE {where}"
-            (total,) = self._db.execute(count, values).fetchone()
+            matching = f"{source} WHERE {where}"
+            (total,) = self._db.execute(f"SELECT COUNT(*) {matching}", values).fetchone()
             if around is not None:
-                numbered = (
-                    f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number "
-                    f"{source} WHERE {where}"
-                )
-                find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step IS ?"  # noqa: S608
+                number = f"ROW_NUMBER() OVER (ORDER BY {order}) AS number"
+                numbered = f"SELECT id, step, {number} {matching}"
+                find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step = ?"  # noqa: S608
                 place = self._db.execute(find, [*values, *around]).fetchone()
                 offset = (place[0] - 1) // limit * limit if place else offset
-            chosen = f"SELECT groups.rowid {source} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-            page = f"SELECT {_SHOWN} {_FROM} WHERE groups.rowid IN ({chosen}) ORDER BY {order}"
-            rows = self._db.execute(page, [*values, limit, offset]).fetchall()
-        return total, offset, [_shown(row) for row in rows]
+            # Ordering and counting need no prompts: only the rows of the page are joined with them.
+            chosen = f"SELECT groups.rowid {matching} ORDER BY {order} LIMIT ? OFFSET ?"
+            rows = self._rows(
+                f"groups.rowid IN ({chosen}) ORDER BY {order}", *values, limit, offset
+            )
+        return total, offset, rows
 
-    def find(self, group_id: str, step: int | None = None) -> dict[str, Any] | None:
+    def find(self, group_id: str, step: int | None = None) -> _Row | None:
         """Returns the group as of the newest step, or `step`, that trained on it or dropped it;
         None if none did.
         """
-        query = (
-            f"SELECT {_SHOWN} {_FROM} WHERE id = ?1 AND (step = ?2 OR ?2 IS NULL) "
-            "ORDER BY step DESC LIMIT 1"
-        )
+        query = "id = ?1 AND (step = ?2 OR ?2 IS NULL) ORDER BY step DESC LIMIT 1"
         with self._lock:
             self._refresh()
-            row = self._db.execute(query, (group_id, step)).fetchone()
-        return None if row is None else _shown(row)
+            return next(iter(self._rows(query, group_id, step)), None)
 
-    def of_prompt(self, prompt_id: str, limit: int) -> list[dict[str, Any]]:
-        query = (
-            f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? "
-            "ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
-        )
+    def of_prompt(self, prompt_id: str, limit: int) -> list[_Row]:
+        """Returns the newest groups of a prompt, by step."""
+        query = "prompt_id = ? ORDER BY step DESC, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
-            rows = self._db.execute(query, (prompt_id, limit)).fetchall()
-        return [_shown(row) for row in reversed(rows)]
+            return self._rows(query, prompt_id, limit)[::-1]
+
+    def _rows(self, condition: str, *values: Any) -> list[_Row]:
+        query = f"SELECT shown, excerpt {_FROM} WHERE {condition}"
+        return [_shown(row) for row in self._db.execute(query, values)]
 
     def problems(self) -> list[str]:
         """Returns a sentence for each missing or damaged part."""
@@ -184,8 +166,6 @@ class GroupIndex:
             found = self._lines.problems()
             if not self._lines.path.exists():
                 found.append(f"{LINES} is missing: which groups a step trained on is not known")
-            if self._replay_problem:
-                found.append(self._replay_problem)
             return found
 
     def left(self) -> dict[str, int] | None:
@@ -208,13 +188,6 @@ class GroupIndex:
                 if time.monotonic() > end and self._lines.done < size:
                     self._left = {"done": self._lines.done, "of": size}
                     break
-            if self._replay is not None and time.monotonic() - self._asked_at >= _REPLAY_EVERY_S:
-                self._read_replay(self._replay)
-            # A group waits until a step has it.
-            self._db.execute(
-                "DELETE FROM groups WHERE step IS NULL AND id IN "
-                "(SELECT id FROM groups WHERE step IS NOT NULL)"
-            )
 
     def _insert(self, line: StepGroups) -> None:
         groups = [*line.groups, *line.dropped]
@@ -227,27 +200,6 @@ class GroupIndex:
         ]
         self._db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?)", prompts)
 
-    def _read_replay(self, replay: Replay) -> None:
-        """Replaces the rows of the groups that wait."""
-        self._asked_at = time.monotonic()
-        self._replay_problem = ""
-        listing: list[dict[str, Any]] = []
-        # A shared store has the groups of other runs too.
-        prefixes: tuple[str, ...] = ()
-        try:
-            listing = replay.listing()
-            prefixes = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir))
-        except (ServiceError, OSError) as error:
-            self._replay_problem = f"waiting groups are not shown: {error}"
-        if listing and not prefixes:
-            self._replay_problem = (
-                f"waiting groups are not shown: {ATTEMPTS} is missing, so it is not known which "
-                "belong to this run"
-            )
-        self._db.execute("DELETE FROM groups WHERE step IS NULL")
-        own = [_waiting(row) for row in listing if row["id"].startswith(prefixes)]
-        self._db.executemany(_INSERT, map(_stored, own))
-
 
 def _where(query: Query) -> tuple[str, list[Any]]:
     terms = ["1"]
@@ -257,8 +209,8 @@ def _where(query: Query) -> tuple[str, list[Any]]:
         "step <= ?": query.step_to,
         "reward >= ?": query.reward_min,
         "reward <= ?": query.reward_max,
-        "tokens >= ?": query.length_min,
-        "tokens <= ?": query.length_max,
+        "length >= ?": query.length_min,
+        "length <= ?": query.length_max,
     }
     for term, bound in bounds.items():
         if bound is not None:
@@ -271,67 +223,43 @@ def _where(query: Query) -> tuple[str, list[Any]]:
         )
         values += [query.text.casefold(), query.text, query.text]
     if query.error == "none":
-        terms.append("marks IN ('|', '|reused|')")
+        terms.append("marks IN ('||', '|reused|')")
     elif query.error == "any":
         endings = " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
-        terms.append(f"(reason IS NOT NULL OR {endings})")
+        terms.append(f"(reason != '' OR {endings})")
     elif query.error:
         terms.append("instr(marks, ?)")
         values.append(f"|{query.error}|")
     return " AND ".join(terms), values
 
 
-def _row(step: int | None, place: int | None, group: GroupSummary) -> _Row:
-    oldest, newest = group.versions or (None, None)
+def _row(step: int, place: int, group: GroupSummary) -> _Row:
+    """Returns what the page gets of a group: its summary without the prompt, which the groups of a
+    prompt share, and with the place of the group.
+    """
+    row = asdict(group)
+    del row["prompt"], row["first"]
+    completion = None
+    if group.first is not None:
+        completion = {"number": 1, "reward": group.rewards[0], **asdict(group.first)}
     marks = [*group.marks]
     if group.reused:
         marks.append("reused")
     if group.reason:
         marks += ["dropped", group.reason]
-    completion = None
-    if group.first is not None:
-        completion = {"number": 1, "reward": group.rewards[0], **asdict(group.first)}
-    return {
-        "step": step,
-        "place": place,
-        "id": group.id,
-        "prompt_id": group.prompt_id,
-        "position": group.position,
-        "oldest": oldest,
-        "newest": newest,
-        "reward": group.reward,
-        "rewards": group.rewards,
-        "correct": group.correct,
-        "completions": None if group.tokens is None else len(group.tokens),
-        "tokens": max(group.tokens or (), default=None),
-        "lengths": group.tokens or [],
-        "advantage": group.advantage,
-        "delta": group.delta,
-        "marks": marks,
-        "reused": group.reused,
-        "reason": group.reason or None,
-        "detail": group.detail or None,
-        "completion": completion,
-    }
-
-
-def _waiting(group: dict[str, Any]) -> _Row:
-    """Returns the row of a group in the replay-buffer's listing."""
-    summary = GroupSummary(
-        id=group["id"],
-        prompt_id=group["prompt_id"],
-        position=group["position"],
-        versions=(group["version"], group["version"]),
-        reward=group["mean_reward"],
-        correct=group["correct"],
-        marks=["waiting"],
-    )
-    return {**_row(None, None, summary), "completions": group["completions"]}
+    count = None if group.tokens is None else len(group.tokens)
+    of_place = {"step": step, "place": place, "marks": marks}
+    return {**row, **of_place, "completions": count, "completion": completion}
 
 
 def _stored(row: _Row) -> dict[str, Any]:
-    marks = "".join(f"{mark}|" for mark in row["marks"])
-    return {**row, "marks": f"|{marks}", "shown": orjson.dumps(row)}
+    """Returns the values of the row's columns; those of lists are text."""
+    return {
+        **row,
+        "length": max(row["tokens"] or (), default=None),
+        "marks": f"|{'|'.join(row['marks'])}|",
+        "shown": orjson.dumps(row),
+    }
 
 
 def _shown(row: tuple[bytes, str | None]) -> _Row:

@@ -13,10 +13,9 @@ from common.errors import NotFound, ServiceError
 from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
-from trainer.dashboard.replay import Replay
 from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader
-from trainer.dashboard.texts import Place, Texts
+from trainer.dashboard.text_search import Place, TextSearch
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
@@ -24,13 +23,12 @@ _AT_ONCE_S = 0.3
 
 
 class RunGroups:
-    """The groups of one run; `live` is its replay-buffer while it trains."""
+    """The groups of one run."""
 
-    def __init__(self, run: RunReader, live: Replay | None) -> None:
+    def __init__(self, run: RunReader) -> None:
         self.directory = run.directory
-        self.index = GroupIndex(run.directory, live)
-        self._replay = live
-        self._texts = Texts(run.directory)
+        self.index = GroupIndex(run.directory)
+        self._search = TextSearch(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
 
@@ -41,24 +39,21 @@ class RunGroups:
         hits: dict[Place, dict[str, Any]] = {}
         searching = None
         if asked.text:
-            hits, searching = self._texts.search(asked.text)
-        around = None
-        patience_s = _AT_ONCE_S
-        if asked.around is not None:
-            around = (asked.around, asked.around_step)
-            patience_s = math.inf
+            hits, searching = self._search.find(asked.text)
+        around = None if asked.around is None else (asked.around, asked.around_step)
         total, offset, rows = self.index.search(
             asked,
             limit=asked.limit,
             offset=asked.offset,
             hits=hits,
             around=around,
-            patience_s=patience_s,
+            # The page of a certain group is only known once all lines are read.
+            patience_s=_AT_ONCE_S if around is None else math.inf,
         )
         for row in rows:
             hit = hits.get((row["step"], row["place"]))
             if hit is not None and hit["id"] == row["id"]:
-                row["completion"] = {name: value for name, value in hit.items() if name != "id"}
+                row["completion"] = hit
         return {
             "total": total,
             "offset": offset,
@@ -71,22 +66,19 @@ class RunGroups:
     def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
         row = self.index.find(group_id, step)
         if row is None:
-            place = "" if step is None else f" in step {step}"
             raise NotFound(
-                f"this run has no such group{place}",
+                "this run has no such group, or not in this step",
                 field="id",
                 value=group_id,
                 remedy="list the groups with /dashboard/api/groups",
             )
-        return group_detail(self.directory, row, self._replay, self._read_tokenizer())
-
-    def _read_tokenizer(self) -> TokenTexts | ServiceError:
         with self._lock:
+            texts: TokenTexts | ServiceError
             try:
-                self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)
+                texts = self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)
             except ServiceError as error:
-                return error
-            return self._token_texts
+                texts = error
+        return group_detail(self.directory, row, texts)
 
 
 class SearchParameters(Query):
@@ -100,8 +92,8 @@ class SearchParameters(Query):
     around_step: Whole | None = None
 
 
-def add_groups(app: FastAPI, runs: Runs, live: Replay | None = None) -> None:
-    """Adds the calls to an app; `live` is the first run's replay-buffer while it trains."""
+def add_groups(app: FastAPI, runs: Runs) -> None:
+    """Adds the calls to an app."""
     known: dict[RunReader, RunGroups] = {}
     lock = threading.Lock()
 
@@ -109,27 +101,27 @@ def add_groups(app: FastAPI, runs: Runs, live: Replay | None = None) -> None:
         run = run_at(runs, index)
         with lock:
             if run not in known:
-                known[run] = RunGroups(run, live if index == 0 else None)
+                known[run] = RunGroups(run)
             return known[run]
 
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/groups", **answers)
     def search(query: Annotated[SearchParameters, Parameter()]) -> Response:
-        """Lists groups that were trained on, were dropped or wait, page by page; `problems` names
-        what the run lacks.
+        """Lists groups that were trained on or dropped, page by page; `problems` names what the run
+        lacks.
 
         While completions are searched, `searching` has the number of files `done` and their total;
         while `groups.jsonl` is read, `reading` has the bytes. Ask again until both are null.
         """
-        return _answer(groups_of(query.run).search(query))
+        return json_answer(groups_of(query.run).search(query))
 
     @app.get("/dashboard/api/groups/{group_id:path}", **answers)
     def detail(group_id: str, run: Whole = 0, step: Whole | None = None) -> Response:
         """Returns one group in full, as of its newest step or `step`; a 404 says why its content is
         gone.
         """
-        return _answer(groups_of(run).detail(group_id, step))
+        return json_answer(groups_of(run).detail(group_id, step))
 
     @app.get("/dashboard/api/prompts/{prompt_id:path}", **answers)
     def prompt(
@@ -144,9 +136,10 @@ def add_groups(app: FastAPI, runs: Runs, live: Replay | None = None) -> None:
                 value=prompt_id,
                 remedy="/dashboard/api/groups lists groups with the ids of their prompts",
             )
-        return _answer({"prompt_id": prompt_id, "prompt": rows[0]["prompt"], "groups": rows})
+        return json_answer({"prompt_id": prompt_id, "prompt": rows[0]["prompt"], "groups": rows})
 
 
-def _answer(content: dict[str, Any]) -> Response:
-    body = orjson.dumps(content)  # a number that is not finite becomes null
-    return Response(body, media_type=JSON)
+def json_answer(content: dict[str, Any]) -> Response:
+    """Returns an answer; a number that is not finite becomes null."""
+    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(body, media_type=JSON, headers={"cache-control": "no-store"})

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.process.storage import storing
 from common.settings.config import Config
-from trainer.observe.run_dir import PLACES
+from trainer.observe.run_dir import changed
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, summary
 from trainer.trackers.base import flatten
 
@@ -22,12 +22,7 @@ def _defaults() -> dict[str, Any]:
 
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that differ from this version's defaults, in the order of the file."""
-    defaults = _defaults()
-    changed = {}
-    for name, value in flatten(config).items():
-        if name not in PLACES and defaults.get(name, value) != value:
-            changed[name] = value
-    return changed
+    return changed(_defaults(), config)
 
 
 def unsolvable(directory: Path) -> list[str]:

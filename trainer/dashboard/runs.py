@@ -1,16 +1,15 @@
 """Reads a run directory, complete or not, of this or another version."""
 
-import json
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from common.errors import NotFound
+from common.errors import ConfigError, NotFound
+from common.process.run_lock import LOCK
 from trainer.dashboard.columns import Columns
 from trainer.dashboard.run_facts import changed_settings, read_note, unsolvable
 from trainer.dashboard.verdict import verdict
@@ -18,11 +17,11 @@ from trainer.diagnosis.facts import Finding
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import collect
 from trainer.diagnosis.report import first_line
-from trainer.diagnosis.run_files import read_facts
+from trainer.diagnosis.run_files import holder_of, read_facts
+from trainer.observe.catalogue import ALARMS, limits
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.metrics import SECTIONS
-from trainer.observe.notes import ALARMS, limits
-from trainer.observe.run_dir import ATTEMPTS, no_run
+from trainer.observe.run_dir import ATTEMPTS, no_run, read_settings
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import flatten, numbers
 
@@ -100,40 +99,28 @@ class RunReader:
         self._data: str | None = None
         """Where the prompts come from; runs of earlier versions do not say."""
         self._columns = Columns()
-        self._refused = ""
-        """What the newest step says of calls that were refused."""
         self._evaluated: list[dict[str, Any]] = []
         """The numbers of each evaluation."""
 
     def _config(self) -> tuple[dict[str, Any], str]:
         """Returns the resolved settings by name, and what is wrong with their file."""
         try:
-            content = json.loads((self.directory / "config.json").read_bytes())
-        except FileNotFoundError:
-            return {}, "config.json is missing: the settings of this run are not known"
-        except (OSError, ValueError, RecursionError) as error:
-            return {}, f"config.json cannot be read: {error}"
-        if not isinstance(content, dict):
-            return {}, "config.json is not an object"
-        return flatten(content), ""
+            return flatten(read_settings(self.directory)), ""
+        except ConfigError as error:
+            return {}, f"{error.message}: the settings of this run are not known"
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each missing or damaged part, for problems that no answer solves, and for
-        calls that were refused in the newest step.
-        """
+        """A sentence for each missing or damaged part, and for problems that no answer solves."""
         self._refresh()
         _, problem = self._config()
         found = [problem] if problem else []
         found += unsolvable(self.directory)
         with self._lock:
             if not self._columns.steps and not self._metrics.unreadable:
-                if self._metrics.path.exists():
-                    found.append("metrics.jsonl has no step yet")
-                else:
-                    found.append("metrics.jsonl is missing: no step was recorded")
-            if self._refused:
-                found.append(self._refused)
+                there = self._metrics.path.exists()
+                problem = "has no step yet" if there else "is missing: no step was recorded"
+                found.append(f"metrics.jsonl {problem}")
             evaluation = self._evaluated[-1] if self._evaluated else {}
             if evaluation.get("trained_on"):
                 found.append(
@@ -148,16 +135,24 @@ class RunReader:
         with self._lock:
             columns = self._columns
             newest = int(columns.steps[-1]) if columns.steps else None
-            total_steps = columns.last("total_steps")
             newest_time = columns.last("time")
+            total_steps = columns.last("total_steps")
             is_sft = columns.last("examples") is not None
             reward = columns.last("reward", _RECENT)
             seconds = columns.column("seconds")
-            gpus = columns.column("gpus")
+            seconds_of_gpus = seconds * columns.column("gpus")
             evaluation = self._evaluated[-1] if self._evaluated else None
-            data = self._data or _text(config, "data.source")
-        recent_s = seconds[-20:]
-        seconds_per_step = float(np.nanmean(recent_s)) if np.isfinite(recent_s).any() else 0.0
+            data = self._data or config.get("data.source") or None
+        state = "stopped"
+        if newest is None:
+            state = "empty"
+        elif total_steps is not None and newest >= total_steps:
+            state = "finished"
+        elif holder_of(self.directory / LOCK)[1]:
+            state = "running"
+        gpu_hours = None
+        if newest is not None and np.isfinite(seconds_of_gpus).all():
+            gpu_hours = float(seconds_of_gpus.sum()) / 3600
         return RunSummary(
             run=run,
             name=self.name,
@@ -167,14 +162,14 @@ class RunReader:
             step=newest,
             time=newest_time,
             total_steps=None if total_steps is None else int(total_steps),
-            state=_state(newest, total_steps, newest_time, seconds_per_step=seconds_per_step),
-            model=_text(config, "model.name"),
+            state=state,
+            model=config.get("model.name") or None,
             data=data,
-            recipe="sft" if is_sft else _text(config, "algorithm.name"),
+            recipe="sft" if is_sft else config.get("algorithm.name") or None,
             reward=reward,
             held_out=evaluation,
             hours=float(np.nansum(seconds)) / 3600,
-            gpu_hours=_gpu_hours(seconds, gpus),
+            gpu_hours=gpu_hours,
             changed=changed_settings(config),
             note=read_note(self.directory),
         )
@@ -230,12 +225,8 @@ class RunReader:
             row = self._columns.row(step)
             notes = self._columns.notes.get(step, [])
         if not row:
-            raise NotFound(
-                "there is no such step",
-                field="step",
-                value=step,
-                remedy="see /dashboard/api/series",
-            )
+            remedy = "see /dashboard/api/series"
+            raise NotFound("there is no such step", field="step", value=step, remedy=remedy)
         return {"step": step, "time": row.get("time"), "numbers": row, "notes": notes}
 
     def series(
@@ -269,9 +260,8 @@ class RunReader:
     def _refresh(self) -> None:
         with self._lock:
             # A resumed run truncates both files: read both again.
-            metrics_replaced = self._metrics.replaced()
-            evaluations_replaced = self._evaluations.replaced()
-            if metrics_replaced or evaluations_replaced:
+            replaced = [reader.replaced() for reader in (self._metrics, self._evaluations)]
+            if any(replaced):
                 self._start_over()
                 self._generation += 1
             for line in self._metrics.read():
@@ -280,9 +270,6 @@ class RunReader:
                     continue
                 self._generation += 1
                 self._columns.append(step, line)
-                alarms = line.get("alarms")
-                refused = alarms.get("refused_calls") if isinstance(alarms, dict) else None
-                self._refused = f"step {step}: {refused}" if refused else ""
             for line in self._evaluations.read():
                 self._generation += 1
                 self._evaluated.append(numbers(line))
@@ -294,28 +281,3 @@ class RunReader:
         self._refresh()
         with self._lock:
             return self._columns.csv()
-
-
-def _state(
-    step: int | None,
-    total_steps: float | None,
-    newest_time: float | None,
-    seconds_per_step: float,
-) -> str:
-    if step is None:
-        return "empty"
-    if total_steps is not None and step >= total_steps:
-        return "finished"
-    patience_s = 60 + 5 * seconds_per_step
-    if newest_time is not None and time.time() - newest_time < patience_s:
-        return "running"
-    return "stopped"
-
-
-def _gpu_hours(seconds: NDArray[np.float64], gpus: NDArray[np.float64]) -> float | None:
-    held = seconds * gpus
-    return float(held.sum()) / 3600 if len(held) and np.isfinite(held).all() else None
-
-
-def _text(config: dict[str, Any], name: str) -> str | None:
-    return str(config.get(name) or "") or None

@@ -3,7 +3,7 @@
     run directory, logs ──► run_files ─┐
     living services, ranks ──► live ───┴─► Facts ──► find ──► findings ──► report
 
-`facts` and everything behind it is pure. A finding is a row of `names`: a heading of
-`docs/how-to/operations.md`, its remedy, and the codes of errors and log lines by which it is known.
-Only what torch, SQLite, Python or the kernel write is known by its words.
+`facts` and everything behind it is pure. A finding is a row of `trainer.observe.catalogue`: a
+heading of `docs/how-to/operations.md`, its remedy, and the codes of errors and log lines by which
+it is known. Only what torch, SQLite, Python or the kernel write is known by its words.
 """

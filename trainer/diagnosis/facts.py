@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from common.process.logs import SEPARATOR
-from common.process.watchdog import Awaited
+from common.process.watchdog import Awaited, RankWhere
 from trainer.diagnosis.health import ServiceHealth
-from trainer.diagnosis.names import Fault
+from trainer.observe.catalogue import Fault
 
 State = Literal["empty", "starting", "running", "finished", "ended", "killed"]
 """`ended`: by itself or by a signal that it handled; `killed`: it had no time to say why."""
@@ -58,16 +58,10 @@ class LogLine(BaseModel):
         return self.source.startswith(("ppo-trainer", "sft"))
 
 
-class RankFacts(BaseModel):
+class RankFacts(RankWhere):
     """Where a rank of the trainer is."""
 
-    rank: int
-    name: str
     answered: bool
-    place: str = ""
-    since_s: float = 0.0
-    awaited: list[Awaited] = Field([])
-    stacks: str = ""
     collective: str = ""
     """The collective call in its main thread, such as `all_reduce`."""
 
@@ -76,25 +70,9 @@ class ServiceFacts(ServiceHealth):
     """A service or rollout node, and what it waits for."""
 
     awaited: list[Awaited] = Field([])
-    clock_s: float | None = None
-    """How much its clock is ahead of that of this process."""
     release: str = ""
     """Its version of this system."""
     stacks: str = ""
-
-
-class ProcessFacts(BaseModel):
-    """A process of the run on this machine."""
-
-    name: str
-    """The node of the job group that it belongs to."""
-    pid: int
-    state: str
-    command: str
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.state in ("stopped", "tracing-stop")
 
 
 class Facts(BaseModel):
@@ -126,7 +104,6 @@ class Facts(BaseModel):
     """Why rank 0 does not answer; empty if it does, or was not asked."""
     ranks: list[RankFacts] = []
     services: list[ServiceFacts] = []
-    processes: list[ProcessFacts] = []
     versions: dict[str, str] = {}
 
     @property

@@ -1,10 +1,10 @@
 """What is wrong, the most important first. Pure."""
 
-from trainer.diagnosis import names
 from trainer.diagnosis.facts import LEVELS, Facts, Finding
 from trainer.diagnosis.learning import from_numbers
 from trainer.diagnosis.messages import from_messages
 from trainer.diagnosis.processes import from_processes, no_step
+from trainer.observe import catalogue
 
 _EFFECTS = (
     "same_answers",
@@ -13,8 +13,8 @@ _EFFECTS = (
     "short_answers",
     "entropy",
     "zero_variance_groups",
-    names.EQUAL_REWARDS,
-    names.NO_BATCH,
+    catalogue.EQUAL_REWARDS,
+    catalogue.NO_BATCH,
 )
 """What other findings lead to: a broken policy, for example, to cut answers, and these to equal
 rewards. Each comes after those that may be its cause."""

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import aiohttp
 import httpx
@@ -34,8 +34,10 @@ seconds."""
 _ENGINE_PATIENCE_S = 1.0
 """The agent's answer decides whether the node is alive; its engine may be busy."""
 ROUTER = "router"
-_FAILURES = (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError, ValueError)
-"""What a call raises that gets no usable answer."""
+NO_ANSWER = (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError)
+"""What a call raises that gets no answer, or one of an unsuccessful status."""
+BAD_ANSWER = (ValueError, LookupError, TypeError)
+"""What reading an answer of another shape raises."""
 _FRESH_S = 1.0
 """How long a result is reused for all pages."""
 
@@ -66,22 +68,23 @@ class ServiceHealth(BaseModel):
     """Generation rate."""
 
 
-Check: TypeAlias = "Callable[[_Target], Awaitable[ServiceHealth]]"
-
-
 @dataclass
 class _Target:
     """A node of a task, with the results of earlier checks."""
 
     name: str
     client: Client
-    check: Check
     engine: Client | None = None
     """The engine of a rollout node, whose agent the client calls."""
+    path: str = ""
+    """The call whose answer has the numbers of a service."""
+    fields_of: Callable[[Any], dict[str, Any]] = dict
+    """Returns the fields of `ServiceHealth` that such an answer gives."""
     state: str = ""
     since: float = 0.0
 
 
+@dataclass
 class Health:
     """Checks the tasks of a job group. Used in one event loop, inside `running`.
 
@@ -89,24 +92,17 @@ class Health:
     `headers` are sent, None: the token of this process's run.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        nodes: Callable[[], int],
-        version: Callable[[], int | None],
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._headers = headers
-        self._config = config
-        self._topology = topology
-        self._nodes = nodes
-        self._version = version
-        self._targets: dict[str, _Target] = {}
-        """All nodes by name: one that was seen is checked forever."""
-        self._environments = 1
-        self._lock = asyncio.Lock()
-        self._answer: tuple[float, list[ServiceHealth]] = (-_FRESH_S, [])
+    config: Config
+    topology: Topology
+    nodes: Callable[[], int]
+    version: Callable[[], int | None]
+    headers: Mapping[str, str] | None = None
+    _targets: dict[str, _Target] = field(default_factory=dict)
+    """All nodes by name: one that was seen is checked forever."""
+    _environments: int = 1
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _answer: list[ServiceHealth] = field(default_factory=list)
+    _answered_at: float = -_FRESH_S
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -123,72 +119,83 @@ class Health:
     async def ask(self) -> list[ServiceHealth]:
         """Returns the health of the trainer, the rollout nodes and the services, in this order."""
         async with self._lock:
-            if time.monotonic() - self._answer[0] >= _FRESH_S:
+            if time.monotonic() - self._answered_at >= _FRESH_S:
                 self._find()
                 # Rollout nodes first, whenever they appeared.
                 targets = sorted(self._targets.values(), key=lambda target: target.engine is None)
                 found = await asyncio.gather(*map(_check, targets))
-                self._answer = (time.monotonic(), [self._trainer(), *found])
-            return self._answer[1]
+                place, since = watchdog.place() or ("not in its training loop", 0.0)
+                trainer = ServiceHealth(
+                    name=TRAINER,
+                    state="healthy",
+                    text=place,
+                    since_s=since,
+                    version=self.version(),
+                )
+                self._answer = [trainer, *found]
+                self._answered_at = time.monotonic()
+            return self._answer
 
     async def where(self) -> dict[str, Where]:
         """Returns what the services and agents are doing, by name. To be called after `ask`: who
         was dead is not asked.
         """
-        clients = {}
-        for name, target in self._targets.items():
-            if target.state != "dead" and name != ROUTER:  # which is another program
-                clients[name] = target.client
-        answers = await asyncio.gather(*map(_where, clients.values()))
-        found = zip(clients, answers, strict=True)
-        return {name: answer for name, answer in found if answer is not None}
+        # The router is another program, which has no such call.
+        asked = [
+            target
+            for target in self._targets.values()
+            if target.state != "dead" and target.name != ROUTER
+        ]
+        answers = await asyncio.gather(*(_where(target.client) for target in asked))
+        found = zip(asked, answers, strict=True)
+        return {target.name: answer for target, answer in found if answer is not None}
 
     def _find(self) -> None:
         """Adds the nodes that are known by now."""
-        config = self._config
+        config = self.config
         rollout = config.rollout
-        for node in range(self._nodes()):
-            self._add(ROLLOUT, rollout.agent_port, _check_rollout_node, node=node)
-        self._add(ROLLOUT, rollout.router_port, _check_router, name=ROUTER)
-        self._add(DATA, config.data.port, _check_data, name=DATA)
-        self._add(REWARD, config.reward.port, _check_reward, name=REWARD)
-        self._add(REPLAY, config.replay.port, _check_replay, name=REPLAY)
+        for node in range(self.nodes()):
+            self._add(ROLLOUT, rollout.agent_port, node=node, engine_port=rollout.engine_port)
+        self._add(ROLLOUT, rollout.router_port, "/workers", _router, name=ROUTER)
+        self._add(DATA, config.data.port, "/stats", _data, name=DATA)
+        self._add(REWARD, config.reward.port, "/stats", _reward, name=REWARD)
+        self._add(REPLAY, config.replay.port, "/stats", _replay, name=REPLAY)
         if config.algorithm.needs_critic and config.critic.location == "server":
-            self._add(CRITIC, config.critic.port, _check_critic, name=CRITIC)
+            self._add(CRITIC, config.critic.port, "/status", _critic, name=CRITIC)
         if config.environment.name:
-            check = _service("/stats", self._environment)
             for node in range(self._environments):
-                self._add(ENVIRONMENT, config.environment.port, check, node=node)
+                self._add(
+                    ENVIRONMENT, config.environment.port, "/stats", self._environment, node=node
+                )
 
-    def _add(self, task: str, port: int, check: Check, *, node: int = 0, name: str = "") -> None:
+    def _add(
+        self,
+        task: str,
+        port: int,
+        path: str = "",
+        fields_of: Callable[[Any], dict[str, Any]] = dict,
+        *,
+        node: int = 0,
+        name: str = "",
+        engine_port: int = 0,
+    ) -> None:
         name = name or f"{task}-{node}"
-        if name in self._targets:
-            return
-        engine = None
-        if check is _check_rollout_node:
-            url = self._topology.url(ROLLOUT, self._config.rollout.engine_port, node)
-            engine = Client(name, url, headers=self._headers)
-        client = Client(name, self._topology.url(task, port, node), headers=self._headers)
-        self._targets[name] = _Target(name, client, check, engine=engine)
+        if name not in self._targets:
+            engine = self._client(name, task, engine_port, node) if engine_port else None
+            client = self._client(name, task, port, node)
+            self._targets[name] = _Target(name, client, engine, path=path, fields_of=fields_of)
+
+    def _client(self, name: str, task: str, port: int, node: int) -> Client:
+        return Client(name, self.topology.url(task, port, node), headers=self.headers)
 
     def _environment(self, stats: Any) -> dict[str, Any]:
         # The first node reports how many there are.
         self._environments = max(self._environments, int(stats["nodes"]))
-        episodes = stats["episodes"]
-        text = f"{episodes['ok']:,} episodes"
-        for status, count in episodes.items():
-            if count and status != "ok":
-                text += f", {count:,} {status}"
+        text = f"episodes: {_counts(stats['episodes'])}"
         hung = stats["hung_calls"]
         if hung:
             text += f"; {hung:,} calls are stuck, the limit is {stats['hung_calls_limit']:,}"
         return {"text": text, "running": stats["running"]}
-
-    def _trainer(self) -> ServiceHealth:
-        text, since = watchdog.place() or ("not in its training loop", 0.0)
-        return ServiceHealth(
-            name=TRAINER, state="healthy", text=text, since_s=since, version=self._version()
-        )
 
 
 async def _check(target: _Target) -> ServiceHealth:
@@ -196,14 +203,14 @@ async def _check(target: _Target) -> ServiceHealth:
     found = ServiceHealth(name=target.name, state="dead")
     try:
         async with asyncio.timeout(PATIENCE_S):
-            found = await target.check(target)
+            found = await (_rollout_node if target.engine else _service)(target)
     except TimeoutError:
         found.text = f"no answer within {PATIENCE_S:.0f} s"
         found.problem = "silent"
-    except (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-        found.text = shorten(_network_text(error))
+    except NO_ANSWER as error:
+        found.text = _network_text(error)
         found.problem = problem_of(error)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except BAD_ANSWER as error:
         found.text = f"an unexpected answer: {error!r}"
         found.problem = "error"
     if found.state != target.state:
@@ -215,52 +222,44 @@ async def _check(target: _Target) -> ServiceHealth:
 
 def _network_text(error: Exception) -> str:
     text = str(error).partition(" ssl:")[0]  # aiohttp appends the connection's TLS context
-    return text or type(error).__name__
+    return shorten(text or type(error).__name__)
 
 
-async def _get(client: Client, path: str) -> Any:
+async def get(client: Client, path: str, timeout_s: float = PATIENCE_S) -> Any:
     """Returns the JSON of one call, without retries. Raises ServiceError for an unsuccessful
     status.
     """
-    response = await client.http.get(path, timeout=PATIENCE_S)
+    response = await client.http.get(path, timeout=timeout_s)
     if not response.is_success:
-        raise ServiceError(
-            f"{path} says {response.status_code}: {shorten(response.text)}",
-            status=response.status_code,
-        )
+        reason = f"{path} says {response.status_code}: {shorten(response.text)}"
+        raise ServiceError(reason, status=response.status_code)
     return response.json()
 
 
 async def _where(client: Client) -> Where | None:
     """Returns the answer of `GET /where`; None without one."""
-    with suppress(*_FAILURES):
+    with suppress(*NO_ANSWER, ValueError):
         async with asyncio.timeout(PATIENCE_S):
-            return Where.model_validate(await _get(client, "/where"))
+            return Where.model_validate(await get(client, "/where"))
     return None
 
 
-def _service(path: str, fields_of: Callable[[Any], dict[str, Any]]) -> Check:
-    """Returns the check of a service: `/health`, then the fields of `ServiceHealth` that
-    `fields_of` finds in the answer of `path`.
-    """
-
-    async def check(target: _Target) -> ServiceHealth:
-        response = await target.client.http.get("/health", timeout=PATIENCE_S)
-        if response.is_success:
-            fields = {"state": "healthy"} | fields_of(await _get(target.client, path))
-            return ServiceHealth(name=target.name, **fields)
-        if response.status_code == 401:
-            raise Unauthorized("it rejects the API_TOKEN of the trainer")
-        found = ServiceHealth(name=target.name, state="warning", problem="not_ready")
-        found.text = f"/health says {response.status_code}"
-        with suppress(ValueError, KeyError, TypeError):
-            answer = response.json()
-            found.text = shorten(str(answer["reason"]))
-            if answer.get("lost") is True:
-                found.problem = "lost"
-        return found
-
-    return check
+async def _service(target: _Target) -> ServiceHealth:
+    """Asks a service for its `/health`, and a healthy one for its numbers."""
+    response = await target.client.http.get("/health", timeout=PATIENCE_S)
+    if response.is_success:
+        fields = target.fields_of(await get(target.client, target.path))
+        return ServiceHealth(name=target.name, **{"state": "healthy", **fields})
+    if response.status_code == 401:  # it is well, and will not serve this run
+        raise Unauthorized("it rejects the API_TOKEN of the trainer")
+    found = ServiceHealth(name=target.name, state="warning", problem="not_ready")
+    found.text = f"/health says {response.status_code}"
+    with suppress(*BAD_ANSWER):
+        answer = response.json()
+        found.text = shorten(str(answer["reason"]))
+        if answer.get("lost") is True:
+            found.problem = "lost"
+    return found
 
 
 def _router(answer: Any) -> dict[str, Any]:
@@ -278,22 +277,17 @@ def _requests(stats: Any) -> int:
 
 
 def _data(stats: Any) -> dict[str, Any]:
-    text = (
-        f"epoch {stats['epoch']}, {stats['position']:,} prompts drawn of "
-        f"{stats['total_available']:,}"
-    )
-    return {"text": text, "running": _requests(stats)}
+    drawn = f"{stats['position']:,} prompts drawn of {stats['total_available']:,}"
+    return {"text": f"epoch {stats['epoch']}, {drawn}", "running": _requests(stats)}
+
+
+def _counts(of_status: Mapping[str, int]) -> str:
+    """Returns counts by status as text, such as `1,200 ok, 3 timeout`."""
+    return ", ".join(f"{count:,} {status}" for status, count in of_status.items() if count) or "0"
 
 
 def _reward(stats: Any) -> dict[str, Any]:
-    graded = stats["graded"]
-    total = sum(graded.values())
-    failed = total
-    for status in ("ok", "unparsable", "unevaluated", "inapplicable"):
-        failed -= graded.get(status, 0)
-    text = f"{total:,} answers graded"
-    if failed:
-        text += f", {failed:,} failed"
+    text = f"graded: {_counts(stats['graded'])}"
     return {"text": text, "running": _requests(stats), "waiting": stats["unfinished"]}
 
 
@@ -302,21 +296,19 @@ def _replay(stats: Any) -> dict[str, Any]:
     return {"text": text, "running": _requests(stats), "waiting": stats["fresh"]}
 
 
-_check_router = _service("/workers", _router)
-_check_data = _service("/stats", _data)
-_check_reward = _service("/stats", _reward)
-_check_replay = _service("/stats", _replay)
-_check_critic = _service("/status", lambda status: {"version": status["step"]})
+def _critic(status: Any) -> dict[str, Any]:
+    return {"version": status["step"]}
 
 
-async def _check_rollout_node(target: _Target) -> ServiceHealth:
+async def _rollout_node(target: _Target) -> ServiceHealth:
     """Asks the agent for state and version, and the engine for its load."""
-    status = await _get(target.client, "/status")
+    status = await get(target.client, "/status")
     report = status["report"]
     state = str(report["state"])
     found = ServiceHealth(
         name=target.name,
         state="warning",
+        problem="not_ready",
         text=": ".join(filter(None, (state, report["detail"]))),
         version=report["version"],
         reported=state,
@@ -324,31 +316,33 @@ async def _check_rollout_node(target: _Target) -> ServiceHealth:
     if state == "failed":
         found.state = "dead"
         found.problem = "error"
+    elif state == "ready" and not status["registered"]:  # so it gets no requests
+        found.text = "ready, but the router does not list it"
     elif state in ("ready", "updating"):  # an update is a part of every step
         found.state = "healthy"
-    else:
-        found.problem = "not_ready"
-    if state == "ready" and not status["registered"]:
-        found.state = "warning"
-        found.problem = "not_ready"
-        found.text = "ready, but the router does not list it"
+        found.problem = ""
     if state == "ready" and target.engine is not None:  # while loading weights it may answer late
-        try:
-            async with asyncio.timeout(_ENGINE_PATIENCE_S):
-                load = (await _get(target.engine, "/v1/loads"))["loads"]
-                found.running = sum(part["num_running_reqs"] for part in load)
-                found.waiting = sum(part["num_waiting_reqs"] for part in load)
-                found.tokens_per_s = sum(part["gen_throughput"] for part in load)
-        except TimeoutError:
-            found.state = "warning"
-            found.problem = "silent"
-            found.of_engine = True
-            found.text = (
-                f"ready, but its engine did not report its load within {_ENGINE_PATIENCE_S:.0f} s"
-            )
-        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-            found.state = "dead"
-            found.problem = problem_of(error)
-            found.of_engine = True
-            found.text = shorten(f"its engine does not answer: {_network_text(error)}")
+        await _add_load(found, target.engine)
     return found
+
+
+async def _add_load(node: ServiceHealth, engine: Client) -> None:
+    """Adds what the engine of a node says of its load, or that it does not answer."""
+    try:
+        async with asyncio.timeout(_ENGINE_PATIENCE_S):
+            loads = (await get(engine, "/v1/loads"))["loads"]
+    except TimeoutError:
+        late = f"its engine did not report its load within {_ENGINE_PATIENCE_S:.0f} s"
+        node.state = "warning"
+        node.problem = "silent"
+        node.text = f"ready, but {late}"
+        node.of_engine = True
+    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+        node.state = "dead"
+        node.problem = problem_of(error)
+        node.text = f"its engine does not answer: {_network_text(error)}"
+        node.of_engine = True
+    else:
+        node.running = sum(part["num_running_reqs"] for part in loads)
+        node.waiting = sum(part["num_waiting_reqs"] for part in loads)
+        node.tokens_per_s = sum(part["gen_throughput"] for part in loads)

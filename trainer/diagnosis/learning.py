@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, takewhile
+from functools import partial
+from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
-from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, Finding, finding
-from trainer.observe.notes import MAX_DROPPED, SLOW
+from trainer.observe import catalogue
+from trainer.observe.catalogue import SLOW
+from trainer.trackers.base import flatten
 
 _NEWEST = 3
 """A condition holds if it holds in so many steps in a row."""
 _SOLVED = 0.95
-_JUMP_S = 5.0
 _Line = dict[str, Any]
 
 
@@ -25,10 +26,12 @@ def from_numbers(facts: Facts) -> Iterator[Finding]:
     yield from _drawn_twice(facts)
     yield from _equal_rewards(facts)
     yield from _old_weights(facts)
-    yield from _drops(facts)
-    yield from _texts(facts, "alarms")
-    yield from _texts(facts, "hints")
-    yield from _clock(facts)
+    yield from _texts(facts)
+
+
+def _says(line: _Line, kind: str, name: str) -> bool:
+    """Returns whether an alarm or hint was raised in this step."""
+    return name in (line.get(kind) or {})
 
 
 def _since(lines: Sequence[_Line], holds: Callable[[_Line], bool]) -> float | None:
@@ -37,44 +40,26 @@ def _since(lines: Sequence[_Line], holds: Callable[[_Line], bool]) -> float | No
     return in_a_row[-1].get("time") if in_a_row else None
 
 
-def _texts(facts: Facts, kind: str) -> Iterator[Finding]:
-    """Yields the alarms or hints of the newest step."""
-    for name, text in (facts.steps[-1].get(kind) or {}).items():
-        yield _text(facts, kind, name, str(text))
-
-
-def _text(facts: Facts, kind: str, name: str, text: str) -> Finding:
-    what, _, remedy = text.partition(". ")
-    return Finding(
-        name=name,
-        what=what,
-        since=_since(facts.steps, lambda line: name in (line.get(kind) or {})),
-        evidence=[f"step {facts.step}: {kind[:-1]} {name}"],
-        remedy=remedy or "see the page of this name",
-        level="slow" if name in SLOW else "harm",
-    )
-
-
-def _drops(facts: Facts) -> Iterator[Finding]:
-    """Yields groups that were dropped since the first of the known steps, a tenth or more."""
-    oldest = facts.steps[0].get("dropped") or {}
-    newest = facts.steps[-1].get("dropped") or {}
-    groups = len(facts.steps) * int(facts.config.get("trainer.batch_size") or 0)
-    for reason, fault in names.DROPS.items():
-        began = oldest.get(reason, 0) if len(facts.steps) > 1 else 0
-        count = newest.get(reason, 0)
-        if count >= began:  # otherwise the process, and its counts, began anew meanwhile
-            count -= began
-        if count and count >= MAX_DROPPED * (groups + count):
-            what = f"{count} groups were dropped ({reason}) in the last {len(facts.steps)} steps"
-            yield finding(fault, what, facts.last, level="harm")
+def _texts(facts: Facts) -> Iterator[Finding]:
+    """Yields the alarms and hints of the newest step, which say themselves what to change."""
+    for kind in ("alarms", "hints"):
+        for name, text in (facts.steps[-1].get(kind) or {}).items():
+            what, _, remedy = str(text).partition(". ")
+            yield Finding(
+                name=name,
+                what=what,
+                since=_since(facts.steps, partial(_says, kind=kind, name=name)),
+                evidence=[f"step {facts.step}: {kind.removesuffix('s')} {name}"],
+                remedy=remedy or "see the page of this name",
+                level="slow" if name in SLOW else "harm",
+            )
 
 
 def _not_finite(facts: Facts) -> Iterator[Finding]:
     for line in facts.steps[-_NEWEST:]:
         update = line.get("update") or {}
-        measured = {name: line.get(name) for name in ("reward", "completion_tokens")}
-        measured |= {f"update.{name}": value for name, value in update.items()}
+        names = ("reward", "completion_tokens")
+        measured = flatten({**{name: line.get(name) for name in names}, "update": update})
         bad = [
             name
             for name, value in measured.items()
@@ -85,7 +70,7 @@ def _not_finite(facts: Facts) -> Iterator[Finding]:
         if skipped:
             what = f"the gradient of step {line['step']}: {skipped} updates were skipped"
         if bad or skipped:
-            yield finding(names.NOT_FINITE, what, line.get("time"), level="harm")
+            yield finding(catalogue.NOT_FINITE, what, line.get("time"), level="harm")
             return
 
 
@@ -105,7 +90,7 @@ def _drawn_twice(facts: Facts) -> Iterator[Finding]:
         known.sort(key=lambda group: group["position"])
         prompts = tuple(str(group.get("prompt_id")) for group in known)
         drawn: list[object] = [group["position"] for group in known]
-        if len(set(prompts)) > 1:
+        if len(set(prompts)) > 1:  # one prompt may come again by chance
             drawn.append(prompts)
         for each in drawn:
             before = seen.setdefault(each, step)
@@ -113,7 +98,7 @@ def _drawn_twice(facts: Facts) -> Iterator[Finding]:
                 what = f"position {each} in the steps {before} and {step}"
                 if each is prompts:
                     what = f"step {step} has the prompts of step {before}, in the same order"
-                yield finding(names.DRAWN_TWICE, what, times.get(step), level="harm")
+                yield finding(catalogue.DRAWN_TWICE, what, times.get(step), level="harm")
                 return
 
 
@@ -125,13 +110,13 @@ def _equal_rewards(facts: Facts) -> Iterator[Finding]:
 
     newest = facts.steps[-_NEWEST:]
     is_solved = (newest[-1].get("accuracy") or 0.0) >= _SOLVED
-    teaches = len(newest) < _NEWEST or not all(map(is_equal, newest))
-    if teaches or is_solved or facts.config.get("algorithm.advantage") == "none":
+    has_no_baseline = facts.config.get("algorithm.advantage") == "none"  # equal rewards teach, too
+    if len(newest) < _NEWEST or is_solved or has_no_baseline or not all(map(is_equal, newest)):
         return
     reward = fmean(line.get("reward") or 0.0 for line in newest)
     what = f"all {batch} groups of the last {_NEWEST} steps (mean reward {reward:.3f}): no gradient"
     since = _since(facts.steps, is_equal)
-    yield finding(names.EQUAL_REWARDS, what, since, level="harm")
+    yield finding(catalogue.EQUAL_REWARDS, what, since, level="harm")
 
 
 def _old_weights(facts: Facts) -> Iterator[Finding]:
@@ -145,13 +130,4 @@ def _old_weights(facts: Facts) -> Iterator[Finding]:
             f"the experience of step {facts.step} is {age:.1f} versions old, more than "
             f"trainer.max_staleness ({allowed})"
         )
-        yield finding(names.OLD_WEIGHTS, what, facts.last, level="harm")
-
-
-def _clock(facts: Facts) -> Iterator[Finding]:
-    for before, after in pairwise(facts.steps):
-        seconds = after.get("time", 0.0) - before.get("time", 0.0)
-        if seconds < -_JUMP_S:
-            what = f"that of the trainer went back by {-seconds:.0f} s before step {after['step']}"
-            yield finding(names.CLOCK_JUMPS, what, after.get("time"), level="slow")
-            return
+        yield finding(catalogue.OLD_WEIGHTS, what, facts.last, level="harm")

@@ -7,20 +7,16 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-import httpx
 
 from common.clients.base import Client
 from common.clients.unreachable import problem_of
 from common.errors import ServiceError
 from common.process.security import TOKEN, authorization
 from common.process.topology import ROLLOUT, TRAINER, Topology
-from common.process.watchdog import RankWhere, Where
+from common.process.watchdog import RankWhere
 from common.settings.config import Config, from_mapping
 from trainer.diagnosis.facts import Facts, RankFacts, ServiceFacts
-from trainer.diagnosis.health import Health
+from trainer.diagnosis.health import BAD_ANSWER, NO_ANSWER, Health, get
 from trainer.diagnosis.run_files import log_folders, read_facts, read_topology, token_file
 
 _TRAINER_PATIENCE_S = 3.5
@@ -66,7 +62,6 @@ async def ask(
     With `own`, rank 0 is not asked: it is this process, and about to end. `headers` have the token
     of the run; None: that of this process.
     """
-    begin = time.time()
     facts.asked = True
     nodes = 1
     if not own:
@@ -75,28 +70,21 @@ async def ask(
     health = Health(config, topology, lambda: nodes, lambda: None, headers=headers)
     async with health.running():
         _, *services = await health.ask()
-        is_known = any(process.is_stopped for process in facts.processes)
-        if any(service.problem == "silent" for service in services) and not is_known:
+        if any(service.problem == "silent" for service in services):
             # A busy machine may take that long once.
             await asyncio.sleep(_AGAIN_S)
             _, *services = await health.ask()
         answers = await health.where()
+    facts.now = time.time()
     facts.services = []
     for service in services:
         found = ServiceFacts(**service.model_dump())
         where = answers.get(service.name)
         if where is not None:
-            _add(found, where, begin)
+            found.awaited = where.awaited
+            found.stacks = where.stacks
+            found.release = where.version
         facts.services.append(found)
-    facts.now = time.time()
-
-
-def _add(service: ServiceFacts, where: Where, asked: float) -> None:
-    service.awaited = where.awaited
-    service.stacks = where.stacks
-    service.release = where.version
-    # Its clock was read at some moment between these two of this process.
-    service.clock_s = where.time - min(max(where.time, asked), time.time())
 
 
 async def _ask_trainer(
@@ -108,27 +96,21 @@ async def _ask_trainer(
     client = Client(TRAINER, url, headers=headers)
     try:
         async with asyncio.timeout(_TRAINER_PATIENCE_S), client:
-            workers, ranks = await asyncio.gather(_get(client, "/workers"), _get(client, "/ranks"))
+            workers = await get(client, "/workers", _TRAINER_PATIENCE_S)
+            ranks = await get(client, "/ranks", _TRAINER_PATIENCE_S)
             nodes = max([nodes, *(int(worker["num_nodes"]) for worker in workers)])
             return [RankWhere.model_validate(rank) for rank in ranks], nodes, ""
     except TimeoutError:
         return [], nodes, "silent"
-    except (ServiceError, httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+    except NO_ANSWER as error:
         return [], nodes, problem_of(error)
-    except (ValueError, LookupError, TypeError):
+    except BAD_ANSWER:
         return [], nodes, "error"
-
-
-async def _get(client: Client, path: str) -> Any:
-    response = await client.http.get(path, timeout=_TRAINER_PATIENCE_S)
-    if not response.is_success:
-        raise ServiceError(f"{path} says {response.status_code}", status=response.status_code)
-    return response.json()
 
 
 def _rank(where: RankWhere) -> RankFacts:
     return RankFacts(
-        **where.model_dump(exclude={"pid", "time", "version"}),
+        **where.model_dump(),
         answered=where.pid > 0,
         collective=collective(where.stacks),
     )

@@ -5,6 +5,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -35,11 +36,8 @@ Python, the shell and C++."""
 
 def log_files(folders: list[Path]) -> list[Path]:
     """Returns the log files in these folders."""
-    found: dict[Path, None] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("*.log")):
-            found[path.resolve()] = None
-    return list(found)
+    found = [path.resolve() for folder in folders for path in sorted(folder.glob("*.log"))]
+    return list(dict.fromkeys(found))  # two folders may be one
 
 
 def read_log(path: Path, since: float) -> list[LogLine]:
@@ -47,14 +45,13 @@ def read_log(path: Path, since: float) -> list[LogLine]:
     newest start of its process.
     """
     found: list[LogLine] = []
+    # Output that is no line of a log has the time of the line before it.
     last: float | None = None
     changed = path.stat().st_mtime if path.exists() else None
     for text in _messages(_end(path)):
         line = _parse(path.stem, text)
-        if line.time is None:
-            line.time = last or changed
-        else:
-            last = line.time
+        line.time = line.time or last or changed
+        last = line.time
         if line.code == STARTED:
             found = []
         if line.time is not None and line.time < since:
@@ -66,12 +63,9 @@ def read_log(path: Path, since: float) -> list[LogLine]:
 
 def last_start(path: Path) -> float | None:
     """Returns when the process of this log started last; None when it does not say."""
-    newest = None
-    for text in _messages(_end(path)):
-        line = _parse(path.stem, text)
-        if line.code == STARTED:
-            newest = line.time
-    return newest
+    lines = (_parse(path.stem, text) for text in _messages(_end(path)))
+    starts = [line.time for line in lines if line.code == STARTED]
+    return starts[-1] if starts else None
 
 
 def _end(path: Path) -> str:
@@ -103,8 +97,9 @@ def _messages(text: str) -> Iterator[str]:
 
 
 def _parse(source: str, text: str) -> LogLine:
-    if text.startswith("{"):
-        try:
+    """Returns the line of a message as JSON or as text; other output has neither time nor level."""
+    with suppress(ValueError, LookupError, TypeError, AttributeError):
+        if text.startswith("{"):
             entry = json.loads(text.partition("\n")[0])
             at = datetime.fromisoformat(entry["time"]).timestamp()
             line = _line(source, at, entry["message"], level=entry["level"], logger=entry["logger"])
@@ -112,13 +107,11 @@ def _parse(source: str, text: str) -> LogLine:
             fields = entry.get("fields", {})
             line.fields |= {name: str(value) for name, value in fields.items()}
             return line
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass
-    match = _TEXT.match(text)
-    time = None if match is None else _seconds(match["time"])
-    if match is None or time is None:
-        return _line(source, None, text)
-    return _line(source, time, match["text"], level=match["level"], logger=match["logger"])
+        match = _TEXT.match(text)
+        if match is not None:
+            at = datetime.strptime(match["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            return _line(source, at, match["text"], level=match["level"], logger=match["logger"])
+    return _line(source, None, text)
 
 
 def _line(
@@ -139,10 +132,3 @@ def _line(
         code=fields.pop("code", ""),
         fields=fields,
     )
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
-    except ValueError:
-        return None

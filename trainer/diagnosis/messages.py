@@ -5,17 +5,18 @@ the lines of their logs. Pure.
 import re
 from collections.abc import Iterable, Iterator
 
-from trainer.diagnosis import names
 from trainer.diagnosis.facts import Facts, Finding, Level, LogLine, finding
-from trainer.diagnosis.names import Fault, of_service
 from trainer.diagnosis.processes import stalled_for
+from trainer.observe import catalogue
+from trainer.observe.catalogue import Fault, fault_of_service
 
 _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_dir\b")
 """The field of an error that is about a setting."""
 _FRAME = re.compile(r"line \d+, in (\w+)")
 """A line of one of Python's stacks."""
 _BEFORE_THE_END_S = 90.0
-_FULL = names.DISK_OF_RUN
+"""What was said so long before the end may be its reason."""
+_MANY_DROPS = 3
 _PROBLEMS = {
     "unreachable": "",
     "waiting": "",
@@ -48,30 +49,36 @@ def from_messages(facts: Facts) -> Iterator[Finding]:
 
 
 def fault_of(line: LogLine) -> Fault:
-    """Returns the row of the table that an error is about; `names.ENDED` without one."""
+    """Returns the row of the table that an error is about; `catalogue.ENDED` without one."""
     fields = dict(line.fields)
     cause = fields.pop("cause", "")
     if cause:
         found = fault_of(line.model_copy(update={"code": cause, "fields": fields}))
-        if found != names.ENDED:
+        if found != catalogue.ENDED:
             return found
-    known = _of_place(line) or names.BY_CODE.get(line.code) or names.foreign(line.text)
-    if known is None and "reason" in fields:  # of a group that was dropped
-        known = names.DROPS.get(fields["reason"], names.NOT_GENERATED)
-    return known or names.ENDED
+    known = (
+        _of_place(line) or catalogue.BY_CODE.get(line.code) or catalogue.fault_in_text(line.text)
+    )
+    reason = fields.get("reason", "")  # why groups were dropped
+    if known is None and reason:
+        return catalogue.NOT_GRADED if reason == "reward" else catalogue.NOT_GENERATED
+    return known or catalogue.ENDED
 
 
 def _of_place(line: LogLine) -> Fault | None:
     """Returns the row of an error that is another one at another place; None for other errors."""
     code = line.code
     fields = line.fields
-    full = "disk_full" in (code, fields.get("problem")) or names.foreign(line.text) == _FULL
-    if code in names.OLD_WEIGHTS.codes and full:
-        return names.DISK_OF_NODE
+    full = (
+        "disk_full" in (code, fields.get("problem"))
+        or catalogue.fault_in_text(line.text) == catalogue.DISK_OF_RUN
+    )
+    if code in catalogue.OLD_WEIGHTS.codes and full:
+        return catalogue.DISK_OF_NODE
     if "service" in fields and code in _PROBLEMS:
-        return of_service(fields["service"], _PROBLEMS[code] or fields.get("problem", ""))
+        return fault_of_service(fields["service"], _PROBLEMS[code] or fields.get("problem", ""))
     if code == "disk_full" and fields.get("field") == "state_dir":
-        return of_service(line.source, code)
+        return fault_of_service(line.source, code)
     return None
 
 
@@ -95,24 +102,19 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         how = line.fields.get("how")
         is_rank_zero = line.fields.get("rank", "").startswith("rank 0 ")
         if how == "stopped" or (how == "failed" and is_rank_zero and facts.end):
-            continue  # rank 0 says more itself
-        fault = names.RANK_DIES if how == "died" else names.RANK_STUCK
+            continue  # the end of rank 0 is told by its own last word
+        fault = catalogue.RANK_DIES if how == "died" else catalogue.RANK_STUCK
         if how == "failed":
             fault = fault_of(line)
         remedy = ""
-        if fault == names.RANK_DIES and facts.restarts is False:
-            remedy = names.KILLED.remedy
-        if fault == names.ENDED:  # what the rank that ends goes on to say is no part of it
+        if fault == catalogue.RANK_DIES and facts.restarts is False:  # nobody starts it again
+            remedy = catalogue.KILLED.remedy
+        if fault == catalogue.ENDED:  # what the rank that ends goes on to say is no part of it
             remedy = line.fields.get("remedy", "").partition(". ")[0]
-        signals = [each.message for each in _with_code(lines, "rank_killed")]
-        yield finding(
-            fault,
-            line.text.partition(". ")[0],
-            line.time,
-            level="stopped",
-            evidence=[*signals[-1:], line.said, *_places(lines)],
-            remedy=remedy,
-        )
+        evidence = [each.message for each in _with_code(lines, "rank_killed")][-1:]
+        evidence += [line.said, *_places(lines)]
+        what = line.text.partition(". ")[0]
+        yield finding(fault, what, line.time, level="stopped", evidence=evidence, remedy=remedy)
         return
 
 
@@ -125,16 +127,16 @@ def _places(lines: Iterable[LogLine]) -> Iterator[str]:
 
 def _of_exit(facts: Facts, end: LogLine, lines: list[LogLine]) -> Iterator[Finding]:
     fault = fault_of(end)
-    if fault == names.INTERRUPTED:
+    if fault == catalogue.INTERRUPTED:
         yield from _failed_tasks(facts, lines)
         yield finding(fault, "by SIGTERM or Ctrl-C", facts.exited, level="stopped")
         return
-    if fault == names.KILLED:
+    if fault == catalogue.KILLED:
         yield _killed(facts, lines)
         return
 
-    if fault == names.ENDED and not facts.steps and _SETTING.match(end.fields.get("field", "")):
-        fault = names.WRONG_SETTING
+    if fault == catalogue.ENDED and not facts.steps and _SETTING.match(end.fields.get("field", "")):
+        fault = catalogue.WRONG_SETTING
     began = None if facts.steps else facts.started
     # The remedy of a call is that of the caller, who cannot know what the service has.
     remedy = "" if end.code == "unreachable" else end.fields.get("remedy", "")
@@ -160,28 +162,32 @@ def _killed(facts: Facts, lines: list[LogLine]) -> Finding:
     holder = facts.holder
     who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "its process"
     since = facts.last or facts.started
-    evidence = [
+    evidence = (
         f"{who} still has the lock, without a last word: SIGKILL, power was lost, or, for a script "
         "of yours, SIGTERM or SIGHUP (its terminal closed)"
-    ]
+    )
     for line in _with_code(lines, "rank_killed"):
-        evidence = [line.message]
+        evidence = line.message
         since = line.time or since
-    return finding(names.KILLED, f"{who} is gone", since, level="stopped", evidence=evidence)
+    what = f"{who} is gone"
+    return finding(catalogue.KILLED, what, since, level="stopped", evidence=[evidence])
 
 
 def _failed_tasks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
     """Yields the task that had failed for good when the group ended its trainer."""
     for line in reversed(lines):
         is_last_word = not line.logger or (line.logger == "end" and line.level == "CRITICAL")
-        if line.is_of_trainer or not is_last_word:
-            continue
-        if line.time and facts.exited and abs(facts.exited - line.time) > _BEFORE_THE_END_S:
+        is_late = (
+            not line.time
+            or not facts.exited
+            or (abs(facts.exited - line.time) <= _BEFORE_THE_END_S)
+        )
+        if line.is_of_trainer or not is_last_word or not is_late:
             continue
         fault = fault_of(line)
-        if fault == names.ENDED:
+        if fault == catalogue.ENDED:
             is_setting = _SETTING.match(line.fields.get("field", ""))
-            fault = names.WRONG_SETTING if is_setting else names.TASK_FAILED
+            fault = catalogue.WRONG_SETTING if is_setting else catalogue.TASK_FAILED
         yield finding(
             fault,
             f"{line.source}: {line.message}",
@@ -202,7 +208,7 @@ def _of_waits(facts: Facts, lines: list[LogLine], level: Level) -> Iterator[Find
     }
     for line in newest.values():
         fault = fault_of(line)
-        if fault != names.ENDED:
+        if fault != catalogue.ENDED:
             since = (line.time or facts.now) - line.seconds
             yield finding(fault, line.message, since, level=level, evidence=[line.said])
 
@@ -214,15 +220,15 @@ def _of_graders(facts: Facts, lines: list[LogLine], level: Level) -> Iterator[Fi
     if facts.lives and not stalled_for(facts):
         return
     # The reward-server logs a reason once, which may have been before the last step.
-    awaited = [call.service for rank in facts.ranks for call in rank.awaited]
+    is_awaited = any(
+        call.service == "reward-server" for rank in facts.ranks for call in rank.awaited
+    )
     code = "reward_function_failed"
-    known = list(_with_code(lines, code))
-    if not known and "reward-server" in awaited:
-        known = list(_with_code(facts.lines, code))
+    known = _with_code(lines, code) or (_with_code(facts.lines, code) if is_awaited else [])
     newest = {line.fields.get("function", ""): line for line in known}
     since = facts.last or facts.started
     for line in newest.values():
-        yield finding(names.NOT_GRADED, line.message, since, level=level, evidence=[line.said])
+        yield finding(catalogue.NOT_GRADED, line.message, since, level=level, evidence=[line.said])
 
 
 def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
@@ -231,20 +237,19 @@ def _of_drops(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         found.setdefault(line.fields.get("reason", ""), []).append(line)
     level: Level = "harm" if facts.lives else "stopped"
     for reason, dropped in found.items():
-        if len(dropped) < 3:
-            continue
         last = dropped[-1]
         what = f"{len(dropped)} groups were dropped ({reason}), such as: {last.message}"
-        yield finding(fault_of(last), what, dropped[0].time, level=level, evidence=[last.said])
+        if len(dropped) >= _MANY_DROPS:
+            yield finding(fault_of(last), what, dropped[0].time, level=level, evidence=[last.said])
 
 
 def _of_nodes(lines: list[LogLine], level: Level) -> Iterator[Finding]:
     """Yields what the agents of the rollout nodes report."""
     for line in reversed(lines):
-        if line.code not in names.OLD_WEIGHTS.codes:
+        if line.code not in catalogue.OLD_WEIGHTS.codes:
             continue
         fault = fault_of(line)
-        if fault == names.DISK_OF_NODE or line.code == "node_stale":
+        if fault == catalogue.DISK_OF_NODE or line.code == "node_stale":
             what = f"{line.source}: {line.message}"
             yield finding(fault, what, line.time, level=level, evidence=[line.said])
             return
@@ -266,10 +271,10 @@ def _last_error(lines: list[LogLine], service: str) -> Iterator[str]:
     """
     for line in reversed(lines):
         concerns = line.source.startswith(service) if service else not line.is_of_trainer
-        if concerns and (line.level in ("ERROR", "CRITICAL") or not line.level):
+        if concerns and line.level in ("ERROR", "CRITICAL", ""):
             yield line.said
             return
 
 
-def _with_code(lines: Iterable[LogLine], code: str) -> Iterator[LogLine]:
-    return (line for line in lines if line.code == code)
+def _with_code(lines: Iterable[LogLine], code: str) -> list[LogLine]:
+    return [line for line in lines if line.code == code]

@@ -2,40 +2,24 @@
 
 from collections.abc import Iterator
 
-from trainer.diagnosis import names
 from trainer.diagnosis.facts import (
     Facts,
     Finding,
     Level,
-    ProcessFacts,
     RankFacts,
     ServiceFacts,
     finding,
 )
 from trainer.diagnosis.health import ROUTER
-from trainer.diagnosis.names import Fault, of_service
+from trainer.observe import catalogue
+from trainer.observe.catalogue import Fault, fault_in_text, fault_of_service
 from trainer.timing import WAITS_FOR_BATCH
 
 _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
 """A run that has not finished a step for so many times the usual seconds of one is stalled."""
-_MAX_CLOCK_S = 5.0
 _WAITS_S = 3.0
 """Longer than polls take."""
-_COMMANDS = {
-    "services.engine": "engine",
-    "router": "router",
-    "sglang": "engine",
-    "services.rollout": "agent",
-    "services.data": "data-server",
-    "services.replay": "replay-buffer",
-    "services.reward": "reward-server",
-    "services.critic": "critic-server",
-    "services.environment": "environment-server",
-    "-m trainer": "rank",
-}
-"""What a process is, by a part of its command."""
-_CHILDREN = ("worker.py", "resource_tracker", "spawn_main", "trainer.launch")
 
 
 def stalled_for(facts: Facts) -> float:
@@ -47,42 +31,14 @@ def stalled_for(facts: Facts) -> float:
 
 
 def from_processes(facts: Facts) -> Iterator[Finding]:
-    """Yields the findings about ranks, services and processes, the causes first."""
+    """Yields the findings about services and ranks, the causes first."""
     if not facts.lives:
         return
     stall_s = stalled_for(facts)
-    yield from _stopped_processes(facts)
     yield from _services(facts, stall_s)
     yield from _ranks(facts, stall_s)
     yield from _no_batch(facts, stall_s)
-    yield from _clocks(facts)
     yield from _versions(facts)
-
-
-def _stopped_processes(facts: Facts) -> Iterator[Finding]:
-    for process in facts.processes:
-        kind = _kind(process)
-        if not process.is_stopped or not kind:
-            continue
-        own = {"rank": names.RANK_STUCK, "agent": names.AGENT_HANGS}
-        name = own.get(kind) or of_service(kind, "silent")
-        who = process.name if kind in process.name else f"{kind} of {process.name}"
-        yield _finding(
-            name,
-            f"the {who} is stopped (SIGSTOP): process {process.pid}",
-            facts,
-            evidence=[f"process {process.pid} is {process.state}: {process.command}"],
-            remedy=f"kill -CONT {process.pid}",
-        )
-
-
-def _kind(process: ProcessFacts) -> str:
-    if any(word in process.command for word in _CHILDREN):
-        return ""
-    for word, kind in _COMMANDS.items():
-        if word in process.command:
-            return kind
-    return ""
 
 
 def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -94,9 +50,8 @@ def _services(facts: Facts, stall_s: float) -> Iterator[Finding]:
             continue  # a part of a start, or of an update
         name, what = _of_service(service)
         evidence = [f"{service.name}: {service.text}", *_waits(facts, service.name)]
-        found = _finding(
-            name, what, facts, evidence=evidence, level="stalled" if stall_s else "harm"
-        )
+        level: Level = "stalled" if stall_s else "harm"
+        found = _finding(name, what, facts, evidence=evidence, level=level)
         if service.since_s > 1:
             found.since = facts.now - service.since_s
         yield found
@@ -117,24 +72,24 @@ def _waits(facts: Facts, task: str = "") -> list[str]:
 
 def _of_service(service: ServiceFacts) -> tuple[Fault, str]:
     """Returns the name and the sentence of what is wrong with a service."""
-    text = service.text
     who = service.name
     problem = service.problem
+    said = f"{who}: {service.text}"
     if service.of_engine:
-        return of_service("engine", problem), f"that of {who}: {text}"
-    if names.foreign(text) == names.DISK_OF_RUN:
-        return of_service(who, "disk_full"), f"{who}: {text}"
+        return fault_of_service("engine", problem), f"that of {said}"
+    if fault_in_text(service.text) == catalogue.DISK_OF_RUN:
+        return fault_of_service(who, "disk_full"), said
     if service.reported == "stale":
-        return names.OLD_WEIGHTS, f"{who} is {text}"
+        return catalogue.OLD_WEIGHTS, said
     if service.reported in ("failed", "starting"):
-        return names.ENGINE_DIES, f"that of {who} is {text}"
+        return catalogue.ENGINE_DIES, f"that of {said}"
     if problem == "not_ready" and who.startswith("rollout-server"):
-        return names.ENGINE_HANGS, f"{who}: {text}"
+        return catalogue.ENGINE_HANGS, said
     if problem == "not_ready" and who == ROUTER:
-        return names.ENGINE_DIES, f"the router {text}"
+        return catalogue.ENGINE_DIES, f"the router {service.text}"
     if problem in ("not_ready", "error"):
-        return names.SERVICE_HANGS, f"{who} is not ready: {text}"
-    return of_service(who, problem), f"{who}: {text}"
+        return catalogue.SERVICE_HANGS, f"{who} is not ready: {service.text}"
+    return fault_of_service(who, problem), said
 
 
 def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
@@ -144,37 +99,34 @@ def _ranks(facts: Facts, stall_s: float) -> Iterator[Finding]:
     if not stall_s:
         return
 
-    silent = [rank for rank in facts.ranks if not rank.answered]
+    silent = [rank.name for rank in facts.ranks if not rank.answered]
     waiting = [rank for rank in facts.ranks if rank.collective]
     late = [rank for rank in facts.ranks if rank.answered and not rank.collective]
+    # A collective needs all ranks: who is missing from it is the one that is stuck.
     if silent:
-        what = f"{_names(silent)} does not answer"
-    elif not waiting or any(_is_served(rank) for rank in late):
+        what = f"{' and '.join(silent)} does not answer"
+    elif not waiting or any(rank.awaited or _waits_for_batch(rank) for rank in late):
         return  # rank 0 waits for a service, and the others for rank 0
     elif late:
-        what = f"{_names(late)} is at: {late[0].place}, in {innermost(late[0].stacks)}"
-    elif len({rank.collective for rank in waiting}) > 1:
+        names = " and ".join(rank.name for rank in late)
+        what = f"{names} is at: {late[0].place}, in {innermost(late[0].stacks)}"
+    elif len({rank.collective for rank in waiting}) > 1:  # none of them ever ends
         what = "the ranks are in different collectives"
     else:
         return
     waits = [f"{rank.name} waits in {rank.collective} ({rank.place})" for rank in waiting]
-    yield _finding(names.RANK_STUCK, what, facts, evidence=waits)
-
-
-def _names(ranks: list[RankFacts]) -> str:
-    return " and ".join(rank.name for rank in ranks)
+    yield _finding(catalogue.RANK_STUCK, what, facts, evidence=waits)
 
 
 def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
-    problem = facts.trainer_problem
-    if problem == "silent" and stall_s:
+    if facts.trainer_problem == "silent" and stall_s:
         what = "rank 0 does not answer, and its process lives"
-        yield _finding(names.RANK_STUCK, what, facts, evidence=["GET /ranks has no answer"])
-    elif problem == "unauthorized":
-        what = "the trainer rejects the token of this command"
+        evidence = ["GET /ranks has no answer"]
+        yield _finding(catalogue.RANK_STUCK, what, facts, evidence=evidence)
+    elif facts.trainer_problem == "unauthorized":
         yield _finding(
-            names.WRONG_TOKEN,
-            what,
+            catalogue.WRONG_TOKEN,
+            "the trainer rejects the token of this command",
             facts,
             evidence=["API_TOKEN of this shell is not that of the run"],
             remedy="set API_TOKEN to that of the run; it is not known what its services do",
@@ -182,8 +134,8 @@ def _rank_zero(facts: Facts, stall_s: float) -> Iterator[Finding]:
         )
 
 
-def _is_served(rank: RankFacts) -> bool:
-    return rank.place.startswith(WAITS_FOR_BATCH) or bool(rank.awaited)
+def _waits_for_batch(rank: RankFacts) -> bool:
+    return rank.answered and rank.place.startswith(WAITS_FOR_BATCH)
 
 
 def innermost(stacks: str) -> str:
@@ -194,14 +146,16 @@ def innermost(stacks: str) -> str:
 
 
 def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
-    leader = next((rank for rank in facts.ranks if rank.rank == 0 and rank.answered), None)
-    if not stall_s or leader is None or not leader.place.startswith(WAITS_FOR_BATCH):
+    leaders = [rank for rank in facts.ranks if rank.rank == 0 and _waits_for_batch(rank)]
+    if not stall_s or not leaders:
         return
-    slow = [each for each in leader.awaited if each.seconds > _SHORTEST_STALL_S / 2]
+    leader = leaders[0]
     what = f"rank 0 is at: {leader.place}, for {leader.since_s:.0f} s"
-    if slow:
-        what += f"; {slow[0].service} has not answered {slow[0].call}"
-    yield _finding(names.NO_BATCH, what, facts, evidence=_waits(facts) or ["no call is in flight"])
+    oldest = next(iter(leader.awaited), None)
+    if oldest is not None and oldest.seconds > _SHORTEST_STALL_S / 2:
+        what += f"; {oldest.service} has not answered {oldest.call}"
+    evidence = _waits(facts) or ["no call is in flight"]
+    yield _finding(catalogue.NO_BATCH, what, facts, evidence=evidence)
 
 
 def no_step(facts: Facts) -> Iterator[Finding]:
@@ -213,34 +167,22 @@ def no_step(facts: Facts) -> Iterator[Finding]:
         return
     what = f"{stall_s:.0f} s without a step, and one usually takes {facts.usual_step_s:.2g} s"
     places = [f"{rank.name} is at: {rank.place}" for rank in facts.ranks if rank.answered]
-    newest = [line for line in facts.lines if (line.time or 0.0) > facts.now - stall_s][-1:]
-    said = [line.said for line in newest]
+    said = [line.said for line in facts.lines if (line.time or 0.0) > facts.now - stall_s]
     unknown = ["its processes were not asked, and its logs do not say why"]
-    yield _finding(
-        names.NO_STEP, what, facts, evidence=[*_waits(facts), *places] or said or unknown
-    )
-
-
-def _clocks(facts: Facts) -> Iterator[Finding]:
-    for service in facts.services:
-        if service.clock_s is not None and abs(service.clock_s) > _MAX_CLOCK_S:
-            ahead = "ahead of" if service.clock_s > 0 else "behind"
-            seconds = abs(service.clock_s)
-            what = f"that of {service.name} is {seconds:.0f} s {ahead} that of this machine"
-            yield finding(names.CLOCKS_DIFFER, what, None, level="slow")
+    evidence = [*_waits(facts), *places] or said[-1:] or unknown
+    yield _finding(catalogue.NO_STEP, what, facts, evidence=evidence)
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
     own = facts.versions.get("rlhf-math")
-    others = {
-        service.name: service.release
+    others = [
+        f"{service.name} has {service.release}"
         for service in facts.services
-        if service.release and service.release != own
-    }
+        if service.release not in ("", own)
+    ]
     if own and others:
-        listed = ", ".join(f"{name} has {release}" for name, release in others.items())
-        what = f"the trainer has {own}, {listed}"
-        yield finding(names.VERSIONS_DIFFER, what, facts.started, level="harm")
+        what = f"the trainer has {own}, {', '.join(others)}"
+        yield finding(catalogue.VERSIONS_DIFFER, what, facts.started, level="harm")
 
 
 def _finding(

@@ -33,11 +33,10 @@ def first_line(facts: Facts, findings: Sequence[Finding]) -> str:
         return f"{findings[0].name}: {shorten(findings[0].what, _MAX_CHARS)}"
     steps = f"step {facts.step} of {facts.total_steps}" if facts.total_steps else "no step yet"
     ago = f"{facts.silent_s:.0f} s"
-    advances = facts.silent_s <= max(_AT_LEAST_S, _STEPS * facts.usual_step_s)
     running = f"nothing is wrong: running, {steps}, {ago} ago"
     if not facts.steps:
         running = f"running for {ago}, no step yet; no fault is known"
-    elif not advances:
+    elif facts.silent_s > max(_AT_LEAST_S, _STEPS * facts.usual_step_s):
         usual = f"one usually takes {facts.usual_step_s:.2g} s"
         running = f"running, {steps}, {ago} ago, and {usual}; no fault is known yet"
     return {
@@ -58,13 +57,11 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
     main = findings[0]
     others = [finding.name for finding in findings[1:]]
     also = f"also: {'; '.join(others)}" if others else "nothing else is wrong"
-    since = "not known" if main.since is None else _since(main.since, facts)
+    evidence = "; ".join(shorten(each, _MAX_CHARS) for each in main.evidence)
     return [
         *found,
-        _row("since", since),
-        _row(
-            "evidence", "; ".join(shorten(each, _MAX_CHARS) for each in main.evidence) or "as above"
-        ),
+        _row("since", "not known" if main.since is None else _since(main.since, facts)),
+        _row("evidence", evidence or "as above"),
         _row("remedy", main.remedy),
         _row("more", f"{also}; {page(main.name)}"),
     ]
@@ -72,7 +69,7 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
 
 def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the report for programs."""
-    known = {"state", "end", "ranks", "services", "processes", "versions"}
+    known = {"state", "end", "ranks", "services", "versions"}
     return {
         **facts.model_dump(include=known),
         "run": facts.directory,
@@ -111,13 +108,13 @@ def page(name: str) -> str:
 def last_lines(facts: Facts) -> list[str]:
     """Returns the last lines of the logs that matter, those of the trainer among them."""
     of_trainer = [line for line in facts.lines if line.is_of_trainer]
-    chosen = [*of_trainer[-_SHOWN_LINES:], *facts.lines[-_SHOWN_LINES:]]
+    chosen = {id(line) for line in (*of_trainer[-_SHOWN_LINES:], *facts.lines[-_SHOWN_LINES:])}
     found = []
     for line in facts.lines:
-        if not any(line is each for each in chosen):
-            continue
-        at = "" if line.time is None else time.strftime("%H:%M:%S ", time.localtime(line.time))
-        found.append(f"{at}{line.source} {line.level} {line.text.partition(chr(10))[0]}"[:400])
+        if id(line) in chosen:
+            at = "" if line.time is None else time.strftime("%H:%M:%S ", time.localtime(line.time))
+            text = line.text.partition("\n")[0]
+            found.append(f"{at}{line.source} {line.level} {text}"[:400])
     return found
 
 
@@ -162,9 +159,9 @@ def _waits(awaited: Sequence[Awaited]) -> str:
 def _asked(facts: Facts) -> str:
     if not facts.asked:
         return "the files alone: the run has no topology.json, or its settings cannot be read"
-    answered = f"{len(facts.services)} services and {len(facts.ranks)} ranks, which answer"
     waits = [_waits(rank.awaited) for rank in facts.ranks if rank.rank == 0]
-    return answered + "".join(waits)
+    count = f"{len(facts.services)} services and {len(facts.ranks)} ranks"
+    return f"{count}, which answer{''.join(waits)}"
 
 
 def _row(name: str, said: str) -> str:
@@ -174,9 +171,7 @@ def _row(name: str, said: str) -> str:
 def _since(since: float, facts: Facts) -> str:
     seconds = max(0.0, facts.now - since)
     ago = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    if seconds >= 7200:
-        ago = f"{seconds / 3600:.1f} h"
-    total = f" of {facts.total_steps}" if facts.total_steps else ""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
-    step = max((line["step"] for line in facts.steps if line.get("time", 0) <= since), default=0)
-    return f"{at} ({ago} before this report), after step {step}{total}"
+    done = [line["step"] for line in facts.steps if line.get("time", 0) <= since]
+    total = f" of {facts.total_steps}" if facts.total_steps else ""
+    return f"{at} ({ago} before this report), after step {max(done, default=0)}{total}"

@@ -2,38 +2,31 @@
 
 import fcntl
 import json
-import math
 import os
 import platform
-import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import ValidationError
 
 from common import VERSION
 from common.errors import ConfigError
 from common.process.run_lock import LOCK
 from common.process.topology import Topology
-from trainer.diagnosis.facts import Facts, LogLine, ProcessFacts, State
+from trainer.diagnosis.facts import Facts, LogLine, State
 from trainer.diagnosis.logs import last_start, log_files, read_log
 from trainer.diagnosis.report import JSON_FILE
 from trainer.observe.group_files import LINES
-from trainer.observe.jsonl import parsed
-from trainer.observe.run_dir import ATTEMPTS, no_run
-from trainer.trackers.base import flatten
+from trainer.observe.jsonl import last_steps
+from trainer.observe.run_dir import ATTEMPTS, known_settings, no_run
 
 TOPOLOGY = "topology.json"
 API_TOKEN_FILE = "api_token"  # noqa: S105
 _STEPS = 24
 """Lines of `metrics.jsonl` and `groups.jsonl` that are read, the newest."""
-_TAIL_BYTES = 4 << 20
-"""Read of the end of a file of lines."""
 _BEFORE_S = 120.0
 """Services may start this long before the trainer."""
 _BEAT_S = 45.0
@@ -77,37 +70,41 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     """Returns what the files of a run say. Raises ConfigError when there is no such directory."""
     if not run_dir.is_dir():
         raise no_run(run_dir)
-    config = _json(run_dir / "config.json")
+    config = known_settings(run_dir)
     known = _json(run_dir / TOPOLOGY)
     folders = log_folders(run_dir, config, logs)
     files = log_files(folders)
 
-    starts = [each for each in map(last_start, _of_rank_zero(files)) if each]
+    of_rank_zero = [path for path in files if path.stem in ("ppo-trainer-rank0", "sft-rank0")]
+    starts = [last_start(path) or 0.0 for path in of_rank_zero]
     started = max([*starts, known.get("time") or 0.0]) or None
-    lines = list(_lines(files, (started or 0.0) - _BEFORE_S))
-    holder, held = _holder(run_dir / LOCK)
-    attempt = _newest(run_dir / ATTEMPTS)
+    lines = _lines(files, (started or 0.0) - _BEFORE_S)
+    holder, held = holder_of(run_dir / LOCK)
+    attempt = next(iter(last_steps(run_dir / ATTEMPTS, 1)), {})
     begin = max(started or 0.0, attempt.get("time", 0.0))
     facts = Facts(
         directory=str(run_dir),
         now=time.time(),
         state="empty",
         started=started,
-        config=flatten(config),
-        steps=list(_last_lines(run_dir / "metrics.jsonl", _STEPS)),
-        groups=list(map(_places, _last_lines(run_dir / LINES, _STEPS))),
+        config=config,
+        steps=last_steps(run_dir / "metrics.jsonl", _STEPS),
+        groups=[_prompts(line) for line in last_steps(run_dir / LINES, _STEPS)],
         lines=lines,
         end=_exit_reason(lines, started) or _own_report(run_dir, begin),
         holder=holder,
         versions=known.get("versions") or {},
     )
-    groups = [_holder(folder / LOCK)[1] for folder in folders if (folder / LOCK).exists()]
+    groups = [holder_of(folder / LOCK)[1] for folder in folders if (folder / LOCK).exists()]
     group_lives = any(groups)
     facts.restarts = group_lives if groups else None
     facts.state = _state(facts, held, group_lives, attempt)
-    if facts.state == "finished":
-        facts.lines = _until(_released(run_dir / LOCK), facts.lines)
-    facts.processes = list(_processes(holder)) if held else []
+    lock = run_dir / LOCK
+    if facts.state == "finished" and lock.exists():
+        # Giving back the lock empties its file. Services are ended after that, and say that they
+        # no longer reach the trainer.
+        released = lock.stat().st_mtime
+        facts.lines = [line for line in lines if (line.time or 0.0) <= released]
     return facts
 
 
@@ -136,54 +133,21 @@ def token_file(folders: list[Path]) -> Path | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes().strip(b"\0 \n") or b"{}")
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _last_lines(path: Path, count: int) -> Iterator[dict[str, Any]]:
-    """Yields the last whole lines of a JSONL file; damaged ones are left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            data = file.read()
-    except OSError:
-        return
-    lines = data.split(b"\n")[:-1]
-    if size > _TAIL_BYTES:
-        del lines[0]
-    for line in lines[-count:]:
-        yield from _parsed(line)
-
-
-def _parsed(line: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the object of a line; nothing for a damaged line, and for one without a number."""
-    with suppress(ValueError, RecursionError):
-        content = parsed(line)
-        if isinstance(content.get("step"), int):
-            yield content
-
-
-def _places(line: dict[str, Any]) -> dict[str, Any]:
+def _prompts(line: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of a line of `groups.jsonl` that says which prompts a step trained on."""
     kept = ("position", "prompt_id", "reused")
     groups = [{name: group.get(name) for name in kept} for group in line.get("groups") or ()]
     return {"step": line.get("step"), "groups": groups}
 
 
-def _newest(path: Path) -> dict[str, Any]:
-    lines = list(_last_lines(path, 1))
-    return lines[0] if lines else {}
-
-
-def _of_rank_zero(files: list[Path]) -> list[Path]:
-    return [path for path in files if path.stem in ("ppo-trainer-rank0", "sft-rank0")]
-
-
-def _lines(files: list[Path], since: float) -> Iterator[LogLine]:
-    """Yields the lines that matter of all logs in order; a line that two files have, once."""
+def _lines(files: list[Path], since: float) -> list[LogLine]:
+    """Returns the lines that matter of all logs in order; a line that two files have, once."""
     known: set[tuple[float | None, str]] = set()
     found: list[LogLine] = []
     for path in files:
@@ -193,16 +157,15 @@ def _lines(files: list[Path], since: float) -> Iterator[LogLine]:
             if key not in known:
                 known |= {key, (None, line.message)}
                 found.append(line)
-    yield from sorted(found, key=lambda line: line.time or 0.0)
+    return sorted(found, key=lambda line: line.time or 0.0)
 
 
 def _exit_reason(lines: list[LogLine], started: float | None) -> LogLine | None:
     """Returns the line in which rank 0 says why it ended."""
     for line in reversed(lines):
-        if (line.time or 0.0) < (started or 0.0):
-            continue
         is_last_word = line.logger in ("end", "uncaught") and line.level == "CRITICAL"
-        if line.is_of_trainer and (is_last_word or not line.logger):
+        is_of_attempt = (line.time or 0.0) >= (started or 0.0)
+        if line.is_of_trainer and is_of_attempt and (is_last_word or not line.logger):
             return line
     return None
 
@@ -215,97 +178,41 @@ def _own_report(run_dir: Path, since: float) -> LogLine | None:
     return None
 
 
-def _holder(path: Path) -> tuple[dict[str, Any], bool]:
-    """Returns who is named in a lock file, and whether that process still has it."""
+def holder_of(path: Path) -> tuple[dict[str, Any], bool]:
+    """Returns who is named in a lock file (`common.process.run_lock`), and whether that process
+    still has it: whether its run lives.
+    """
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = path.open("rb")
     except OSError:
         return {}, False
-    try:
-        content = os.read(file, 4096)
+    locked = False
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            locked = False
         except BlockingIOError:
             locked = True
-        except OSError:
-            locked = False
-        age = time.time() - os.fstat(file).st_mtime
-    finally:
-        os.close(file)
-    holder: dict[str, Any] = {}
-    with suppress(ValueError):
-        found = json.loads(content.strip(b"\0 \n") or b"{}")
-        holder = found if isinstance(found, dict) else {}
+        except OSError:  # a file system without locks
+            pass
+        age = time.time() - os.fstat(file.fileno()).st_mtime
+    holder = _json(path)
+    # The kernel's lock of another machine may not be seen here, but its heartbeat is.
     is_elsewhere = bool(holder) and holder.get("host") != platform.node()
     return holder, locked or (is_elsewhere and age < _BEAT_S)
 
 
-def _released(path: Path) -> float:
-    """Returns when the run gave back its lock, which empties the file; infinity without one."""
-    return path.stat().st_mtime if path.exists() else math.inf
-
-
-def _until(end: float, lines: list[LogLine]) -> list[LogLine]:
-    """Returns the lines before the end of a run that is finished: its services are ended after it,
-    and say that they no longer reach the trainer.
-    """
-    return [line for line in lines if (line.time or 0.0) <= end]
-
-
 def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any]) -> State:
-    total = facts.total_steps
-    is_done = total is not None and facts.step >= total
     if held:
+        # A new attempt has the lock before its line: until then, the newest line is of another one.
         has_begun = attempt.get("time", 0.0) >= (facts.started or 0.0)
         return "running" if has_begun else "starting"
-    if is_done and not facts.end:
-        return "finished"
-    if facts.end:
+    if facts.end:  # also of a run that failed after its last step
         return "ended"
-    if facts.holder:
+    if facts.total_steps is not None and facts.step >= facts.total_steps:
+        return "finished"
+    if facts.holder:  # an end that is written leaves nobody in the lock
         return "killed"
     if group_lives:
         return "starting"
+    # It gave back its lock and said nothing: an end by the caller of a run in one process.
     return "ended" if facts.steps or facts.started else "empty"
-
-
-def _processes(holder: dict[str, Any]) -> Iterator[ProcessFacts]:
-    """Yields the processes of the holder's job group on this machine: those with its
-    `JOBGROUP_HOSTS` and their children, or, outside of one, the holder and its descendants.
-    """
-    if holder.get("host") != platform.node() or not sys.platform.startswith("linux"):
-        return
-    with suppress(psutil.Error):
-        own = psutil.Process(int(holder["pid"]))
-        hosts = own.environ().get("JOBGROUP_HOSTS")
-        if not hosts:
-            for each in [own, *own.children(recursive=True)]:
-                yield _process(each, "ppo-trainer-0")
-            return
-        for each in psutil.process_iter():
-            with suppress(psutil.Error):
-                env = _environ(each)
-                if env.get("JOBGROUP_HOSTS") == hosts:
-                    task = env.get("SKYPILOT_TASK_ID", "").rpartition("_")[2]
-                    yield _process(each, f"{task}-{env.get('SKYPILOT_NODE_RANK', '0')}")
-
-
-def _environ(process: psutil.Process) -> dict[str, str]:
-    """Returns the environment of a process, or of its parent: one that has given itself a title,
-    such as the router, has written over its own.
-    """
-    env = process.environ()
-    if "JOBGROUP_HOSTS" in env:
-        return env
-    parent = process.parent()
-    return {} if parent is None else parent.environ()
-
-
-def _process(process: psutil.Process, name: str) -> ProcessFacts:
-    # A title that a process has given itself is one word, with zeros up to the old length.
-    words = list(filter(None, process.cmdline()))
-    shown = [word for word in words[1:6] if word != "-P"] or words
-    return ProcessFacts(
-        name=name, pid=process.pid, state=process.status(), command=" ".join(shown)[:120]
-    )

@@ -15,9 +15,9 @@ from common.settings.config import Config
 from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import ask
-from trainer.diagnosis.names import INTERRUPTED
 from trainer.diagnosis.report import JSON_FILE, TEXT_FILE, first_line, write
 from trainer.diagnosis.run_files import read_facts
+from trainer.observe.catalogue import INTERRUPTED
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 8.0

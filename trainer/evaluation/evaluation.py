@@ -4,6 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+PASS_K = 8
+"""k of the pass@k that a run measures: answers to each problem."""
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -2,8 +2,6 @@
 
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from statistics import mean, pstdev
 
@@ -14,7 +12,7 @@ from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter
 from common.settings.config import Config
 from common.wire.schemas import Episode, Prompt, RewardResult
-from trainer.evaluation.evaluation import Answer, Evaluation, pass_at_k
+from trainer.evaluation.evaluation import PASS_K, Answer, Evaluation, pass_at_k
 from trainer.evaluation.generation import (
     SEED_OFFSET,
     Generator,
@@ -68,127 +66,118 @@ class Evaluator:
         """Evaluates the weights after `step` steps, which the engines serve; None without held-out
         problems.
 
-        pass@k is measured on the first `pass_samples` problems. Raises ServiceError when an answer
-        or a grade is missing.
+        The first n answers to a problem count for the accuracy, and for the first `pass_samples`
+        problems k more for pass@k. Without verdicts there is only a mean reward. Raises
+        ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
         """
         if not self._held_out:
             return None
-        found = self._loop.call(
-            evaluate(
-                self._config,
-                self._services,
-                self._prompter,
-                prompts=self._held_out,
-                step=step,
-                pass_samples=pass_samples,
-                verdicts=self._verdicts,
+        own = self._config.evaluation
+        graded = self._loop.call(self._graded_problems(pass_samples))
+
+        verified = self._verdicts.of(result.verified for _, result in chain.from_iterable(graded))
+        answers: list[Answer] = []
+        shares: list[float] = []
+        rewards: list[float] = []
+        passed: list[float] = []
+        for prompt, of_problem in zip(self._held_out, graded, strict=True):
+            counted = [result for _, result in of_problem[: own.n]]
+            for_pass = [result for _, result in of_problem[own.n :]]
+            rewards += [result.reward or 0.0 for result in counted]
+            has_verdicts = verified and all(result.verified for _, result in of_problem)
+            if has_verdicts:
+                shares.append(mean(result.correct for result in counted))
+            if has_verdicts and for_pass:
+                right = sum(result.correct for result in for_pass)
+                passed.append(pass_at_k(PASS_K, right, PASS_K))
+            answers.append(
+                Answer(
+                    prompt_id=prompt.id,
+                    prompt=prompt.prompt,
+                    ground_truth=prompt.ground_truth,
+                    response=of_problem[0][0].text,
+                    correct=counted[0].correct if has_verdicts else None,
+                    reward=counted[0].reward or 0.0,
+                )
             )
+        self.last = Evaluation(
+            step=step,
+            accuracy=mean(shares) if shares else None,
+            standard_error=pstdev(shares) / math.sqrt(len(shares)) if shares else None,
+            num_samples=len(answers),
+            pass_at_k=mean(passed) if passed else None,
+            k=PASS_K,
+            answers=answers,
+            mean_reward=mean(rewards),
+            verified=verified,
+            n=own.n,
+            temperature=own.temperature,
+            trained_on=sum(self._trained.contain(self._held_out)),
         )
-        self.last = replace(found, trained_on=sum(self._trained.contain(self._held_out)))
         return self.last
 
+    async def _graded_problems(self, pass_samples: int) -> list[_Graded]:
+        """Returns the graded answers to every problem, in order.
 
-async def evaluate(
-    config: Config,
-    services: Services,
-    prompter: Prompter,
-    *,
-    prompts: Sequence[Prompt],
-    step: int,
-    pass_samples: int,
-    verdicts: Verdicts,
-) -> Evaluation:
-    """Measures accuracy on `prompts` with `config.evaluation`, and pass@k on the first
-    `pass_samples` of them; only the mean reward if the rewards are not `verdicts`.
+        Raises GenerationFailed when a grade is missing.
+        """
+        own = self._config.evaluation
+        greedy = own.temperature == 0
+        generator = TokenGenerator(self._services.rollout, self._prompter, self._config)
 
-    Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
-    """
-    own = config.evaluation
-    k = config.evaluation.k
-    graded = await _graded_problems(
-        config, services, prompter, prompts=prompts, pass_samples=pass_samples
-    )
-
-    # The first n answers to a problem count for the accuracy, k more for pass@k.
-    verified = verdicts.of(result.verified for _, result in chain.from_iterable(graded))
-    answers: list[Answer] = []
-    shares: list[float] = []
-    rewards: list[float] = []
-    passed: list[float] = []
-    for prompt, of_problem in zip(prompts, graded, strict=True):
-        counted = [result for _, result in of_problem[: own.n]]
-        rewards += [result.reward or 0.0 for result in counted]
-        has_verdicts = verified and all(result.verified for _, result in of_problem)
-        if has_verdicts:
-            shares.append(mean(result.correct for result in counted))
-        if has_verdicts and len(of_problem) > own.n:
-            passed.append(pass_at_k(k, sum(right.correct for _, right in of_problem[own.n :]), k))
-        answers.append(
-            Answer(
-                prompt_id=prompt.id,
-                prompt=prompt.prompt,
-                ground_truth=prompt.ground_truth,
-                response=of_problem[0][0].text,
-                correct=counted[0].correct if has_verdicts else None,
-                reward=counted[0].reward or 0.0,
+        async def graded(index: int, prompt: Prompt) -> _Graded:
+            # A greedy answer comes beside the samples; it must not count for pass@k.
+            samples = 0 if greedy else own.n
+            if index < pass_samples:
+                samples += PASS_K
+            if self._services.environment is not None:
+                return await self._graded_episodes(prompt, index, samples=samples, greedy=greedy)
+            return await graded_answers(
+                generator,
+                self._services.reward,
+                prompt,
+                index=index,
+                samples=samples,
+                greedy=greedy,
             )
-        )
-    return Evaluation(
-        step=step,
-        accuracy=mean(shares) if shares else None,
-        standard_error=pstdev(shares) / math.sqrt(len(shares)) if shares else None,
-        num_samples=len(prompts),
-        pass_at_k=mean(passed) if passed else None,
-        k=k,
-        answers=answers,
-        mean_reward=mean(rewards),
-        verified=verified,
-        n=own.n,
-        temperature=own.temperature,
-    )
 
+        work = [graded(index, prompt) for index, prompt in enumerate(self._held_out)]
+        problems = await together(work, done=progress.moved)
+        for prompt, of_problem in zip(self._held_out, problems, strict=True):
+            for _, result in of_problem:
+                if result.reward is None:
+                    raise GenerationFailed(
+                        f"an answer could not be graded: {result.reason or result.status}",
+                        field="prompt_id",
+                        value=prompt.id,
+                        remedy="correct the reward function; reward.function_timeout_s limits a "
+                        "call of it",
+                        code="not_graded",
+                    )
+        return problems
 
-async def _graded_problems(
-    config: Config,
-    services: Services,
-    prompter: Prompter,
-    prompts: Sequence[Prompt],
-    pass_samples: int,
-) -> list[_Graded]:
-    """Returns the graded answers to every problem, in order.
-
-    Raises GenerationFailed when a grade is missing.
-    """
-    own = config.evaluation
-    greedy = own.temperature == 0
-    generator = TokenGenerator(services.rollout, prompter, config)
-
-    async def graded(index: int, prompt: Prompt) -> _Graded:
-        samples = 0 if greedy else own.n
-        if index < pass_samples:
-            samples += config.evaluation.k
-        if services.environment is not None:
-            return await _graded_episodes(
-                config, services, prompt, index=index, samples=samples, greedy=greedy
+    async def _graded_episodes(
+        self, prompt: Prompt, index: int, *, samples: int, greedy: bool
+    ) -> _Graded:
+        """Returns a greedy episode of a problem, if `greedy`, and `samples` sampled ones, as
+        answers with grades.
+        """
+        graded: _Graded = []
+        for n, is_greedy in ((int(greedy), True), (samples, False)):
+            if n == 0:
+                continue
+            request = episode_request(
+                self._config,
+                prompt,
+                request_id=f"evaluation-{secrets.token_hex(8)}",
+                n=n,
+                position=SEED_OFFSET + index,
+                temperature=sampling_of(self._config, is_greedy)["temperature"],
             )
-        return await graded_answers(
-            generator, services.reward, prompt, index=index, samples=samples, greedy=greedy
-        )
-
-    work = [graded(index, prompt) for index, prompt in enumerate(prompts)]
-    problems = await together(work, done=progress.moved)
-    for prompt, of_problem in zip(prompts, problems, strict=True):
-        for _, result in of_problem:
-            if result.reward is None:
-                raise GenerationFailed(
-                    f"an answer could not be graded: {result.reason or result.status}",
-                    field="prompt_id",
-                    value=prompt.id,
-                    remedy="correct the reward function; reward.function_timeout_s limits a call "
-                    "of it",
-                    code="not_graded",
-                )
-    return problems
+            request.sampling.max_new_tokens = longest_answer(self._config)
+            for episode in await play(self._services, request):
+                graded.append(await _graded_episode(self._services, prompt, episode))
+        return graded
 
 
 async def graded_answers(
@@ -211,36 +200,6 @@ async def graded_answers(
     answers = list(chain.from_iterable(await together(requests)))
     graded = await reward.batch_reward(reward_items(prompt, answers, reward.gets_tokens))
     return list(zip(answers, graded.rewards, strict=True))
-
-
-async def _graded_episodes(
-    config: Config,
-    services: Services,
-    prompt: Prompt,
-    *,
-    index: int,
-    samples: int,
-    greedy: bool,
-) -> _Graded:
-    """Returns a greedy episode of a problem, if `greedy`, and `samples` sampled ones, as answers
-    with grades.
-    """
-    graded: _Graded = []
-    for n, is_greedy in ((int(greedy), True), (samples, False)):
-        if n == 0:
-            continue
-        request = episode_request(
-            config,
-            prompt,
-            request_id=f"evaluation-{secrets.token_hex(8)}",
-            n=n,
-            position=SEED_OFFSET + index,
-            temperature=sampling_of(config, is_greedy)["temperature"],
-        )
-        request.sampling.max_new_tokens = longest_answer(config)
-        for episode in await play(services, request):
-            graded.append(await _graded_episode(services, prompt, episode))
-    return graded
 
 
 async def _graded_episode(

@@ -125,6 +125,7 @@ def _load(config: Config, temporary: Path, prompts: Sequence[Prompt]) -> tuple[M
     prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
     longest = max(map(len, prompter.all_token_ids(prompts)))
     directory = Path(config.model.name)
+    # The engine reads files of a directory: a name on the hub is loaded, and saved as one.
     if not (directory / "config.json").is_file():
         loaded: Any = load_model(config.model)
         directory = temporary

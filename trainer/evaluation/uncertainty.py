@@ -57,8 +57,8 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 @dataclass(frozen=True)
-class MeanDifference:
-    """Mean reward of one model minus that of another on the same problems."""
+class PairedDifference:
+    """Mean result of one model minus that of another on the same problems: accuracy or reward."""
 
     difference: float
     low: float
@@ -66,13 +66,13 @@ class MeanDifference:
     high: float
     p_value: float
     """Probability of a difference at least this large if the models are equally good."""
-    gained: int
-    """Problems with a higher reward of the first model."""
-    lost: int
+    gained: list[int]
+    """Indices of problems on which the first model is better."""
+    lost: list[int]
     num_samples: int
 
 
-def mean_difference(first: Sequence[float], second: Sequence[float]) -> MeanDifference:
+def mean_difference(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
     """Compares the rewards of two models problem by problem; interval and p value are those of the
     normal distribution of a mean.
 
@@ -89,32 +89,15 @@ def mean_difference(first: Sequence[float], second: Sequence[float]) -> MeanDiff
     p_value = float(centre == 0)
     if error:
         p_value = 2 * NormalDist().cdf(-abs(centre) / error)
-    return MeanDifference(
+    return PairedDifference(
         difference=centre,
         low=centre - Z95 * error,
         high=centre + Z95 * error,
         p_value=p_value,
-        gained=sum(each > 0 for each in apart),
-        lost=sum(each < 0 for each in apart),
+        gained=[i for i, each in enumerate(apart) if each > 0],
+        lost=[i for i, each in enumerate(apart) if each < 0],
         num_samples=len(apart),
     )
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Accuracy of one model minus that of another on the same problems."""
-
-    difference: float
-    low: float
-    """Lower end of the 95 % interval."""
-    high: float
-    p_value: float
-    """Probability of a difference at least this large if the models are equally good."""
-    gained: list[int]
-    """Indices of problems that only the first model solves."""
-    lost: list[int]
-    """Indices of problems that only the second model solves."""
-    num_samples: int
 
 
 def paired_difference(

@@ -21,7 +21,9 @@ class Verdicts:
         return self._decided
 
     def of(self, verified: Iterable[bool]) -> bool:
-        """Returns the decision, given for every answer whether a verdict came with it."""
+        """Returns the decision. Where only answers can tell, the first call decides: `verified`
+        says for every answer whether a verdict came with it.
+        """
         if self._decided is None:
             self._decided = all(verified)
         return self._decided

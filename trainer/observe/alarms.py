@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.observe.notes import ALARMS, OWN_DEFAULTS, limits
+from trainer.observe.catalogue import ALARMS, OWN_DEFAULTS, limits
 
 if TYPE_CHECKING:
     from trainer.policy.update_metrics import UpdateMetrics
@@ -40,7 +40,12 @@ def alarms(
             numbers.
         agreement: how engine and trainer agreed before.
     """
-    mismatch = _dropout(dropout) if dropout else _mismatch(metrics, config, agreement)
+    mismatch = _mismatch(metrics, config, agreement)
+    if dropout:
+        mismatch = (
+            f"dropout ({', '.join(dropout)}), which applies in updates and not in the engine. Set "
+            "it to 0: `lora.dropout` in the settings, the others in the model's config.json"
+        )
     cause = _age(staleness, config) if staleness > 0 else mismatch
     raised = {}
     for name, bound in limits(is_old=staleness > 0).items():
@@ -50,7 +55,9 @@ def alarms(
             raised[name] = row.text(
                 config, measured=measured, bound=bound, mismatch=mismatch, cause=cause
             )
-    # Tokens that were not sampled from the policy, although their log-probabilities are right.
+    # Tokens that were not sampled from the policy, although their log-probabilities are right. For
+    # tokens that were, entropy + log-probability has the mean 0; a filter, or a lower temperature,
+    # prefers likely tokens and raises it.
     row = ALARMS["likelihood"]
     gap = metrics.likelihood_gap
     chance = row.also["standard errors"] * metrics.likelihood_error
@@ -63,30 +70,30 @@ def alarms(
 def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) -> str:
     """Returns the likely cause of a difference between engine and trainer on the same weights."""
     delta = metrics.delta_logprob_current
+    gap = metrics.logprob_gap
+    before = agreement.delta
     bounds = ALARMS["delta_logprob"].also
-    if not agreement.step:
-        is_one_sided = metrics.logprob_gap > bounds["one-sided share"] * delta
-        if is_one_sided and delta < bounds["most that a filter leaves out"]:
-            return (
-                f"the engine's log-probabilities are higher, by {metrics.logprob_gap:.2g} on "
-                f"average: it truncates {OWN_DEFAULTS}"
-            )
+    precision = f"model.dtype is {config.model.dtype}, look at rollout.engine_args"
+    if agreement.step and delta >= bounds["jump"] * before:
         return (
-            f"another precision or a quantised engine (model.dtype is {config.model.dtype}, look "
-            "at rollout.engine_args), a sampling filter in the engine that the trainer does not "
-            "know, or weights that did not arrive whole"
+            f"weights: until step {agreement.step} both agreed ({before:.2g}), so the engines do "
+            "not serve the weights of their version: an update was confirmed and not loaded (they "
+            "serve old weights), or it arrived damaged or in part; restart the engines"
         )
-    if delta < bounds["jump"] * agreement.delta:
+    if agreement.step:
         return (
-            f"it grew from {agreement.delta:.2g} in step {agreement.step}: numbers that drift "
-            "apart as the weights change, as with a quantised engine or one of lower precision "
-            f"(model.dtype is {config.model.dtype}, look at rollout.engine_args), or engines that "
-            "no longer load new weights"
+            f"it grew from {before:.2g} in step {agreement.step}: numbers that drift apart as the "
+            "weights change, as with a quantised engine or one of lower precision "
+            f"({precision}), or engines that no longer load new weights"
+        )
+    if delta < bounds["most that a filter leaves out"] and gap > bounds["one-sided share"] * delta:
+        return (
+            f"the engine's log-probabilities are higher, by {gap:.2g} on average: it truncates "
+            f"{OWN_DEFAULTS}"
         )
     return (
-        f"weights: until step {agreement.step} both agreed ({agreement.delta:.2g}), so the engines "
-        "do not serve the weights of their version: an update was confirmed and not loaded (they "
-        "serve old weights), or it arrived damaged or in part; restart the engines"
+        f"another precision or a quantised engine ({precision}), a sampling filter in the engine "
+        "that the trainer does not know, or weights that did not arrive whole"
     )
 
 
@@ -131,15 +138,6 @@ def refused_calls(
     outcome = "" if any(rewards) else "all rewards are 0, and "
     text = row.text(config, outcome=outcome, calls=calls, refusal=refusal)
     return {"refused_calls": text}
-
-
-def _dropout(settings: Collection[str]) -> str:
-    """Explains that dropout makes the updated policy differ from the one that samples."""
-    names = ", ".join(settings)
-    return (
-        f"dropout ({names}), which applies in updates and not in the engine. Set it to 0: "
-        "`lora.dropout` in the settings, the others in the model's config.json"
-    )
 
 
 def _age(staleness: float, config: Config) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ from learning.digest import digest
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
 from trainer.algorithms.batch import Batch
-from trainer.observe.run_dir import append_line, read_lines
+from trainer.observe.run_dir import append_line, damaged, read_lines
 from trainer.policy.critic import ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.rollouts.requests import sampling_seed
@@ -42,7 +42,6 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "pef
 """The packages that compute what is compared."""
 Given = Literal["prompts", "rewards", "environment"]
 """What a caller of the Python API may give in the place of settings."""
-_L = TypeVar("_L", bound="AuditedStart | AuditedStep")
 
 
 class Setup(msgspec.Struct, kw_only=True):
@@ -160,6 +159,9 @@ def audited_step(
     """Returns the line of a step that was just trained. A collective."""
     config = policy.config
     groups = [item.group for item in batch.groups]
+    tensors: list[tuple[str, Tensor]] = []
+    for model in critic.resident()[0]:
+        tensors += named_tensors(model).items()
     return AuditedStep(
         step=policy.step,
         run_id=run_id,
@@ -171,7 +173,7 @@ def audited_step(
         norms=list(update.norms),
         gradients=list(update.gradients),
         weights=policy.digest(),
-        critic=_critic_digest(critic, policy.ranks),
+        critic=digest(tensors, policy.ranks) if tensors else None,
     )
 
 
@@ -181,19 +183,6 @@ def _column_digest(column: Sequence[Float32] | None) -> str | None:
         return None
     flat = np.concatenate(column) if len(column) else np.zeros(0, np.float32)
     return Hasher(np.ascontiguousarray(flat, np.float32).data).hexdigest()
-
-
-def _critic_digest(critic: ValueFunction, ranks: Ranks) -> str | None:
-    """Returns the checksum of the critic's weights; None without one on these ranks. A
-    collective.
-    """
-    models, _ = critic.resident()
-    if not models:
-        return None
-    tensors: list[tuple[str, Tensor]] = []
-    for model in models:
-        tensors += named_tensors(model).items()
-    return digest(tensors, ranks)
 
 
 class AuditRecord:
@@ -213,33 +202,23 @@ class AuditRecord:
         self._starts: dict[str, AuditedStart] = {}
         self._steps: dict[int, AuditedStep] = {}
         for line in read_lines(self.path):
-            if line.get("kind") == "start":
-                start = self._parsed(line, AuditedStart)
-                self._starts[start.run_id] = start
+            try:
+                found: AuditedStart | AuditedStep = msgspec.convert(
+                    line, AuditedStart | AuditedStep
+                )
+            except ValidationError as error:
+                raise damaged(
+                    f"a line of the audit record is damaged: {error}", self.path
+                ) from None
+            if isinstance(found, AuditedStart):
+                self._starts[found.run_id] = found
             else:
-                step = self._parsed(line, AuditedStep)
-                self._steps[step.step] = step
-
-    def _parsed(self, line: dict[str, Any], kind: type[_L]) -> _L:
-        try:
-            return msgspec.convert(line, kind)
-        except ValidationError as error:
-            raise ConfigError(
-                f"a line of the audit record is damaged: {error}",
-                field="trainer.run_dir",
-                value=str(self.path),
-                remedy="restore the file from a copy; a step without its line cannot be replayed",
-            ) from None
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that are recorded."""
-        return sorted(self._steps)
+                self._steps[found.step] = found
 
     def step(self, step: int) -> AuditedStep:
         """Returns the line of a step. Raises ConfigError when there is none."""
         if step not in self._steps:
-            known = f"{self.steps[0]} to {self.steps[-1]}" if self._steps else "none"
+            known = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
             raise ConfigError(
                 f"the audit record lacks step {step}",
                 field="--step",
@@ -251,11 +230,9 @@ class AuditRecord:
     def start(self, step: AuditedStep) -> AuditedStart:
         """Returns the attempt that made a step. Raises ConfigError when its line is missing."""
         if step.run_id not in self._starts:
-            raise ConfigError(
-                f"the audit record lacks the start of the attempt that made step {step.step}",
-                field="run_id",
-                value=step.run_id,
-                remedy=f"restore {self.path} from a copy",
+            raise damaged(
+                f"the audit record lacks the start of {step.run_id}, which made step {step.step}",
+                self.path,
             )
         return self._starts[step.run_id]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.observe.notes import ALARMS
+from trainer.observe.catalogue import ALARMS
 
 
 @dataclass(frozen=True)

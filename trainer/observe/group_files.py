@@ -25,15 +25,15 @@ from msgspec.structs import asdict
 from common.errors import ConfigError, ServiceError
 from common.wire import codec
 from common.wire.schemas import Completion, Float32, Group
-from trainer.observe.run_dir import append_line, storing_run
+from trainer.observe.run_dir import DETAILS, append_line, damaged, storing_run, without
 
 log = logging.getLogger(__name__)
 DIRECTORY = "groups"
 LINES = "groups.jsonl"
-_UNSHOWN = ("kept_tokens", "kept_counts", "routed_experts")
-"""Sampling details of a completion: large, and of no use to a reader. An audit needs them."""
-_UNSHOWN_OF_GROUP = ("barred", "prompt_routed_experts")
-"""Those of a group."""
+_INTEGERS = frozenset({"token_ids", "mask", "prompt_ids", "prompt_token_ids"})
+"""The arrays that hold integers; the others hold float32."""
+_ENDINGS = {"stop": "", "length": "truncated", "abort": "aborted"}
+"""Marks of completions by their `finish_reason`."""
 _SEARCHED_CHARS = 1000
 """Maximum characters of a prompt in `groups.jsonl`."""
 EXCERPT_CHARS = 240
@@ -132,7 +132,7 @@ class GroupRecorder:
         """
         line = StepGroups(step, list(map(_summary, trained)), list(map(_summary, dropped)))
         append_line(self._run_dir / LINES, msgspec.to_builtins(line))
-        self.flush()
+        self.flush()  # one file at a time: a slow disk slows the run instead of filling memory
         if self._keep_bytes:
             self._writing = self._thread.submit(self._write, step, [*trained, *dropped])
 
@@ -196,7 +196,9 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     path = _path(run_dir, step)
     try:
         with ZipFile(path) as file:
-            return _plain(codec.unpack(file.read(_name(place))))
+            content = _with_lists(codec.unpack(file.read(_name(place))))
+            content["completions"] = list(map(_with_lists, content["completions"]))
+            return content
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file fails in many ways
@@ -233,34 +235,26 @@ def read_trained(run_dir: Path, step: int) -> list[RecordedGroup]:
                 if not content["reason"]:  # the dropped ones follow
                     found.append(_recorded(content, name))
     except Exception as error:  # a damaged file fails in many ways
-        raise ConfigError(
-            f"the groups of step {step} cannot be read: {error}",
-            field=name or "trainer.run_dir",
-            value=str(path),
-            remedy="restore that file from a copy: a step whose record is damaged cannot be "
-            "replayed",
-        ) from None
+        raise damaged(f"the groups of step {step} cannot be read: {name} {error}", path) from None
     return found
 
 
 def _recorded(content: dict[str, Any], name: str) -> RecordedGroup:
     """Returns the group of a document, which is the reverse of `_document`."""
     of_group = {key: content.pop(key) for key in ("reused", "weight", "reason", "detail")}
-    columns: dict[str, list[Float32 | None]] = {"advantages": [], "trainer_logprobs": []}
-    for completion in content["completions"]:
-        for key, column in columns.items():
-            spread = completion.pop(key)
-            column.append(None if spread is None else np.frombuffer(spread, "<f4"))
+    columns: dict[str, list[bytes | None]] = {}
+    for key in ("advantages", "trainer_logprobs"):
+        columns[key] = [completion.pop(key) for completion in content["completions"]]
     group = codec.from_plain(content, Group, name)
-    advantages = [
-        completion.trained(spread)
-        for completion, spread in zip(group.completions, columns["advantages"], strict=True)
-        if spread is not None
-    ]
-    logprobs = [
-        None if spread is None else completion.trained(spread)
-        for completion, spread in zip(group.completions, columns["trainer_logprobs"], strict=True)
-    ]
+
+    def trained(key: str) -> list[Float32 | None]:
+        return [
+            None if spread is None else completion.trained(np.frombuffer(spread, "<f4"))
+            for completion, spread in zip(group.completions, columns[key], strict=True)
+        ]
+
+    advantages = [each for each in trained("advantages") if each is not None]
+    logprobs = trained("trainer_logprobs")
     return RecordedGroup(group=group, advantages=advantages, logprobs=logprobs, **of_group)
 
 
@@ -306,44 +300,45 @@ def _name(place: int) -> str:
 def _summary(item: RecordedGroup) -> GroupSummary:
     group = item.group
     completions = group.completions
-    rewards = [_reward(completion) for completion in completions]
-    known = [reward for reward in rewards if reward is not None]
-    all_known = known and len(known) == len(rewards)
+    rewards = [_reward(completion, digits=4) for completion in completions]
+    mean = group.rewards.mean() if completions else math.nan
     verified = all(completion.verified for completion in completions)
     versions: list[int] = []
-    marks: set[str] = set()
+    marks = {"lost"} if group.lost_episodes else set()
     for completion in completions:
         versions += [version for version, _, _ in completion.weight_versions]
-        marks.update(_marks(completion))
-    if group.lost_episodes:
-        marks.add("lost")
-
+        marks |= {completion.status, _ENDINGS[completion.finish_reason]} - {"ok", ""}
+    # |Δ logprob| of trainer and engine, of the completions that the trainer scored.
+    differences = [
+        np.abs(logprobs - completion.trained(completion.logprobs))
+        for completion, logprobs in zip(completions, item.logprobs, strict=False)
+        if logprobs is not None
+    ]
+    first = None
+    if completions:
+        has_verdict = completions[0].verified and rewards[0] is not None
+        words = _valid(completions[0].text[: 2 * EXCERPT_CHARS]).split()
+        first = Beginning(
+            text=" ".join(words)[:EXCERPT_CHARS],
+            correct=completions[0].correct if has_verdict else None,
+        )
     return GroupSummary(
         id=group.id,
         prompt_id=group.prompt_id,
         position=group.position,
         prompt=group.prompt[:_SEARCHED_CHARS],
         versions=(min(versions), max(versions)) if versions else None,
-        reward=round(sum(known) / len(known), 4) if all_known else None,
-        rewards=[None if reward is None else round(reward, 4) for reward in rewards],
+        reward=None if math.isnan(mean) else round(float(mean), 4),
+        rewards=rewards,
         correct=sum(completion.correct for completion in completions) if verified else None,
         tokens=[len(completion.token_ids) for completion in completions],
         marks=sorted(marks),
         advantage=_mean([np.abs(advantages) for advantages in item.advantages]),
-        delta=_mean(_differences(item)),
+        delta=_mean(differences),
         reused=item.reused,
         reason=item.reason,
         detail=item.detail,
-        first=_beginning(completions[0]) if completions else None,
-    )
-
-
-def _beginning(completion: Completion) -> Beginning:
-    has_verdict = completion.verified and _reward(completion) is not None
-    words = _valid(completion.text[: 2 * EXCERPT_CHARS]).split()
-    return Beginning(
-        text=" ".join(words)[:EXCERPT_CHARS],
-        correct=completion.correct if has_verdict else None,
+        first=first,
     )
 
 
@@ -352,22 +347,11 @@ def _valid(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _marks(completion: Completion) -> list[str]:
-    cut = {"stop": [], "length": ["truncated"], "abort": ["aborted"]}[completion.finish_reason]
-    return cut if completion.status == "ok" else [completion.status, *cut]
-
-
-def _reward(completion: Completion) -> float | None:
-    return None if math.isnan(completion.reward) else completion.reward
-
-
-def _differences(item: RecordedGroup) -> list[Float32]:
-    """Returns |Δ logprob| of trainer and engine [L] for each completion that the trainer scored."""
-    return [
-        np.abs(logprobs - completion.trained(completion.logprobs))
-        for completion, logprobs in zip(item.group.completions, item.logprobs, strict=False)
-        if logprobs is not None
-    ]
+def _reward(completion: Completion, digits: int | None = None) -> float | None:
+    """Returns the reward; None without one."""
+    if math.isnan(completion.reward):
+        return None
+    return completion.reward if digits is None else round(completion.reward, digits)
 
 
 def _mean(arrays: Sequence[Float32]) -> float | None:
@@ -377,42 +361,30 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
 
 
 def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
-    content = asdict(item.group)
-    content["completions"] = [asdict(completion) for completion in item.group.completions]
-    if not whole:
-        for name in _UNSHOWN_OF_GROUP:
-            del content[name]
-    for index, document in enumerate(content["completions"]):
-        if not whole:
-            for name in _UNSHOWN:
-                del document[name]
-        completion = item.group.completions[index]
+    left_out = frozenset[str]() if whole else DETAILS
+    completions = []
+    for index, completion in enumerate(item.group.completions):
         logprobs = item.logprobs[index] if item.logprobs else None
-        document["text"] = _valid(completion.text)
-        document["reward"] = _reward(completion)
-        document["advantages"] = (
-            completion.spread(item.advantages[index]) if item.advantages else None
+        advantages = completion.spread(item.advantages[index]) if item.advantages else None
+        completions.append(
+            without(left_out, asdict(completion))
+            | {
+                "text": _valid(completion.text),
+                "reward": _reward(completion),
+                "advantages": advantages,
+                "trainer_logprobs": None if logprobs is None else completion.spread(logprobs),
+            }
         )
-        document["trainer_logprobs"] = None if logprobs is None else completion.spread(logprobs)
-    content["reused"] = item.reused
-    content["weight"] = item.weight
-    content["reason"] = item.reason
-    content["detail"] = item.detail
-    return content
+    of_group = {name: getattr(item, name) for name in ("reused", "weight", "reason", "detail")}
+    content = without(left_out, asdict(item.group))
+    return {**content, **of_group, "completions": completions}
 
 
-def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the arrays in a document, which are bytes, by lists; without sampling details."""
-    for name in _UNSHOWN_OF_GROUP:
-        content.pop(name, None)
-    content["prompt_token_ids"] = np.frombuffer(content["prompt_token_ids"], "<i4").tolist()
-    for completion in content["completions"]:
-        for name in _UNSHOWN:
-            completion.pop(name, None)
-        for name in ("token_ids", "mask", "prompt_ids"):
-            if completion.get(name) is not None:
-                completion[name] = np.frombuffer(completion[name], "<i4").tolist()
-        for name in ("logprobs", "advantages", "trainer_logprobs"):
-            if completion[name] is not None:
-                completion[name] = np.frombuffer(completion[name], "<f4").tolist()
-    return content
+def _with_lists(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a document without sampling details; its arrays, which are bytes, become lists."""
+    shown = without(DETAILS, content)
+    for name, value in shown.items():
+        if isinstance(value, bytes):
+            kind = "<i4" if name in _INTEGERS else "<f4"
+            shown[name] = np.frombuffer(value, kind).tolist()
+    return shown

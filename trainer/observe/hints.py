@@ -1,18 +1,23 @@
-"""Hints: problems seen over the last steps, and which setting to change. Pure.
+"""Hints: what is wrong over several steps, and which setting to change. Pure.
 
-An alarm (`alarms.py`) concerns a single update; a hint needs several steps. Every function here
-measures for one row of `notes.HINTS`, which has the words and the thresholds, and returns the
-numbers that its sentence names, or None when all is well.
+An alarm (`alarms.py`) is about a single update; a hint is about the last `WINDOW` steps, which some
+hints compare with the first `FIRST` steps. `catalogue.HINTS` has the words and the limits, a row
+for each hint or for each of its cases. `_share_of_row` measures the rows that bound a stage's share
+of the time, or the share of dropped groups. Every other hint has a function here, which returns the
+numbers that its sentence names, or None when all is well:
+
+    40 % of the completions are cut, accuracy is 0.2  ─►  _truncated
+    ─►  {"share": 0.4, "why": "accuracy is 0.20: …", "end_token": ""}
+    ─►  "40% of the completions are cut at sampling.max_new_tokens (1024), and accuracy is 0.20: …"
 """
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from functools import partial
 from typing import Any
 
 from common.settings.config import Config
-from trainer.observe.notes import HINTS, MAX_DROPPED, NEVER_ENDS
+from trainer.observe.catalogue import HINTS, NEVER_ENDS, Notice
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import numbers
 
@@ -22,8 +27,16 @@ FIRST = 5
 """Number of first steps whose numbers are the baseline."""
 _RISE = HINTS["reward_hacking"].also["rise of the reward"]
 """Smallest rise of a mean that counts as one."""
+_ROWS: dict[str, Notice] = {}
+"""The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
+`_policy_breaks` reads itself."""
+for _name, _row in HINTS.items():
+    _ROWS.setdefault(_name.partition(",")[0], _row)
 Line = Mapping[str, Any]
+"""A line of `metrics.jsonl`: the metrics of a step."""
 _Measured = dict[str, Any] | None
+"""The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
+well."""
 
 
 def remember(history: MutableSequence[Line], line: Line) -> None:
@@ -37,156 +50,171 @@ def remember(history: MutableSequence[Line], line: Line) -> None:
 def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
     """Returns hint texts by name, for a history kept by `remember`.
 
-    A policy can break in one update, which is said at once; every other hint needs `WINDOW` steps.
+    A policy can break in one update, which is said at once; every other hint needs `WINDOW` steps,
+    since fewer could be chance.
     """
-    found = {}
     steps = _Steps(history, config)
-    for name, measure in _MEASURES.items():
-        has_enough = len(history) >= (1 if name == "policy_breaks" else WINDOW)
-        measured = measure(steps) if has_enough else None
+    texts = {}
+    for name, row in _ROWS.items():
+        measure = _MEASURES.get(name, _share_of_row)
+        has_enough = len(history) >= WINDOW or name == "policy_breaks"
+        measured = measure(steps, row) if has_enough else None
         if measured is not None:
-            row = HINTS[measured.pop("row", name)]
-            found[name] = row.text(config, **measured)
-    return found
+            case_row = HINTS[measured.pop("row", name)]
+            texts[name] = case_row.text(config, **measured)
+    return texts
 
 
 class _Steps:
     """Statistics of the last steps."""
 
     def __init__(self, history: Sequence[Line], config: Config) -> None:
-        rows = list(map(numbers, history))
+        steps = list(map(numbers, history))
         self.config = config
-        self.first = rows[:FIRST]
-        self.last = rows[-WINDOW:]
-        self.measured = [row for row in self.last if row.get("update.trained_tokens") != 0]
-        """Those whose update trained on a token: if all groups have equal rewards, it measures no
-        entropy."""
-        self._before = rows[-WINDOW - 1] if len(rows) > WINDOW else {}
+        self.first = steps[:FIRST]
+        self.last = steps[-WINDOW:]
+        self.trained = [step for step in self.last if step.get("update.trained_tokens") != 0]
+        """The last steps whose update trained on a token. When all groups have equal rewards, an
+        update measures no entropy."""
+        self._before = steps[-WINDOW - 1] if len(steps) > WINDOW else {}
+        """The step before the last ones; empty without one."""
         self.groups = len(self.last) * config.trainer.batch_size
+        # The mean accuracy; None when the rewards are not verdicts.
+        is_known = all("accuracy" in step for step in self.last)
+        self.accuracy = self.mean("accuracy") if is_known else None
 
     def sum(self, name: str) -> float:
-        return sum(row.get(name, 0.0) for row in self.last)
+        return sum(step.get(name, 0.0) for step in self.last)
 
-    def mean(self, name: str, rows: Sequence[Mapping[str, float]] | None = None) -> float:
-        """Returns the mean of a number, such as `update.kl_reference`."""
-        rows = self.last if rows is None else rows
-        return sum(row.get(name, 0.0) for row in rows) / max(1, len(rows))
-
-    def accuracy(self) -> float | None:
-        """Returns the mean accuracy; None when the rewards are not verdicts."""
-        known = all("accuracy" in row for row in self.last)
-        return self.mean("accuracy") if known else None
+    def mean(self, name: str, steps: Sequence[Mapping[str, float]] | None = None) -> float:
+        """Returns the mean of a number, such as `update.kl_reference`, over `steps`, or the last
+        ones.
+        """
+        steps = self.last if steps is None else steps
+        return sum(step.get(name, 0.0) for step in steps) / max(1, len(steps))
 
     def constant(self, name: str) -> float | None:
         """Returns the value that a number had in all known steps; None if it changed."""
-        values = {row.get(name) for row in (*self.first, *self.last)}
+        values = {step.get(name) for step in (*self.first, *self.last)}
         return values.pop() if len(values) == 1 else None
 
     def error_since_first(self, name: str) -> float:
         """Returns the standard error of the difference between the means of the first and the last
-        steps, from how much the steps differ; 0 where there are too few to tell.
+        steps; 0 where there are too few to tell.
+
+        Each mean varies as its steps do: its squared error is Var(steps) / number of steps, and
+        those of independent means add up.
         """
         square = 0.0
-        for rows in (self.first, self.last):
-            values = [row[name] for row in rows if name in row]
+        for steps in (self.first, self.last):
+            values = [step[name] for step in steps if name in step]
             if len(values) > 1:
                 square += statistics.variance(values) / len(values)
         return math.sqrt(square)
 
     def rose(self, name: str) -> bool:
-        """Returns whether the mean rose from the first to the second half of the steps."""
+        """Returns whether the mean rose from the first to the second half of the last steps."""
         half = len(self.last) // 2
         return self.mean(name, self.last[half:]) - self.mean(name, self.last[:half]) > _RISE
 
     def share(self, stage: str) -> float:
         """Returns a stage's share of the wall time, without evaluations and without the longest
-        step: while a service was gone, the trainer waited for it, whatever it usually does.
+        step, in which the trainer may have waited for a service that was gone.
         """
         usual = sorted(self.last, key=_wall_seconds)[:-1]
-        seconds = sum(row.get(f"seconds.{stage}", 0.0) for row in usual)
+        seconds = sum(step.get(f"seconds.{stage}", 0.0) for step in usual)
         return seconds / max(1e-9, sum(map(_wall_seconds, usual)))
 
     def dropped(self, reason: str) -> int:
-        """Returns the groups dropped in these steps. The counts restart at 0 with the process."""
+        """Returns the number of groups dropped in the last steps. The counts of a resumed process
+        begin at 0.
+        """
         now = int(self.last[-1].get(f"dropped.{reason}", 0))
         before = int(self._before.get(f"dropped.{reason}", 0))
         return now - before if now >= before else now
 
+    def equal_share(self) -> float:
+        """Returns the share of the groups whose rewards are equal, replaced ones included."""
+        replaced = self.dropped("zero_variance")
+        equal = self.sum("zero_variance_groups") + replaced
+        return equal / (self.groups + replaced)
 
-def _wall_seconds(row: Mapping[str, float]) -> float:
+
+def _wall_seconds(step: Mapping[str, float]) -> float:
     """Returns the wall time of a step, without its evaluation."""
-    whole = sum(row.get(f"seconds.{name}", 0.0) for name in (*STAGES, WAITING))
-    return whole - row.get("seconds.evaluation", 0.0)
+    whole = sum(step.get(f"seconds.{name}", 0.0) for name in (*STAGES, WAITING))
+    return whole - step.get("seconds.evaluation", 0.0)
 
 
-def _equal_share(steps: _Steps) -> float:
-    """Returns the share of the groups whose rewards are equal."""
-    replaced = steps.dropped("zero_variance")
-    equal = steps.sum("zero_variance_groups") + replaced
-    return equal / (steps.groups + replaced)
+def _share_of_row(steps: _Steps, row: Notice) -> _Measured:
+    """Measures a hint whose row bounds the share of a stage or of dropped groups."""
+    # Only a row without a stage shows the count.
+    count = steps.dropped(row.dropped)
+    share = steps.share(row.stage) if row.stage else count / (steps.groups + count)
+    return {"count": count, "share": share} if share >= row.limit_of(steps.config) else None
 
 
-def _zero_variance_groups(steps: _Steps) -> _Measured:
-    share = _equal_share(steps)
-    accuracy = steps.accuracy()
-    too_few = share < HINTS["zero_variance_groups, right"].limit
-    # Copies are why the rewards are equal.
-    if too_few or steps.config.algorithm.advantage == "none" or _same_answers(steps):
+def _zero_variance_groups(steps: _Steps, row: Notice) -> _Measured:
+    share = steps.equal_share()
+    # Equal answers make equal rewards, and have a hint of their own.
+    has_copies = _same_answers(steps, HINTS["same_answers"])
+    if share < row.limit or has_copies or steps.config.algorithm.advantage == "none":
         return None
     solved = steps.sum("solved_groups")
     failed = steps.sum("failed_groups")
-    # Without solved or failed groups, all equal ones were replaced.
-    mostly_right = accuracy is not None and accuracy >= 0.5
-    easy = solved > failed if solved + failed else mostly_right
+    accuracy = steps.accuracy
+    # If no group of a batch is solved or failed, all equal ones were replaced: only the accuracy
+    # tells which they were.
+    is_easy = solved > failed if solved + failed else (accuracy or 0.0) >= 0.5
 
-    # Rewards that differ between groups alone have a mean that changes.
+    # If all groups got one reward, the mean is the same in every step.
     constant = steps.constant("reward") if share == 1 else None
     if constant == 0:
         case = "zero"
-    elif accuracy is None:
-        case = "unrated" if constant is None else "same"
+    elif accuracy is not None:
+        case = "right" if is_easy else "wrong"
     else:
-        case = "right" if easy else "wrong"
-    row = f"zero_variance_groups, {case}"
-    return {"row": row, "share": share, "accuracy": accuracy, "constant": constant}
+        case = "unrated" if constant is None else "same"
+    return {
+        "row": f"zero_variance_groups, {case}",
+        "share": share,
+        "accuracy": accuracy,
+        "constant": constant,
+    }
 
 
-def _same_answers(steps: _Steps) -> _Measured:
-    row = HINTS["same_answers"]
+def _same_answers(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("copies")
-    solved = (steps.accuracy() or 0.0) >= row.also["accuracy below"]
-    # Short answers may be copies while the others of their groups still teach.
-    teaches = _equal_share(steps) < HINTS["zero_variance_groups, right"].limit
-    if share < row.limit or solved or teaches:
+    is_solved = (steps.accuracy or 0.0) >= row.also["accuracy below"]
+    # Short answers are often copies; a group teaches as long as its rewards differ.
+    teaches = steps.equal_share() < HINTS["zero_variance_groups, right"].limit
+    if share < row.limit or is_solved or teaches:
         return None
-    entropy = steps.mean("update.entropy", steps.measured)
+    entropy = steps.mean("update.entropy", steps.trained)
     is_cold = steps.config.sampling.temperature < row.also["temperature that is nearly greedy"]
     return {
         "row": "same_answers, cold" if is_cold else "same_answers",
         "share": share,
-        "entropy": f" (entropy {entropy:.2g} nats per token)" if steps.measured else "",
+        "entropy": f" (entropy {entropy:.2g} nats per token)" if steps.trained else "",
     }
 
 
-def _dead_reward(steps: _Steps) -> _Measured:
+def _dead_reward(steps: _Steps, row: Notice) -> _Measured:
     names = [name for name in steps.last[-1] if name.startswith("rewards.")]
     constants = {name.removeprefix("rewards."): steps.constant(name) for name in names}
     dead = [f"{name} ({value:g})" for name, value in constants.items() if value is not None]
+    # If the only function is constant, `zero_variance_groups` says it.
     return {"dead": ", ".join(dead)} if dead and len(names) > 1 else None
 
 
-def _reward_hacking(steps: _Steps) -> _Measured:
-    row = HINTS["reward_hacking"]
-    accuracy = steps.accuracy()
+def _reward_hacking(steps: _Steps, row: Notice) -> _Measured:
     reward_first = steps.mean("reward", steps.first)
     reward = steps.mean("reward")
     accuracy_first = steps.mean("accuracy", steps.first)
     chance = row.also["standard errors"] * steps.error_since_first("accuracy")
-    if (
-        accuracy is None
-        or reward - reward_first < _RISE
-        or accuracy_first - accuracy < max(row.limit, chance)
-    ):
+    if steps.accuracy is None or reward - reward_first < _RISE:
+        return None
+    if accuracy_first - steps.accuracy < max(row.limit, chance):
         return None
     grown = []
     for name in steps.last[-1]:
@@ -198,26 +226,25 @@ def _reward_hacking(steps: _Steps) -> _Measured:
         "reward_first": reward_first,
         "reward": reward,
         "accuracy_first": accuracy_first,
-        "accuracy": accuracy,
+        "accuracy": steps.accuracy,
         "grown": f": {', '.join(grown)}" if grown else "",
     }
 
 
-def _format(steps: _Steps) -> _Measured:
+def _format(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("unparsable")
-    if share < HINTS["format"].limit or steps.rose("reward"):
+    # While the reward rises, the model is learning the format.
+    if share < row.limit or steps.rose("reward"):
         return None
     return {"share": share, "reward": steps.mean("reward")}
 
 
-def _truncated(steps: _Steps) -> _Measured:
-    row = HINTS["truncated"]
+def _truncated(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("truncated")
-    accuracy = steps.accuracy()
     never_ends = share >= row.also["share at which hardly any ends"]
-    if accuracy is not None:
-        is_harmless = accuracy >= row.also["accuracy below"]
-        why = f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
+    if steps.accuracy is not None:
+        is_harmless = steps.accuracy >= row.also["accuracy below"]
+        why = f"accuracy is {steps.accuracy:.2f}: what is cut is hardly ever right"
     else:
         is_harmless = steps.rose("reward") and not never_ends
         why = "hardly any ends" if steps.rose("reward") else "the reward does not rise"
@@ -226,21 +253,19 @@ def _truncated(steps: _Steps) -> _Measured:
     return {"share": share, "why": why, "end_token": NEVER_ENDS if never_ends else ""}
 
 
-def _short_answers(steps: _Steps) -> _Measured:
-    row = HINTS["short_answers"]
+def _short_answers(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("completion_tokens", steps.first)
     now = steps.mean("completion_tokens")
-    accuracy = steps.accuracy()
-    # Not `rose`: answers that have become short and right stay so.
+    # Accuracy is compared with the first steps, not within the last ones (`rose`): once answers
+    # have become short and right, it rises no more.
     least = steps.mean("accuracy", steps.first) + row.also["rise of the accuracy"]
-    learned = accuracy is not None and accuracy > least
+    learned = steps.accuracy is not None and steps.accuracy > least
     if now > row.limit * began or began == 0 or learned:
         return None
     return {"began": began, "now": now}
 
 
-def _policy_moves(steps: _Steps) -> _Measured:
-    row = HINTS["policy_moves"]
+def _policy_moves(steps: _Steps, row: Notice) -> _Measured:
     newest = steps.last[-3:]
     kl_first = steps.mean("update.kl_reference", steps.last[:3])
     kl = steps.mean("update.kl_reference", newest)
@@ -250,10 +275,8 @@ def _policy_moves(steps: _Steps) -> _Measured:
     if kl > row.limit:
         seen.append(f"KL to the reference is {kl:.3g} nats per token")
     elif kl > row.also["KL that has grown"] and kl > row.also["growth"] * kl_first:
-        seen.append(
-            f"KL to the reference rose from {kl_first:.3g} to {kl:.3g} nats per token in "
-            f"{WINDOW} steps"
-        )
+        grown = f"KL to the reference rose from {kl_first:.3g} to {kl:.3g} nats per token"
+        seen.append(f"{grown} in {WINDOW} steps")
     if abs(ratio - 1) > row.also["ratio off 1"]:
         seen.append(f"the probability ratio is {ratio:.2f} on average")
     if clipped > row.also["share that is clipped"]:
@@ -261,104 +284,80 @@ def _policy_moves(steps: _Steps) -> _Measured:
     return {"seen": ", ".join(seen)} if seen else None
 
 
-def _policy_breaks(steps: _Steps) -> _Measured:
-    row = HINTS["policy_breaks"]
+def _policy_breaks(steps: _Steps, row: Notice) -> _Measured:
     newest = steps.last[-int(row.also["steps in a row"]) :]
     first = steps.first[:1]
     improves = steps.mean("reward", newest) > steps.mean("reward", first)
     if steps.config.optimizer.learning_rate > HINTS["policy_breaks, rate"].limit and not improves:
         return {"row": "policy_breaks, rate"}
-    if first[0] in newest:
+    if first[0] in newest:  # nothing to compare with yet
         return None
     began = _without_answer(first[0])
     now = min(map(_without_answer, newest))
-    measured = "reward" if steps.accuracy() is None else "accuracy"
-    result_first = steps.mean(measured, first)
-    result = steps.mean(measured, newest)
+    result_name = "reward" if steps.accuracy is None else "accuracy"
+    result_first = steps.mean(result_name, first)
+    result = steps.mean(result_name, newest)
     lost = row.also["lost share of the first result"] * abs(result_first)
     if now - began < row.limit or result > result_first - lost:
         return None
     return {
         "began": began,
         "now": now,
-        "measured": measured,
+        "measured": result_name,
         "first": result_first,
         "result": result,
     }
 
 
-def _without_answer(row: Mapping[str, float]) -> float:
-    """Returns the share of the answers that are cut or have no final answer, at least."""
-    return max(row.get("truncated", 0.0), row.get("unparsable", 0.0))
+def _without_answer(step: Mapping[str, float]) -> float:
+    """Returns a lower bound of the share of answers that are cut or have no final answer."""
+    return max(step.get("truncated", 0.0), step.get("unparsable", 0.0))
 
 
-def _policy_stands_still(steps: _Steps) -> _Measured:
-    is_small = steps.config.optimizer.learning_rate < HINTS["policy_stands_still"].limit
+def _policy_stands_still(steps: _Steps, row: Notice) -> _Measured:
+    is_small = steps.config.optimizer.learning_rate < row.limit
     return {} if is_small and not steps.rose("reward") else None
 
 
-def _not_finite(steps: _Steps) -> _Measured:
+def _not_finite(steps: _Steps, row: Notice) -> _Measured:
     skipped = int(steps.sum("update.skipped"))
-    return {"skipped": skipped} if skipped >= HINTS["not_finite"].limit else None
+    return {"skipped": skipped} if skipped >= row.limit else None
 
 
-def _entropy(steps: _Steps) -> _Measured:
-    row = HINTS["entropy"]
+def _entropy(steps: _Steps, row: Notice) -> _Measured:
     began = steps.mean("update.entropy", steps.first)
-    now = steps.mean("update.entropy", steps.measured)
-    accuracy = steps.accuracy()
-    if accuracy is None:
+    now = steps.mean("update.entropy", steps.trained)
+    if steps.accuracy is None:
         learns = steps.rose("reward")
         why = "the reward does not rise"
     else:
-        learns = accuracy >= row.also["accuracy below"] or steps.rose("accuracy")
-        why = f"accuracy stays at {accuracy:.2f}"
-    if not steps.measured or now >= row.limit * began or learns:
+        learns = steps.accuracy >= row.also["accuracy below"] or steps.rose("accuracy")
+        why = f"accuracy stays at {steps.accuracy:.2f}"
+    if not steps.trained or now >= row.limit * began or learns:
         return None
     return {"began": began, "now": now, "why": why}
 
 
-def _generation_bound(steps: _Steps) -> _Measured:
-    row = HINTS["generation_bound"]
-    limit = row.also["with staleness"] if steps.config.trainer.max_staleness else row.limit
-    share = steps.share("generation")
-    return {"share": share} if share >= limit else None
-
-
-def _rollout_idle(steps: _Steps) -> _Measured:
-    row = HINTS["rollout_idle"]
-    staleness = steps.config.trainer.max_staleness
+def _rollout_idle(steps: _Steps, row: Notice) -> _Measured:
     update = steps.share("update")
     idle = 1 - steps.mean("generating")
-    limit = row.also["with staleness"] if staleness else row.limit
-    # With younger experience than permitted, something else keeps the engines idle.
-    is_as_old_as_allowed = steps.mean("staleness") > staleness - 0.5
+    # If the experience is younger than permitted, the engines do not wait for the update.
+    is_as_old_as_allowed = steps.mean("staleness") > steps.config.trainer.max_staleness - 0.5
     is_measured = "generating" in steps.last[0] and update >= row.also["share of the update"]
-    if not is_measured or idle <= limit or not is_as_old_as_allowed:
+    if not is_measured or idle <= row.limit_of(steps.config) or not is_as_old_as_allowed:
         return None
     return {"idle": idle, "update": update}
 
 
-def _lost_episodes(steps: _Steps) -> _Measured:
+def _lost_episodes(steps: _Steps, row: Notice) -> _Measured:
     lost = {name: int(steps.sum(f"lost_episodes.{name}")) for name in ("timeout", "died", "error")}
     count = sum(lost.values())
     share = count / (steps.groups * steps.config.sampling.group_size + count)
-    row = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
-    return {"row": row, "count": count, "share": share} if share >= HINTS[row].limit else None
+    case = f"lost_episodes, {max(lost, key=lambda each: lost[each])}"
+    return {"row": case, "count": count, "share": share} if share >= row.limit else None
 
 
-def _takes(stage: str, name: str, steps: _Steps) -> _Measured:
-    share = steps.share(stage)
-    return {"share": share} if share >= HINTS[name].limit else None
-
-
-def _dropped(reason: str, steps: _Steps) -> _Measured:
-    count = steps.dropped(reason)
-    share = count / (steps.groups + count)
-    return {"count": count, "share": share} if share >= MAX_DROPPED else None
-
-
-_MEASURES: dict[str, Callable[[_Steps], _Measured]] = {
+_MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "policy_breaks": _policy_breaks,
     "zero_variance_groups": _zero_variance_groups,
     "same_answers": _same_answers,
@@ -371,17 +370,7 @@ _MEASURES: dict[str, Callable[[_Steps], _Measured]] = {
     "policy_stands_still": _policy_stands_still,
     "not_finite": _not_finite,
     "entropy": _entropy,
-    "generation_bound": _generation_bound,
     "rollout_idle": _rollout_idle,
     "lost_episodes": _lost_episodes,
 }
-for _name, _stage in {
-    "publish_bound": "publish",
-    "stragglers": "stragglers",
-    "reward_bound": "reward",
-    "replay_bound": "replay",
-    "nothing_active": WAITING,
-}.items():
-    _MEASURES[_name] = partial(_takes, _stage, _name)
-for _reason in ("generation", "reward", "teacher", "stale"):
-    _MEASURES[f"dropped_{_reason}"] = partial(_dropped, _reason)
+"""The function that measures each hint; `_share_of_row` measures the others."""

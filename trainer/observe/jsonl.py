@@ -1,13 +1,17 @@
-"""Reader of a JSONL file that another process appends to."""
+"""Readers of a JSONL file that another process appends to, and that may be damaged."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import orjson
 
 _SHOWN_DAMAGE = 3
+_TAIL_BYTES = 4 << 20
+"""How much `last_steps` reads of the end of a file."""
 T = TypeVar("T")
 
 
@@ -36,14 +40,12 @@ class JsonlReader(Generic[T]):
     def problems(self) -> list[str]:
         """Returns a sentence for each problem with the file; a missing file is no problem."""
         name = self.path.name
-        found = []
-        if self.unreadable:
-            found.append(f"{name} cannot be read: {self.unreadable}")
-        for number, reason in list(self.damaged.items())[:_SHOWN_DAMAGE]:
+        found = [f"{name} cannot be read: {self.unreadable}"] if self.unreadable else []
+        for number, reason in self.damaged.items():
             found.append(f"line {number} of {name} is damaged and left out: {reason}")
-        more = len(self.damaged) - _SHOWN_DAMAGE
-        if more > 0:
-            found.append(f"{more} more lines of {name} are damaged")
+        if len(self.damaged) > _SHOWN_DAMAGE:
+            more = len(found) - _SHOWN_DAMAGE
+            found[_SHOWN_DAMAGE:] = [f"{more} more lines of {name} are damaged"]
         return found
 
     def replaced(self) -> bool:
@@ -56,7 +58,7 @@ class JsonlReader(Generic[T]):
                 same = file.read(len(self._last)) == self._last
         except FileNotFoundError:
             same = not self.done
-        except OSError:
+        except OSError:  # `read` says why
             same = True
         if not same:
             self._start_over()
@@ -68,6 +70,7 @@ class JsonlReader(Generic[T]):
         try:
             with self.path.open("rb") as file:
                 file.seek(self.done)
+                # A line without an end is still being written.
                 while (line := file.readline()).endswith(b"\n"):
                     self.done += len(line)
                     self._last = line
@@ -82,6 +85,16 @@ class JsonlReader(Generic[T]):
             return
         except OSError as error:
             self.unreadable = error.strerror or str(error)
+
+
+def last_steps(path: Path, count: int) -> list[dict[str, Any]]:
+    """Returns the last whole lines that belong to a step; damaged ones are left out."""
+    reader = JsonlReader(path, parsed)
+    with suppress(OSError):
+        # The reading may begin within a line, which then counts as damaged.
+        reader.done = max(0, path.stat().st_size - _TAIL_BYTES)
+    found = (line for line in reader.read() if isinstance(line.get("step"), int))
+    return list(deque(found, maxlen=count))
 
 
 def parsed(line: bytes) -> dict[str, Any]:

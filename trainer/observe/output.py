@@ -1,4 +1,4 @@
-"""Standard output, as a run uses it: for its lines, and not for its life."""
+"""Standard output that drops lines instead of raising: a run goes on without a console."""
 
 import logging
 import os
@@ -11,11 +11,10 @@ log = logging.getLogger("run")
 
 
 class Output:
-    """Standard output that drops lines instead of raising: when the reader is gone (`| head`, a
-    closed terminal), when the disk behind it is full, or when its encoding lacks a character.
+    """Drops a line when its reader is gone (`| head`, a closed terminal), when the disk behind it
+    is full, or when its encoding lacks a character; the log says so once.
 
-    The first line that is lost is said in the log. It always writes to the present `sys.stdout`,
-    which a notebook or a test may replace.
+    It always writes to the present `sys.stdout`, which a notebook or a test may replace.
     """
 
     def __init__(self) -> None:

@@ -51,11 +51,8 @@ def curves(metrics: Lines, evaluations: Lines) -> Picture:
     """Draws the numbers of `_DRAWN` with those of the evaluations, and the seconds by stage."""
     rows = [numbers(line) for line in metrics]
     held_out = [numbers(line) for line in evaluations]
-    drawn = [
-        metric
-        for metric in METRICS
-        if metric.name in _DRAWN and any(metric.name in row for row in rows)
-    ]
+    known = {name for row in rows for name in row}
+    drawn = [metric for metric in METRICS if metric.name in _DRAWN and metric.name in known]
     columns = math.ceil((len(drawn) + 1) / _ROWS)
     figure, grid = plt.subplots(
         _ROWS, columns, figsize=(4 * columns, 7), layout="constrained", squeeze=False
@@ -69,12 +66,16 @@ def curves(metrics: Lines, evaluations: Lines) -> Picture:
     seconds = places[len(drawn)]
     stages = [*STAGES, WAITING]
     layers = [[row.get(f"seconds.{stage}", 0.0) for row in rows] for stage in stages]
-    seconds.stackplot([row["step"] for row in rows], layers, labels=stages)
+    seconds.stackplot(_column(rows, "step"), layers, labels=stages)
     seconds.set(title="Seconds of a step", xlabel="step")
     seconds.legend(loc="upper right", fontsize="small", ncols=2)
 
     plt.close(figure)  # removes it from pyplot's list: a notebook would show it twice
     return Picture(figure)
+
+
+def _column(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [row.get(name, math.nan) for row in rows]
 
 
 def _draw(
@@ -84,15 +85,14 @@ def _draw(
     held_out: Sequence[Mapping[str, float]],
 ) -> None:
     """Draws a number over the steps, and that of the evaluations."""
-    steps = [row["step"] for row in rows]
-    axes.plot(steps, [row.get(metric.name, math.nan) for row in rows], label="training batch")
+    axes.plot(_column(rows, "step"), _column(rows, metric.name), label="training batch")
     evaluated = [row for row in held_out if metric.held_out in row]
     if evaluated:
-        errors = [row.get("standard_error", 0.0) for row in evaluated]
+        errors = _column(evaluated, "standard_error") if metric.name == "accuracy" else None
         axes.errorbar(
-            [row["step"] for row in evaluated],
-            [row[metric.held_out] for row in evaluated],
-            yerr=errors if metric.name == "accuracy" else None,
+            _column(evaluated, "step"),
+            _column(evaluated, metric.held_out),
+            yerr=errors,
             marker="o",
             capsize=3,
             label="held-out",

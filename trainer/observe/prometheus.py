@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Mapping
+from typing import Any
 
 from common.process.metrics import Metrics, critic_gauges
 from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.metrics import METRICS
-from trainer.observe.run_dir import StepRecord
 from trainer.trackers.base import numbers
 
 _EVALUATION = {
@@ -86,28 +86,32 @@ class TrainerMetrics:
         self._step.set(step)
         self._total_steps.set(total_steps)
 
-    def record(self, record: StepRecord, fresh_groups: int) -> None:
-        self._step.set(record.step)
+    def record(self, record: Mapping[str, Any], fresh_groups: int) -> None:
+        """Shows the numbers of a step."""
+        self._step.set(record["step"])
         self._time.set_to_current_time()
-        known = numbers(asdict(record))
+        known = numbers(record)
         for name, gauge in self._newest.items():
             gauge.set(known.get(name, math.nan))
-        for stage, seconds in record.seconds.items():
+        for stage, seconds in record["seconds"].items():
             self._seconds.labels(stage).set(seconds)
             self._all_seconds.labels(stage).inc(seconds)
-        self._durations.observe(sum(record.seconds.values()))
-        self._tokens.inc(record.update["trained_tokens"])
-        self._updates.labels("applied").inc(record.update["updates"])
-        self._updates.labels("skipped").inc(record.update["skipped"])
-        self._early_stops.inc(record.update["stopped_early"])
+        self._durations.observe(sum(record["seconds"].values()))
+        update = record["update"]
+        self._tokens.inc(update["trained_tokens"])
+        self._updates.labels("applied").inc(update["updates"])
+        self._updates.labels("skipped").inc(update["skipped"])
+        self._early_stops.inc(update["stopped_early"])
         self._groups.labels("fresh").inc(fresh_groups)
-        self._groups.labels("reused").inc(record.reused_groups)
-        for reason, count in (Counter(record.dropped) - self._known_dropped).items():
+        self._groups.labels("reused").inc(record["reused_groups"])
+        dropped = Counter(record["dropped"])
+        for reason, count in (dropped - self._known_dropped).items():
             self._dropped.labels(reason).inc(count)
-        self._known_dropped = Counter(record.dropped)
-        self._alarmed |= record.alarms.keys()
+        self._known_dropped = dropped
+        alarms = record["alarms"]
+        self._alarmed |= alarms.keys()
         for name in self._alarmed:
-            self._alarm.labels(name).set(name in record.alarms)
+            self._alarm.labels(name).set(name in alarms)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         known = numbers(evaluation.summary())

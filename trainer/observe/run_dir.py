@@ -12,11 +12,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
+from msgspec.structs import asdict
 from prometheus_client import Counter
 from rich.console import Console
 from rich.progress import (
@@ -33,69 +33,30 @@ from common.errors import ConfigError, shorten
 from common.process.logs import SHOWN, is_set_up, structured
 from common.process.storage import storing
 from common.settings.config import Config
-from common.wire.codec import group_json
+from common.wire.codec import plain
 from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.evaluation.uncertainty import accuracy_text
 from trainer.observe.hints import hints, remember
 from trainer.observe.output import Output
 from trainer.timing import STAGES, WAITING
-from trainer.trackers.base import numbers
+from trainer.trackers.base import flatten, numbers
 from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
-Line = dict[str, Any]
 ATTEMPTS = "attempts.jsonl"
-PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
-"""Settings that are specific to each run and do not affect training."""
+_OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
+"""Settings that each run has its own value of, and that do not affect training."""
+DETAILS = frozenset(
+    {"kept_tokens", "kept_counts", "routed_experts", "barred", "prompt_routed_experts"}
+)
+"""Sampling details of a group and its completions: large, and only of use to an audit. The experts
+of a group of 16 answers of 8,192 tokens are 50 million numbers."""
 STEP_FILES = ("metrics", "groups", "samples")
 """The files with a line for each step of every run."""
 _AGAIN_AFTER = 20
 """Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
-
-
-@dataclass
-class StepRecord:
-    """One line of `metrics.jsonl`; `trainer.observe.metrics` says what each number is."""
-
-    step: int
-    reward: float
-    accuracy: float | None
-    """None, like the next two counts, when the rewards are not verdicts (`verified`)."""
-    zero_variance_groups: int
-    solved_groups: int | None
-    failed_groups: int | None
-    reused_groups: int
-    staleness: float
-    completion_tokens: float
-    truncated: float
-    unparsable: float
-    dropped: dict[str, int]
-    seconds: dict[str, float]
-    generating: float
-    in_flight: float
-    coordinator: float
-    cpu_seconds: float
-    update: dict[str, float]
-    critic: dict[str, float | None] | None
-    """None without a critic."""
-    alarms: dict[str, str]
-    """Alarms by name, with the likely cause (`trainer.observe.alarms`)."""
-    hints: dict[str, str] = field(default_factory=dict)
-    """Hints by name (`trainer.observe.hints`); the recorder adds them."""
-    gpus: int | None = None
-    """None when external servers generate."""
-    verified: bool = True
-    """Whether the rewards are verdicts on correctness: the same in all lines of a run."""
-    lost_episodes: dict[str, int] = field(default_factory=dict)
-    """Episodes without a reward since the last step, by status."""
-    refused_calls: int = 0
-    weights_checksum: str | None = None
-    """The checksum of the weights after the step, with `reproducible`."""
-    copies: float = 0.0
-    rewards: dict[str, float] = field(default_factory=dict)
-    logged: dict[str, float] = field(default_factory=dict)
 
 
 class Recorder:
@@ -126,17 +87,22 @@ class Recorder:
         self.console = console
         self._config = config
         settings = directory / "config.json"
-        before = _settings_in(settings) if step else {}
+        before = known_settings(directory) if step else {}
         with storing_run(settings):
             directory.mkdir(parents=True, exist_ok=True)
             settings.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        kept = {
-            f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in files
-        }
+        names = [f"{name}.jsonl" for name in files]
+        kept = {name: _keep_before(directory / name, step + 1) for name in names}
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # drops a last line that a crash cut
-        attempt = {"time": time.time(), "run_id": run_id, "step": step, "verdicts": verdicts}
-        append_line(directory / ATTEMPTS, {**attempt, "data": data or config.data.source})
+        attempt = {
+            "time": time.time(),
+            "run_id": run_id,
+            "step": step,
+            "verdicts": verdicts,
+            "data": data or config.data.source,
+        }
+        append_line(directory / ATTEMPTS, attempt)
         self._words = words
         self._progress: Progress | None = None
         self._total = 0
@@ -144,11 +110,16 @@ class Recorder:
         self._history: list[Mapping[str, Any]] = []
         for line in read_lines(directory / "metrics.jsonl"):
             remember(self._history, line)
-        self._tell_changes(before)
+        changes = [
+            f"{name} {shorten(before[name])} → {shorten(value)}"
+            for name, value in changed(before, known_settings(directory)).items()
+        ]
+        if changes:  # nothing else would show it
+            self.say(words(f"settings changed since the last attempt: {', '.join(changes)}"))
         for name, there in kept.items():
-            self._tell_gap(name, [number for number in range(1, step + 1) if number not in there])
+            self._tell_gap(name, sorted(set(range(1, step + 1)) - there))
         if step and config.evaluation.samples:
-            self._tell_gap("evaluations.jsonl", [0] if 0 not in evaluated else [])
+            self._tell_gap("evaluations.jsonl", sorted({0} - evaluated))
         self._trackers = Trackers(config, directory, step, say=self.say, counted=tracked)
 
     def __enter__(self) -> Self:
@@ -165,27 +136,16 @@ class Recorder:
         """Warns of steps before a resume that a file lacks. Training does not need them; curves and
         report do.
         """
-        if lost:
-            which = (
-                f"step {lost[0]}"
-                if len(lost) == 1
-                else f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
-            )
-            text = f"{name} lacks {which}, which the checkpoint has: the file was cut or removed"
-            self.say(
-                f"warning: {text}; training continues, but curves, report and dashboard lack them",
-                logging.WARNING,
-            )
-
-    def _tell_changes(self, before: Mapping[str, Any]) -> None:
-        """Says which settings have changed since `before`: nothing else would show it."""
-        changes = []
-        for name, value in _settings_in(self.directory / "config.json").items():
-            was = before.get(name, value)
-            if was != value and name not in PLACES:
-                changes.append(f"{name} {shorten(was)} → {shorten(value)}")
-        if changes:
-            self.say(self._words(f"settings changed since the last attempt: {', '.join(changes)}"))
+        if not lost:
+            return
+        which = f"step {lost[0]}"
+        if len(lost) > 1:
+            which = f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
+        text = (
+            f"warning: {name} lacks {which}, which the checkpoint has: the file was cut or "
+            "removed; training continues, but curves, report and dashboard lack them"
+        )
+        self.say(text, logging.WARNING)
 
     def show(self, table: Table) -> None:
         """Writes a table to the console and the log."""
@@ -203,23 +163,27 @@ class Recorder:
             yield
         self._progress = None
 
-    def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
-        self._append("samples", {"step": record.step, **group_json(groups[0])})
-        remember(self._history, asdict(record))
-        record.hints = self._in_words(hints(self._history, self._config))
-        record.alarms = self._in_words(record.alarms)
-        self.measured(record.__dict__, step_line(record, self._total), groups[0])
-        self._warn("alarm", record.step, record.alarms)
-        self._warn("hint", record.step, record.hints)
-
-    def _in_words(self, texts: Mapping[str, str]) -> dict[str, str]:
-        return {name: self._words(text) for name, text in texts.items()}
+    def step(self, record: dict[str, Any], group: Group) -> None:
+        """Adds the hints to the record of a step, then writes and prints it; `group` is a sample of
+        its groups.
+        """
+        completions = [without(DETAILS, asdict(each)) for each in group.completions]
+        sample = {**without(DETAILS, asdict(group)), "completions": completions}
+        append_line(self.directory / "samples.jsonl", {"step": record["step"], **plain(sample)})
+        remember(self._history, record)
+        found = {"alarm": record["alarms"], "hint": hints(self._history, self._config)}
+        for kind, texts in found.items():
+            record[f"{kind}s"] = {name: self._words(text) for name, text in texts.items()}
+        self.measured(record, step_line(record, self._total), group)
+        for kind in found:
+            self._warn(kind, record["step"], record[f"{kind}s"])
 
     def measured(self, record: Mapping[str, Any], text: str, group: Group | None = None) -> None:
         """Writes the numbers of a step and prints `text`; trackers get them, and sometimes the
         samples of `group`.
         """
-        self._append("metrics", {"time": time.time(), "total_steps": self._total, **record})
+        line = {"time": time.time(), "total_steps": self._total, **record}
+        append_line(self.directory / "metrics.jsonl", line)
         self._trackers.step(record, group)
         self.say(text)
         if self._progress is not None:
@@ -233,24 +197,24 @@ class Recorder:
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
+        count = evaluation.num_samples
         if evaluation.accuracy is None:
-            result = f"held-out reward {evaluation.mean_reward:.3f}"
+            result = f"reward {evaluation.mean_reward:.3f}"
         else:
             error = evaluation.standard_error or 0.0
-            result = accuracy_text(evaluation.accuracy, error, evaluation.num_samples)
-            result = f"held-out accuracy {result}"
-        problems = f"{evaluation.num_samples} problems"
+            result = f"accuracy {accuracy_text(evaluation.accuracy, error, count)}"
+        problems = f"{count} problems"
         if evaluation.trained_on:
             problems += f", {evaluation.trained_on} of which were trained on"
-        text = f"evaluation at step {evaluation.step}: {result} ({problems})"
+        text = f"evaluation at step {evaluation.step}: held-out {result} ({problems})"
         if evaluation.pass_at_k is not None:
             text += f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
         self.evaluated(evaluation.summary(), text, evaluation.answers)
         if evaluation.trained_on:
             leaked = (
-                f"{evaluation.trained_on} of {evaluation.num_samples} held-out problems were "
-                "trained on: the evaluation measures what was memorised, too. Remove them from the "
-                "training data, or evaluate on others"
+                f"{evaluation.trained_on} of {count} held-out problems were trained on: the "
+                "evaluation measures what was memorised, too. Remove them from the training data, "
+                "or evaluate on others"
             )
             self._warn("warning", evaluation.step, {"trained_on": leaked})
 
@@ -258,12 +222,12 @@ class Recorder:
         self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()
     ) -> None:
         """Writes an evaluation, passes it to the trackers and prints `text`."""
-        # Drops the lines of a killed attempt.
-        _keep_before(self.directory / "evaluations.jsonl", summary["step"])
+        path = self.directory / "evaluations.jsonl"
+        _keep_before(path, summary["step"])  # drops the lines of a killed attempt
         line = {"time": time.time(), **summary}
         if answers:
             line["answers"] = [answer.__dict__ for answer in answers]
-        self._append("evaluations", line)
+        append_line(path, line)
         self._trackers.evaluation(summary, answers)
         self.say(text)
 
@@ -283,13 +247,13 @@ class Recorder:
             before = evaluations[0]
             after = evaluations[-1]
             self.show(_comparison_table(before, after))
-            for old, new in _interesting(before.get("answers", []), after.get("answers", [])):
+            pairs = list(zip(before.get("answers", []), after.get("answers", []), strict=True))
+            # Those with another verdict than before come first.
+            pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])
+            for old, new in pairs[:_SHOWN_PROBLEMS]:
                 self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
                 self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
         self.say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
-
-    def _append(self, name: str, content: dict[str, Any]) -> None:
-        append_line(self.directory / f"{name}.jsonl", content)
 
 
 def tell(console: Console, text: str, level: int = logging.INFO) -> None:
@@ -308,24 +272,11 @@ def run_ids(directory: Path) -> list[str]:
     return [line["run_id"] for line in read_lines(directory / ATTEMPTS)]
 
 
-def _settings_in(path: Path) -> dict[str, Any]:
-    """Returns the settings in a `config.json` by name; none if it cannot be read."""
-    try:
-        content = json.loads(path.read_bytes())
-        sections = {name: value for name, value in content.items() if isinstance(value, dict)}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
-    found = {name: value for name, value in content.items() if name not in sections}
-    for section, values in sections.items():
-        found |= {f"{section}.{name}": value for name, value in values.items()}
-    return found
-
-
 def is_run(directory: Path) -> bool:
-    """Whether this is the directory of a run; that of a model has a config.json too."""
+    """Whether this is the directory of a run; the directory of a model also has a config.json."""
     if any((directory / name).exists() for name in ("metrics.jsonl", ATTEMPTS)):
         return True
-    return "trainer.max_steps" in _settings_in(directory / "config.json")
+    return "trainer.max_steps" in known_settings(directory)
 
 
 def no_run(directory: Path, inside: str = "") -> ConfigError:
@@ -338,6 +289,16 @@ def no_run(directory: Path, inside: str = "") -> ConfigError:
         field="RUN_DIR",
         value=str(directory),
         remedy="name the directory of a run, such as runs/NAME (it has a config.json)",
+    )
+
+
+def damaged(message: str, path: Path, remedy: str = "") -> ConfigError:
+    """Returns the error for a file of a run that is damaged, incomplete or missing."""
+    return ConfigError(
+        message,
+        field="trainer.run_dir",
+        value=str(path),
+        remedy=remedy or "restore that file from a copy",
     )
 
 
@@ -365,46 +326,46 @@ def no_step(directories: str) -> ConfigError:
     )
 
 
+def without(names: frozenset[str], content: dict[str, Any]) -> dict[str, Any]:
+    """Returns `content` without some of its fields."""
+    return {name: value for name, value in content.items() if name not in names}
+
+
 def append_line(path: Path, content: dict[str, Any]) -> None:
     """Appends a line to a JSONL file of the run. Raises StorageFailed when the disk is full."""
     with storing_run(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def step_line(record: StepRecord, total: int) -> str:
+def step_line(record: Mapping[str, Any], total: int) -> str:
     """Returns the console line of a step, at most 120 columns; zero counts at the end are left
     out.
     """
-    accuracy = "" if record.accuracy is None else f"acc {record.accuracy:.3f}  "
-    seconds = record.seconds
+    accuracy = "" if record["accuracy"] is None else f"acc {record['accuracy']:.3f}  "
+    seconds = record["seconds"]
     training = seconds["update"] + seconds["publish"]
     line = (
-        f"step {record.step:>4}/{total}  reward {record.reward:.3f}  {accuracy}"
-        f"tokens {record.completion_tokens:.0f}  {_short(sum(seconds.values()))} s "
+        f"step {record['step']:>4}/{total}  reward {record['reward']:.3f}  {accuracy}"
+        f"tokens {record['completion_tokens']:.0f}  {_short(sum(seconds.values()))} s "
         f"(gen {_short(seconds['generation'])}, train {_short(training)})"
     )
-    if record.truncated >= 0.005:
-        line += f"  cut {record.truncated:.0%}"
-    if record.staleness:
-        line += f"  stale {record.staleness:.1f}"
-    lost = sum(record.lost_episodes.values())
-    if lost:
-        line += f"  lost {lost}"
-    if record.refused_calls:
-        line += f"  refused {record.refused_calls}"
-    dropped = sum(record.dropped.values())
-    if dropped:
-        line += f"  dropped {dropped}"
-    return line
+    if record["truncated"] >= 0.005:
+        line += f"  cut {record['truncated']:.0%}"
+    if record["staleness"]:
+        line += f"  stale {record['staleness']:.1f}"
+    counts = {
+        "lost": sum(record["lost_episodes"].values()),
+        "refused": record["refused_calls"],
+        "dropped": sum(record["dropped"].values()),
+    }
+    return line + "".join(f"  {name} {count}" for name, count in counts.items() if count)
 
 
 def _short(seconds: float) -> str:
     """Formats seconds with three significant digits."""
     if seconds < 10:
         return f"{seconds:.2f}"
-    if seconds < 100:
-        return f"{seconds:.1f}"
-    return f"{seconds:.0f}"
+    return f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
 
 
 def progress_bar(title: str, console: Console, hidden: bool) -> Progress:
@@ -440,30 +401,45 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise ConfigError(
-                f"line {number} of {path.name} is damaged: {error}",
-                field="trainer.run_dir",
-                value=str(path),
-                remedy="remove that line, or move the file away",
-            ) from None
+            message = f"line {number} of {path.name} is damaged: {error}"
+            raise damaged(message, path, "remove that line, or move the file away") from None
     return found
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Returns the content of a run's `config.json`. Raises ConfigError when it is damaged."""
+    """Returns the content of a run's `config.json`. Raises ConfigError when it is missing or
+    damaged.
+    """
     path = run_dir / "config.json"
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path.name} cannot be read: {error}",
-            field="trainer.run_dir",
-            value=str(path),
-            remedy="restore that file from a copy",
-        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        problem = "is missing" if is_missing else f"cannot be read: {error}"
+        raise damaged(f"{path.name} {problem}", path) from None
     return content
+
+
+def known_settings(run_dir: Path) -> dict[str, Any]:
+    """Returns the settings in a run's `config.json` by name, such as `trainer.batch_size`; none if
+    it cannot be read.
+    """
+    with suppress(ConfigError):
+        return flatten(read_settings(run_dir))
+    return {}
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings `now` that were something else `before`, without those that are specific
+    to each run.
+    """
+    return {
+        name: value
+        for name, value in now.items()
+        if name not in _OF_EACH_RUN and before.get(name, value) != value
+    }
 
 
 def _keep_before(path: Path, step: int) -> set[int]:
@@ -489,55 +465,36 @@ def storing_run(path: Path) -> AbstractContextManager[None]:
 
 def seconds_table(metrics: list[dict[str, Any]]) -> Table:
     """Returns a table of a step's mean seconds by stage, from the lines of `metrics.jsonl`."""
-    means: dict[str, float] = {}
-    for stage in (*STAGES, WAITING):
-        seconds = sum(line["seconds"].get(stage, 0.0) for line in metrics)
-        means[stage] = seconds / max(1, len(metrics))
-    means["step"] = sum(means.values())
-
     table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
-    for name in means:
-        table.add_column(name, justify="right")
-    table.add_row(*(f"{mean:.3f}" for mean in means.values()))
+    means = []
+    for stage in (*STAGES, WAITING):
+        table.add_column(stage, justify="right")
+        seconds = sum(line["seconds"].get(stage, 0.0) for line in metrics)
+        means.append(seconds / max(1, len(metrics)))
+    table.add_column("step", justify="right")
+    table.add_row(*(f"{mean:.3f}" for mean in [*means, sum(means)]))
     return table
 
 
-def _comparison_table(before: Line, after: Line) -> Table:
+def _comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     table = Table(title=f"held-out split, {after['num_samples']} problems")
     table.add_column("", justify="right")
     table.add_column(f"before (step {before['step']})", justify="right")
     table.add_column(f"after (step {after['step']})", justify="right")
-    measured_before = _measured(before)
-    for title, value in _measured(after).items():
-        if title in measured_before:
-            table.add_row(title, f"{measured_before[title]:.3f}", f"{value:.3f}")
-    return table
-
-
-def _measured(evaluation: Line) -> dict[str, float]:
-    """Returns what an evaluation measured; the mean reward only without an accuracy."""
-    found = numbers(evaluation)
-    accuracy = "accuracy" if found.get("temperature") else "greedy accuracy"
+    was = numbers(before)
+    found = numbers(after)
     titles = {
         "loss": "loss (nats per token)",
-        "accuracy": accuracy,
+        "accuracy": "accuracy" if found.get("temperature") else "greedy accuracy",
         "mean_reward": "mean reward",
-        "pass_at_k": f"pass@{evaluation.get('k')}",
+        "pass_at_k": f"pass@{after.get('k')}",
     }
     if "accuracy" in found:
         del titles["mean_reward"]
-    return {title: found[key] for key, title in titles.items() if key in found}
-
-
-def _interesting(
-    before: list[dict[str, Any]], after: list[dict[str, Any]]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns the answers before and after to a few problems, those with a changed verdict
-    first.
-    """
-    pairs = list(zip(before, after, strict=True))
-    pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
-    return pairs[:_SHOWN_PROBLEMS]
+    for key, title in titles.items():
+        if key in found and key in was:
+            table.add_row(title, f"{was[key]:.3f}", f"{found[key]:.3f}")
+    return table
 
 
 def _one_line(answer: dict[str, Any]) -> str:

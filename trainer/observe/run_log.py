@@ -25,9 +25,9 @@ from trainer.observe.alarms import (
 from trainer.observe.duplicate_answers import copied_answers, duplicate_answers
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder, StepRecord
+from trainer.observe.run_dir import Recorder
 from trainer.policy.policy import PolicyUpdate
-from trainer.rollouts.drops import DroppedGroup, Drops
+from trainer.rollouts.drops import Drops
 from trainer.timing import CpuClock, StageClock
 
 
@@ -87,7 +87,7 @@ class RunLog:
                 yield
                 self._groups.flush()
             except BaseException:
-                self._groups.abort(self._step + 1, _dropped(drops.recent()))
+                self._groups.abort(self._step + 1, _dropped(drops))
                 raise
 
     def step(
@@ -100,100 +100,93 @@ class RunLog:
         drops: Drops,
         weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
-        """Records a finished step, and returns the record."""
+        """Records a finished step, and returns its line of `metrics.jsonl`, whose numbers
+        `trainer.observe.metrics` explains.
+        """
         self._step = step
-        record = self._record(step, batch, update, critic=critic, drops=drops)
-        record.weights_checksum = weights_checksum
-        self._groups.step(step, _trained(batch, update), _dropped(drops.recent()))
-        self._recorder.step(record, [item.group for item in batch.groups])
-        self._metrics.record(record, len(batch.fresh))
-        return asdict(record)
+        record = self._record(step, batch, update)
+        # The counts are totals of the run, the line has what was added since the last step.
+        lost = Counter(drops.lost_episodes)
+        refused = drops.refused_calls - self._refused_before
+        rewards = [answer.reward for item in batch.groups for answer in item.group.answers]
+        raised = refused_calls(refused, drops.refusal, rewards=rewards, config=self._config)
+        record["alarms"] |= raised
+        record |= {
+            "dropped": dict(drops.counts),
+            "lost_episodes": dict(lost - self._lost_before),
+            "refused_calls": refused,
+            "critic": asdict(critic) if critic else None,
+            "weights_checksum": weights_checksum,
+        }
+        self._lost_before = lost
+        self._refused_before = drops.refused_calls
 
-    def _record(
-        self,
-        step: int,
-        batch: Batch,
-        update: PolicyUpdate,
-        critic: CriticMetrics | None,
-        drops: Drops,
-    ) -> StepRecord:
+        self._groups.step(step, _trained(batch, update), _dropped(drops))
+        self._recorder.step(record, batch.groups[0].group)
+        self._metrics.record(record, len(batch.fresh))
+        return record
+
+    def _record(self, step: int, batch: Batch, update: PolicyUpdate) -> dict[str, Any]:
+        """Returns the numbers of the batch and of its update, with the alarms that they raise."""
         groups = [item.group for item in batch.groups]
         answers = list(chain.from_iterable(group.answers for group in groups))
         ages = [step - 1 - completion.weight_version for completion in _completions(groups)]
         fresh_ages = ages[: len(_completions(batch.fresh))]  # the fresh groups come first
+        staleness = _mean(ages)
+        update_metrics = asdict(update.metrics)
+        teacher_kl = batch.teacher_kl()
+        if teacher_kl is not None:
+            update_metrics["teacher_kl"] = teacher_kl
 
-        # Accuracy and the two counts are unknown when the rewards are not verdicts.
+        # Accuracy and the two counts are None when the rewards are not verdicts.
         verified = self._verdicts.of(answer.verified for answer in answers)
+        correct = [answer.correct for answer in answers if answer.verified]
         equal = [group for group in groups if group.zero_variance]
-        accuracy = None
-        known = [answer.correct for answer in answers if answer.verified]
-        if verified and known:
-            accuracy = _mean(known)
-        solved = sum(_all_correct(group) for group in equal) if verified else None
-        failed = sum(_none_correct(group) for group in equal) if verified else None
+        rights = [[completion.correct for completion in group.completions] for group in equal]
 
-        lost = Counter(drops.lost_episodes)
-        refused = drops.refused_calls
         equal_answers = duplicate_answers(batch.fresh)
         raised = alarms(
             update.metrics,
-            _mean(ages),
+            staleness,
             self._config,
             dropout=self._dropout,
             agreement=self._agreement,
         )
+        if 0 in ages and "delta_logprob" not in raised:
+            self._agreement = Agreement(step, update.metrics.delta_logprob_current)
         if step == 1:
             raised |= other_reference(update.metrics.kl_reference, self._config)
         if not self._config.environment.name:  # an environment may keep the problem to itself
             raised |= same_prompts(batch.fresh, self._config)
         raised |= copied_answers(equal_answers, self._config)
-        raised |= refused_calls(
-            refused - self._refused_before,
-            drops.refusal,
-            rewards=[answer.reward for answer in answers],
-            config=self._config,
-        )
 
         seconds = self._clock.lap()
         generating, generations = self._clock.generating()
-        update_metrics = asdict(update.metrics)
-        teacher_kl = batch.teacher_kl()
-        if teacher_kl is not None:
-            update_metrics["teacher_kl"] = teacher_kl
-        record = StepRecord(
-            step=step,
-            reward=_mean(answer.reward for answer in answers),
-            accuracy=accuracy,
-            zero_variance_groups=len(equal),
-            solved_groups=solved,
-            failed_groups=failed,
-            reused_groups=len(groups) - len(batch.fresh),
-            staleness=_mean(fresh_ages),
-            completion_tokens=float(sum(batch.lengths) / len(answers)),
-            truncated=_mean(answer.finish_reason == "length" for answer in answers),
-            unparsable=_mean(answer.status == "unparsable" for answer in answers),
-            dropped=dict(drops.counts),
-            lost_episodes=dict(lost - self._lost_before),
-            refused_calls=refused - self._refused_before,
-            copies=equal_answers.share,
-            seconds=seconds,
-            generating=generating,
-            in_flight=generations * self._config.sampling.group_size,
-            coordinator=self._collecting_cpu.lap() / max(1e-9, sum(seconds.values())),
-            cpu_seconds=self._cpu.lap(),
-            update=update_metrics,
-            critic=asdict(critic) if critic else None,
-            gpus=self._gpus(),
-            verified=verified,
-            rewards=_rewards(answers),
-            logged=self._measured(step),
-            alarms=raised,
-        )
-        self._lost_before = lost
-        self._refused_before = refused
-        if 0 in ages and "delta_logprob" not in raised:
-            self._agreement = Agreement(step, update.metrics.delta_logprob_current)
-        return record
+        return {
+            "step": step,
+            "reward": _mean(answer.reward for answer in answers),
+            "accuracy": _mean(correct) if verified and correct else None,
+            "zero_variance_groups": len(equal),
+            "solved_groups": sum(map(all, rights)) if verified else None,
+            "failed_groups": sum(not any(right) for right in rights) if verified else None,
+            "reused_groups": len(groups) - len(batch.fresh),
+            "staleness": _mean(fresh_ages),
+            "completion_tokens": float(sum(batch.lengths) / len(answers)),
+            "truncated": _mean(answer.finish_reason == "length" for answer in answers),
+            "unparsable": _mean(answer.status == "unparsable" for answer in answers),
+            "copies": equal_answers.share,
+            "seconds": seconds,
+            "generating": generating,
+            "in_flight": generations * self._config.sampling.group_size,
+            "coordinator": self._collecting_cpu.lap() / max(1e-9, sum(seconds.values())),
+            "cpu_seconds": self._cpu.lap(),
+            "gpus": self._gpus(),
+            "update": update_metrics,
+            "verified": verified,
+            "rewards": _rewards(answers),
+            "logged": self._measured(step),
+            "alarms": raised,
+        }
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -228,20 +221,20 @@ def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
     return items
 
 
+def _dropped(drops: Drops) -> list[RecordedGroup]:
+    """Returns the groups dropped since the last call."""
+    return [
+        RecordedGroup(dropped.group, reason=dropped.reason, detail=dropped.detail)
+        for dropped in drops.recent()
+    ]
+
+
 def _mean(numbers: Iterable[float]) -> float:
     return float(np.mean(list(numbers)))
 
 
 def _completions(groups: Sequence[Group]) -> list[Completion]:
     return list(chain.from_iterable(group.completions for group in groups))
-
-
-def _all_correct(group: Group) -> bool:
-    return all(completion.correct for completion in group.completions)
-
-
-def _none_correct(group: Group) -> bool:
-    return not any(completion.correct for completion in group.completions)
 
 
 def _rewards(answers: Sequence[Completion]) -> dict[str, float]:
@@ -252,10 +245,3 @@ def _rewards(answers: Sequence[Completion]) -> dict[str, float]:
             if score is not None:
                 scores.setdefault(name, []).append(score)
     return {name: _mean(found) for name, found in scores.items()}
-
-
-def _dropped(groups: Sequence[DroppedGroup]) -> list[RecordedGroup]:
-    return [
-        RecordedGroup(dropped.group, reason=dropped.reason, detail=dropped.detail)
-        for dropped in groups
-    ]

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -167,6 +168,7 @@ class Checkpoints:
         rank_zero = self._ranks.is_rank_zero
         written = target.with_suffix(".partial")
         try:
+            # Each part in turn on all ranks: the first that fails on one ends it on all.
             self._together(lambda: self._begin(written, files) if rank_zero else None)
             for folder, snapshot in snapshots.items():
                 self._together(partial(snapshot.write_files, written / folder))
@@ -188,6 +190,7 @@ class Checkpoints:
 
     def _complete(self, written: Path, target: Path, state: RunState) -> None:
         """Gives the directory its final name and removes old checkpoints."""
+        # Last, because its list of files is what makes a checkpoint complete.
         content = {"format": _FORMAT, "files": checksums(written), **asdict(state)}
         (written / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
         shutil.rmtree(target, ignore_errors=True)
@@ -210,6 +213,7 @@ class Checkpoints:
             work()
         except Exception as problem:
             error = problem
+        # In a group of its own: the main thread communicates in the default one meanwhile.
         if self._group is not None:
             own_message = f"{type(error).__name__} {error}" if error else None
             messages: list[str | None] = [None] * self._ranks.world_size
@@ -378,27 +382,17 @@ def has_changed(name: str, path: Path) -> ConfigError:
 
 
 def _best(checkpoints: Sequence[Path]) -> Path | None:
-    """Returns the checkpoint with the highest rating, the newest of equals; None if none has
-    one.
+    """Returns the checkpoint with the highest accuracy, or mean reward where there is none, the
+    newest of equals; None if none was evaluated.
     """
-    best: tuple[float, Path] | None = None
+    rated: list[tuple[float, Path]] = []
     for path in checkpoints:
-        rating = _rating(path)
-        if rating is not None and (best is None or (rating, path) > best):
-            best = (rating, path)
-    return None if best is None else best[1]
-
-
-def _rating(path: Path) -> float | None:
-    """Returns the accuracy of a checkpoint, or else its mean reward; None without an
-    evaluation.
-    """
-    try:
-        state = json.loads((path / _STATE).read_text())
-        found = state["mean_reward"] if state["accuracy"] is None else state["accuracy"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return None if found is None else float(found)
+        with suppress(OSError, ValueError, KeyError):
+            state = json.loads((path / _STATE).read_text())
+            found = state["mean_reward"] if state["accuracy"] is None else state["accuracy"]
+            if found is not None:
+                rated.append((float(found), path))
+    return max(rated)[1] if rated else None
 
 
 def _shared(directory: Path, ranks: Ranks) -> bool:

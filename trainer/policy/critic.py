@@ -1,8 +1,8 @@
-"""The training loop's interface to the critic: none, on the trainer's own ranks, or in a
-critic-server.
+"""The training loop's side of the critic: none, on the trainer's own ranks, or in a critic-server.
 
 Every rank holds a `ValueFunction` and calls the same methods in the same order; every rank gets the
-same results.
+same results. The critic itself is `services/critic/critic.py` in both places
+(docs/adr/0005-one-critic-two-places.md).
 """
 
 import json
@@ -129,7 +129,7 @@ class RemoteCritic(ValueFunction):
         self._loop = loop
         self._run_id = run_id
         self._step = 0
-        """The critic's step, known on rank 0 only."""
+        """The critic's step; only rank 0's counts."""
 
     def restore(self, directory: Path | None) -> None:
         """See `ValueFunction`. Raises ServiceError (404) when the critic-server lacks the
@@ -146,30 +146,29 @@ class RemoteCritic(ValueFunction):
                 saved_by = saved["run_id"]
             except (OSError, ValueError, KeyError, TypeError):
                 raise _no_critic(directory) from None
-        self._step = self._call(self._server.restore(self._run_id, step, saved_by))().step
+        server = self._server
+        self._step = self._begin(server.restore(self._run_id, step, saved_by))().step
 
     def values(self, batch: Batch) -> list[Float32]:
         values: list[Float32] = []
         if self._ranks.is_rank_zero:
-            call = self._server.values(batch.sequences(), self._run_id, self._step)
+            call = self._begin(self._server.values(batch.sequences(), self._run_id, self._step))
             # Copied: those from the wire are read-only, which torch warns of.
-            values = [row.copy() for row in self._call(call)()]
+            values = [row.copy() for row in call()]
         return self._ranks.broadcast(values)
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """See `ValueFunction`. The critic-server computes in the background."""
+        wait: Callable[[], CriticMetrics] | None = None
         if self._ranks.is_rank_zero:
-            wait = self._call(
+            wait = self._begin(
                 self._server.update(self._run_id, self._step, seed, batch.value_targets())
             )
 
         def finish() -> CriticMetrics:
-            metrics: CriticMetrics | None = None
-            if self._ranks.is_rank_zero:
-                metrics = wait()
-                self._step += 1
-            metrics = self._ranks.broadcast(metrics)
+            metrics = self._ranks.broadcast(wait and wait())
             assert metrics is not None, "rank 0 has them"
+            self._step += 1
             return metrics
 
         return finish
@@ -183,7 +182,7 @@ class RemoteCritic(ValueFunction):
         if not self._ranks.is_rank_zero:
             return {self._FOLDER: Snapshot()}
         keep = self._config.checkpoint.keep + 1
-        status = self._call(self._server.save(self._run_id, self._step, keep))()
+        status = self._begin(self._server.save(self._run_id, self._step, keep))()
         text = json.dumps({"run_id": self._run_id, "step": status.step})
         return {self._FOLDER: Snapshot(texts={self._SAVED: text})}
 
@@ -192,7 +191,7 @@ class RemoteCritic(ValueFunction):
         assert self._client is not None, "rank 0 has a client"
         return self._client
 
-    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
+    def _begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
         """Starts a call; the returned function waits for the answer."""
         assert self._loop is not None, "rank 0 has an event loop"
         wait = self._loop.begin(coroutine)

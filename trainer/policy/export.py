@@ -32,9 +32,9 @@ MODEL_FILES = (
     "additional_chat_templates/*",
     TRAINED_PROMPTS,
 )
-"""What a model in a directory or on the hub may consist of, besides its config.json. What the model
-that replaces it does not have must go: transformers would apply an old adapter to new weights.
-"""
+"""The files of a model besides its config.json, in a directory or on the hub. Files that the model
+which replaces it does not have must be removed: transformers would apply an old adapter to new
+weights."""
 
 
 def export(

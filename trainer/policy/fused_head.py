@@ -2,9 +2,8 @@
 forwards, one backwards.
 
 With z the logits divided by the temperature, y the target, p the probabilities and H the entropy:
-log p(y) = z(y) - lse(z), d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). With a
-cap, z is cap · tanh(logit / cap) divided by the temperature, and the gradient is multiplied by 1 -
-tanh². See docs/adr/0027-head.md.
+log p(y) = z(y) - lse(z), d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). A head
+with a cap is left to torch's operators. See docs/adr/0027-head.md.
 """
 
 from typing import TYPE_CHECKING
@@ -19,24 +18,9 @@ _BLOCK = 4096
 _WARPS = 8
 
 
-@triton.jit
-def _tanh(x):  # type: ignore[no-untyped-def]  # triton is not typed for mypy here
-    falling = tl.exp(-2 * tl.abs(x))  # at most 1, so that nothing overflows
-    size = (1 - falling) / (1 + falling)
-    return tl.where(x < 0, -size, size)
-
-
-@triton.jit
-def _capped(logits, cap):  # type: ignore[no-untyped-def]  # triton is not typed for mypy here
-    """Caps logits, except those of excluded tokens and of padding, whose probability must stay
-    0.
-    """
-    return tl.where(logits > -1e29, cap * _tanh(logits / cap), logits)
-
-
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
-def _statistics(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Triton compiles it
-    logits, targets, logprobs, entropies, normalisers, vocabulary, scale, cap, BLOCK: tl.constexpr
+def _statistics(  # type: ignore[no-untyped-def]  # noqa: PLR0917  # Triton compiles it
+    logits, targets, logprobs, entropies, normalisers, vocabulary, scale, BLOCK: tl.constexpr
 ):
     """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none
     overflows or cancels.
@@ -49,8 +33,6 @@ def _statistics(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Tr
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         logit = tl.load(line + columns, mask=columns < vocabulary, other=-1e30)
-        if cap is not None:
-            logit = _capped(logit, cap)
         z = logit * scale
         highest = tl.maximum(largest, tl.max(z, 0))
         shift = largest - highest
@@ -64,8 +46,6 @@ def _statistics(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Tr
         largest = highest
     normaliser = largest + tl.log(total)
     of_target = tl.load(line + tl.load(targets + row))
-    if cap is not None:
-        of_target = _capped(of_target, cap)
     tl.store(logprobs + row, of_target * scale - normaliser)
     tl.store(entropies + row, tl.log(total) - weighted / total)
     tl.store(normalisers + row, normaliser)
@@ -82,7 +62,6 @@ def _gradient(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Trit
     gradient,
     vocabulary,
     scale,
-    cap,
     BLOCK: tl.constexpr,
 ):
     """Writes one block of one row of the gradient."""
@@ -91,22 +70,17 @@ def _gradient(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Trit
     inside = columns < vocabulary
     of_logprob = tl.load(by_logprob + row) * scale
     logit = tl.load(logits + row * vocabulary + columns, mask=inside, other=-1e30)
-    z = (logit if cap is None else _capped(logit, cap)) * scale
+    z = logit * scale
     log_p = z - tl.load(normalisers + row)
     p = tl.exp(log_p)
     slope = of_logprob * (tl.where(columns == tl.load(targets + row), 1.0, 0.0) - p)
     if by_entropy is not None:
         of_entropy = tl.load(by_entropy + row) * scale
         slope -= of_entropy * tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
-    if cap is not None:
-        bent = _tanh(logit / cap)
-        slope *= 1 - bent * bent
     tl.store(gradient + row * vocabulary + columns, slope, mask=inside)
 
 
-def statistics(
-    logits: "Tensor", targets: "Tensor", temperature: float, cap: float | None, result: "Tensor"
-) -> None:
+def statistics(logits: "Tensor", targets: "Tensor", temperature: float, result: "Tensor") -> None:
     """Computes the log-probabilities of `targets` [N], entropies and normalisers of `logits` [N, V]
     into `result` [3, N], in nats.
     """
@@ -122,7 +96,6 @@ def statistics(
         normalisers=normalisers,
         vocabulary=vocabulary,
         scale=1 / temperature,
-        cap=cap,
         BLOCK=_block(vocabulary),
         num_warps=_WARPS,
     )
@@ -136,7 +109,6 @@ def gradient(
     by_logprob: "Tensor",
     by_entropy: "Tensor | None",
     temperature: float,
-    cap: float | None,
     result: "Tensor",
 ) -> None:
     """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies
@@ -156,7 +128,6 @@ def gradient(
         gradient=result,
         vocabulary=vocabulary,
         scale=1 / temperature,
-        cap=cap,
         BLOCK=block,
         num_warps=_WARPS,
     )

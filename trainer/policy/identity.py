@@ -6,7 +6,6 @@ compared by their content, so that a directory may move.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from transformers.utils import cached_file
 
 from common.errors import ConfigError
 from common.settings.config import Config
+from learning.loading import samples
 from trainer.policy.scorer import cannot_load, load_tokenizer
 
 Facts = dict[str, list[str]]
@@ -21,10 +21,7 @@ Facts = dict[str, list[str]]
 LearnsFrom = Literal["rewards", "answers"]
 _LEARNS_FROM = "learning from"
 _TOKENIZER = "tokenizer of model.name"
-_MERGES = "merges of the tokenizer of model.name"
 """Facts that are not settings."""
-_SAMPLES = 16
-_SAMPLE_BYTES = 1 << 16
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
 _PROMPTS = (
@@ -65,6 +62,7 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     if algorithm.kl_coef > 0:
         models["model.reference"] = model.reference
         plain["algorithm.reference_refresh"] = "on" if algorithm.reference_refresh else "0"
+    # Otherwise the setting itself counts, and may change.
     if algorithm.kl_target is not None:
         plain["algorithm.kl_coef"] = algorithm.kl_coef  # it has been adapted since
     for name in _PROMPTS:
@@ -78,9 +76,7 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     facts["algorithm.advantage"] = [algorithm.advantage, critic]
     facts["teacher.url"] = [config.teacher.url, teacher]
     facts["data.source"] = [config.data.source, _data(config.data.source)]
-    tokenizer = load_tokenizer(model)
-    facts[_TOKENIZER] = [model.name, _tokenizer(tokenizer)]
-    facts[_MERGES] = [model.name, _merges(tokenizer)]
+    facts[_TOKENIZER] = [model.name, _tokenizer(load_tokenizer(model))]
     facts["model.name"] = _model(model.name)
     for name, other in models.items():
         facts[name] = _model(other) if other else ["", ""]
@@ -99,28 +95,27 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
 def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
     if name == _LEARNS_FROM:
         maker = "rlhf sft" if was == "answers" else "the trainer"
-        directory = str(checkpoint.parent.parent)
-        message = f"the checkpoint {checkpoint} was made by {maker}"
         return ConfigError(
-            message, field="trainer.run_dir", value=directory, remedy="name another run directory"
+            f"the checkpoint {checkpoint} was made by {maker}",
+            field="trainer.run_dir",
+            value=str(checkpoint.parent.parent),
+            remedy="name another run directory",
         )
     message = (
         f"the checkpoint {checkpoint} belongs to a run with {name} {was or 'unset'}, "
         f"this run has {is_now or 'none'}"
     )
     remedy = f"set it to {was or 'nothing'} again"
-    field = name
-    if name == _TOKENIZER:
-        name = f"the {name} with its chat template"
-        field = "model.name"
-    if name == _MERGES:
-        name = f"the {name}"
-        field = "model.name"
     if was == is_now:
-        message = f"the content of {name} ({was}) has changed since {checkpoint}"
+        what = "the tokenizer of model.name, or its chat template," if name == _TOKENIZER else name
+        message = f"the content of {what} ({was}) has changed since {checkpoint}"
         remedy = "restore it"
-    remedy += ", or start over: another run directory, or checkpoint.resume false"
-    return ConfigError(message, field=field, value=is_now, remedy=remedy)
+    return ConfigError(
+        message,
+        field="model.name" if name == _TOKENIZER else name,
+        value=is_now,
+        remedy=f"{remedy}, or start over: another run directory, or checkpoint.resume false",
+    )
 
 
 def _model(name: str) -> list[str]:
@@ -140,7 +135,7 @@ def _model(name: str) -> list[str]:
     digest.update(json.dumps(identifying).encode())
     if shown == name:
         for file in sorted(directory.glob("*.safetensors")):
-            for part in _samples(file):
+            for part in samples(file):
                 digest.update(part)
     return [shown, digest.hexdigest()]
 
@@ -153,24 +148,9 @@ def _data(source: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _samples(file: Path) -> Iterator[bytes]:
-    """Yields the header of a safetensors file and samples of its tensors: reading a large model
-    would take minutes.
-    """
-    size = file.stat().st_size
-    yield f"{file.name} {size}".encode()
-    with file.open("rb") as stream:
-        header = stream.read(8)
-        yield header + stream.read(min(size, int.from_bytes(header, "little")))
-        first = stream.tell()
-        for i in range(_SAMPLES):
-            stream.seek(first + (size - first) * i // _SAMPLES)
-            yield stream.read(_SAMPLE_BYTES)
-
-
 def _tokenizer(tokenizer: Any) -> str:
-    """Identifies a tokenizer by its vocabulary, its chat template and the tokens of a probe
-    text.
+    """Identifies a tokenizer by its vocabulary, its chat template, the tokens of a probe text, and
+    how it puts its tokens together, of which a probe shows only a part.
     """
     facts = [
         sorted(tokenizer.get_vocab().items()),
@@ -178,17 +158,10 @@ def _tokenizer(tokenizer: Any) -> str:
         tokenizer.eos_token_id,
         tokenizer(_PROBE).input_ids,
     ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _merges(tokenizer: Any) -> str:
-    """Identifies how a tokenizer puts its tokens together, which a probe text shows in part only;
-    empty for a tokenizer that does not say.
-    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return ""
-    model = json.loads(backend.to_str())["model"]
-    vocabulary = model.get("vocab")
-    scores = vocabulary if isinstance(vocabulary, list) else None  # of a unigram model
-    return hashlib.sha256(json.dumps([model.get("merges"), scores]).encode()).hexdigest()
+    if backend is not None:
+        model = json.loads(backend.to_str())["model"]
+        vocabulary = model.get("vocab")
+        scores = vocabulary if isinstance(vocabulary, list) else None  # of a unigram model
+        facts += [model.get("merges"), scores]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

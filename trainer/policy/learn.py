@@ -17,7 +17,8 @@ from trainer.policy.reference import Reference
 def learn(
     policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch
 ) -> tuple[PolicyUpdate, CriticMetrics | None]:
-    """Fills the columns of `batch`, updates the models and counts the step. A collective.
+    """Fills the columns of `batch` and updates the models. A collective; the caller counts the
+    step.
 
     The result depends on nothing but the models, the batch, the settings and the step: randomness,
     such as dropout, is seeded here. Returns the metrics of policy and critic.
@@ -34,7 +35,5 @@ def learn(
     # A critic-server learns while the policy is updated here.
     finish_critic_update = critic.start_update(batch, policy.seed)
     warming_up = critic.warming_up(policy.step)
-    # Either one increments policy.step.
-    update = policy.skip_update(batch) if warming_up else policy.update(batch)
-    reference.refresh(policy)  # every `algorithm.reference_refresh` steps
+    update = policy.skip_update() if warming_up else policy.update(batch)
     return update, finish_critic_update()

@@ -25,26 +25,6 @@ _GPU_KEPT_BYTES = 5 << 30
 """Up to these sizes, probabilities are kept for the backward pass; larger ones are recomputed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scoring:
-    """What is computed of the output of a head for C tokens."""
-
-    targets: Tensor
-    """[C] token ids."""
-    temperature: float
-    """Divides the logits; includes the scale of the model's final logits."""
-    cap: float | None
-    """c in c · tanh(z / c) of the head's output z; None without a cap."""
-    needs_gradient: bool
-    """Whether a backward pass follows."""
-    entropy_gradient: bool
-    """Whether the entropies get a gradient."""
-    float32: bool
-    """Whether logits are computed in float32, not in the precision of the hidden states."""
-    support: Support | None
-    """The tokens that each target was sampled from; None for the whole vocabulary."""
-
-
 def token_scores(
     head: nn.Linear,
     hidden: Tensor,
@@ -81,6 +61,7 @@ def token_scores(
         entropy_gradient=entropy_gradient,
         float32=float32,
         support=support,
+        kernels=_kernels(hidden.device.type) if final.cap is None else None,
     )
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -105,6 +86,146 @@ def _kernels(device_type: str) -> ModuleType | None:
     return fused_head
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scoring:
+    """What is computed of the output of a head for C tokens, chunk by chunk.
+
+    A chunk is a slice of the tokens. Methods may overwrite its logits [N, V].
+    """
+
+    targets: Tensor
+    """[C] token ids."""
+    temperature: float
+    """Divides the logits; includes the scale of the model's final logits."""
+    cap: float | None
+    """c in c · tanh(z / c) of the head's output z; None without a cap."""
+    needs_gradient: bool
+    """Whether a backward pass follows."""
+    entropy_gradient: bool
+    """Whether the entropies get a gradient."""
+    float32: bool
+    """Whether logits are computed in float32, not in the precision of the hidden states."""
+    support: Support | None
+    """The tokens that each target was sampled from; None for the whole vocabulary."""
+    kernels: ModuleType | None
+    """Triton's; None where torch's own operators are used, as for a head with a cap."""
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns logits [N, V] in float32; unless `float32`, rounded to the precision of
+        `hidden`.
+        """
+        if self.float32:
+            return float32_logits(hidden, weight, bias)
+        cast = None if bias is None else bias.to(hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden, weight, cast).float()
+
+    def factor(self, by_logprob: Tensor) -> Tensor:
+        """Returns [N, 1] the gradient by p − onehot(y) of that by the log-probabilities [N]."""
+        return (-by_logprob / self.temperature)[:, None]
+
+    def score(self, logits: Tensor, chunk: slice, statistics: Tensor, slope: Tensor | None) -> None:
+        """Computes the `statistics` [3, N] of a chunk and, unless it is None, p − onehot(y) as
+        `slope` [N, V].
+        """
+        targets = self.targets[chunk]
+        bend = self._bend(logits, chunk, with_derivative=slope is not None)
+        if self.kernels is not None:
+            self.kernels.statistics(
+                logits, targets, temperature=self.temperature, result=statistics
+            )
+            if slope is not None:
+                # -temperature leaves the factor to the backward pass.
+                by_logprob = torch.full_like(statistics[0], -self.temperature)
+                self._kernel_gradient(logits, targets, statistics, by_logprob, result=slope)
+            return
+
+        log_p = self._log_probabilities(logits)
+        statistics[0] = log_p.gather(-1, targets[:, None])[:, 0]
+        p = torch.exp(log_p, out=slope)
+        statistics[1] = -log_p.mul_(p).sum(-1)
+        if slope is not None:
+            _subtract_targets(p, targets)
+            if bend is not None:
+                p.mul_(bend)
+
+    def gradient(
+        self,
+        logits: Tensor,
+        chunk: slice,
+        statistics: Tensor,
+        *,
+        by_logprob: Tensor,
+        by_entropy: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of the logits of a chunk as slope [N, V] · factor [N, 1].
+
+        The factor is that of p − onehot(y), the gradient by the log-probabilities. With a gradient
+        of the entropies there is no common factor: the slope is their sum, and the factor is 1.
+        """
+        targets = self.targets[chunk]
+        factor = self.factor(by_logprob)
+        bend = self._bend(logits, chunk, with_derivative=True)
+        if self.kernels is not None:
+            slope = torch.empty_like(logits, dtype=dtype)
+            self._kernel_gradient(
+                logits, targets, statistics, by_logprob, by_entropy=by_entropy, result=slope
+            )
+            return slope, torch.ones_like(factor)
+
+        log_p = self._log_probabilities(logits)
+        p = log_p.exp()
+        if by_entropy is None:
+            exact = _subtract_targets(p, targets)
+        else:
+            by_logits = -by_entropy[:, None] / self.temperature
+            exact = log_p.add_(statistics[1, :, None]).mul_(p).mul_(by_logits)
+            exact.addcmul_(_subtract_targets(p, targets), factor)
+            factor = torch.ones_like(factor)
+        if bend is not None:
+            exact.mul_(bend)
+        return exact.to(dtype), factor
+
+    def _kernel_gradient(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        statistics: Tensor,
+        by_logprob: Tensor,
+        *,
+        by_entropy: Tensor | None = None,
+        result: Tensor,
+    ) -> None:
+        assert self.kernels is not None
+        self.kernels.gradient(
+            logits,
+            targets,
+            statistics=statistics,
+            by_logprob=by_logprob,
+            by_entropy=by_entropy,
+            temperature=self.temperature,
+            result=result,
+        )
+
+    def _bend(self, logits: Tensor, chunk: slice, *, with_derivative: bool) -> Tensor | None:
+        """Replaces z by cap · tanh(z / cap) in the logits and excludes the tokens that were not
+        sampled from; returns the derivative of the cap, 1 − tanh²(z / cap), if it is asked for.
+        """
+        derivative: Tensor | None = None
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_()
+            derivative = 1 - logits**2 if with_derivative else None
+            logits.mul_(self.cap)
+        if self.support is not None:
+            self.support.apply(logits, chunk.start)
+        return derivative
+
+    def _log_probabilities(self, logits: Tensor) -> Tensor:
+        scaled = logits if self.temperature == 1 else logits.div_(self.temperature)
+        return torch.log_softmax(scaled, dim=-1)
+
+
 class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
     """Scores under a linear head.
 
@@ -121,15 +242,15 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         """Returns log-probabilities [C] and entropies [C] from hidden [C, H], weight [V, H] and
         bias [V].
         """
-        kernels = _kernels(hidden.device.type)
         size = _chunk_size(hidden, len(weight))
         cast = weight.to(hidden.dtype)
 
         kept: Tensor | None = None  # [C, V] p − onehot(y), times the derivative of the cap
+        # What is kept for the backward pass saves computing the logits again.
         one_factor = not scoring.entropy_gradient  # the entropy has another gradient matrix
-        exact = kernels is not None or hidden.dtype == torch.float32
+        exact = scoring.kernels is not None or hidden.dtype == torch.float32
         if scoring.needs_gradient and one_factor and exact:
-            limit = _GPU_KEPT_BYTES if kernels else _KEPT_BYTES
+            limit = _GPU_KEPT_BYTES if scoring.kernels else _KEPT_BYTES
             if hidden.element_size() * len(hidden) * len(weight) <= limit:
                 kept = hidden.new_empty(len(hidden), len(weight))
 
@@ -137,20 +258,14 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         statistics = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
-            logits = _logits(hidden[chunk], cast, bias, float32=scoring.float32)
-            _score(
-                logits,
-                start,
-                scoring,
-                kernels=kernels,
-                statistics=statistics[:, chunk],
-                slope=None if kept is None else kept[chunk],
-            )
+            logits = scoring.logits(hidden[chunk], cast, bias)
+            slope = None if kept is None else kept[chunk]
+            scoring.score(logits, chunk, statistics[:, chunk], slope)
             del logits  # before the next chunk's are computed
 
-        logprobs, entropies, _ = (row.clone() for row in statistics)
+        logprobs = statistics[0].clone()
+        entropies = statistics[1].clone()
         ctx.scoring = scoring
-        ctx.kernels = kernels
         ctx.chunk_size = size if kept is None else max(1, len(hidden))
         ctx.save_for_backward(hidden, weight, bias, kept, statistics)
         if not scoring.entropy_gradient:
@@ -174,14 +289,12 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             chunk = slice(start, start + ctx.chunk_size)
             if kept is not None:
                 slope = kept
-                factor = _factor(by_logprob[chunk], scoring)
+                factor = scoring.factor(by_logprob[chunk])
             else:
-                slope, factor = _recomputed(
-                    _logits(hidden[chunk], cast, bias, float32=scoring.float32),
-                    start,
-                    scoring,
-                    kernels=ctx.kernels,
-                    statistics=statistics[:, chunk],
+                slope, factor = scoring.gradient(
+                    scoring.logits(hidden[chunk], cast, bias),
+                    chunk,
+                    statistics[:, chunk],
                     by_logprob=by_logprob[chunk],
                     by_entropy=by_entropy[chunk] if scoring.entropy_gradient else None,
                     dtype=hidden.dtype,
@@ -191,10 +304,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 torch.mul(slope @ cast, factor, out=hidden_gradient[chunk])
             if to_weight:
                 product = float32_product(slope.t(), (hidden[chunk] * factor).to(hidden.dtype))
-                if weight_gradient is None:
-                    weight_gradient = product
-                else:
-                    weight_gradient.add_(product)
+                weight_gradient = (
+                    product if weight_gradient is None else weight_gradient.add_(product)
+                )
                 del product
             if bias_gradient is not None:
                 bias_gradient += float32_product(slope.t(), factor.to(hidden.dtype))[:, 0]
@@ -208,156 +320,6 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
             None,  # scoring
         )
-
-
-def _score(
-    logits: Tensor,
-    start: int,
-    scoring: _Scoring,
-    *,
-    kernels: ModuleType | None,
-    statistics: Tensor,
-    slope: Tensor | None,
-) -> None:
-    """Computes the `statistics` [3, N] of the N tokens from `start` on and, unless it is None,
-    p − onehot(y) as `slope` [N, V]; may overwrite `logits` [N, V].
-    """
-    targets = scoring.targets[start : start + len(logits)]
-    bend = _excluded_and_capped(
-        logits, start, scoring, kernels=kernels, with_derivative=slope is not None
-    )
-    if kernels is not None:
-        kernels.statistics(
-            logits,
-            targets,
-            temperature=scoring.temperature,
-            cap=scoring.cap,
-            result=statistics,
-        )
-        if slope is not None:
-            kernels.gradient(
-                logits,
-                targets,
-                statistics=statistics,
-                # -temperature leaves the factor to the backward pass.
-                by_logprob=torch.full_like(statistics[0], -scoring.temperature),
-                by_entropy=None,
-                temperature=scoring.temperature,
-                cap=scoring.cap,
-                result=slope,
-            )
-        return
-
-    log_p = _log_probabilities(logits, scoring.temperature)
-    statistics[0] = log_p.gather(-1, targets[:, None])[:, 0]
-    p = torch.exp(log_p, out=slope)
-    statistics[1] = -log_p.mul_(p).sum(-1)
-    if slope is not None:
-        _subtract_targets(p, targets)
-        if bend is not None:
-            p.mul_(bend)
-
-
-def _recomputed(
-    logits: Tensor,
-    start: int,
-    scoring: _Scoring,
-    *,
-    kernels: ModuleType | None,
-    statistics: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the logits of the N tokens from `start` on as slope [N, V] · factor
-    [N, 1]; may overwrite `logits` [N, V].
-
-    The factor is that of p − onehot(y), the gradient by the log-probabilities. With a gradient of
-    the entropies there is no common factor: the slope is their sum, and the factor is 1.
-    """
-    targets = scoring.targets[start : start + len(logits)]
-    factor = _factor(by_logprob, scoring)
-    bend = _excluded_and_capped(logits, start, scoring, kernels=kernels, with_derivative=True)
-    if kernels is not None:
-        slope = torch.empty_like(logits, dtype=dtype)
-        kernels.gradient(
-            logits,
-            targets,
-            statistics=statistics,
-            by_logprob=by_logprob,
-            by_entropy=by_entropy,
-            temperature=scoring.temperature,
-            cap=scoring.cap,
-            result=slope,
-        )
-        return slope, torch.ones_like(factor)
-
-    log_p = _log_probabilities(logits, scoring.temperature)
-    p = log_p.exp()
-    if by_entropy is None:
-        exact = _subtract_targets(p, targets)
-    else:
-        by_logits = -by_entropy[:, None] / scoring.temperature
-        exact = log_p.add_(statistics[1, :, None]).mul_(p).mul_(by_logits)
-        exact.addcmul_(_subtract_targets(p, targets), factor)
-        factor = torch.ones_like(factor)
-    if bend is not None:
-        exact.mul_(bend)
-    return exact.to(dtype), factor
-
-
-def _factor(by_logprob: Tensor, scoring: _Scoring) -> Tensor:
-    """Returns [N, 1] the gradient by p − onehot(y) of that by the log-probabilities [N]."""
-    return (-by_logprob / scoring.temperature)[:, None]
-
-
-def _excluded_and_capped(
-    logits: Tensor,
-    start: int,
-    scoring: _Scoring,
-    *,
-    kernels: ModuleType | None,
-    with_derivative: bool,
-) -> Tensor | None:
-    """Caps the logits [N, V] of the tokens from `start` on in place, and excludes those that were
-    not sampled from; returns the derivative of the cap if it is asked for.
-    """
-    bend = None
-    if kernels is None:  # the kernels cap by themselves
-        bend = _cap(logits, scoring.cap, with_derivative=with_derivative)
-    if scoring.support is not None:
-        scoring.support.apply(logits, start)
-    return bend
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, float32: bool) -> Tensor:
-    """Returns logits [tokens, vocabulary] in float32; unless `float32`, rounded to the precision of
-    `hidden`.
-    """
-    if float32:
-        return float32_logits(hidden, weight, bias)
-    cast = None if bias is None else bias.to(hidden.dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return nn.functional.linear(hidden, weight, cast).float()
-
-
-def _cap(logits: Tensor, cap: float | None, with_derivative: bool) -> Tensor | None:
-    """Replaces z by cap · tanh(z / cap) in `logits` [tokens, vocabulary]; returns the derivative if
-    it is asked for.
-
-    Without a cap it does nothing.
-    """
-    if cap is None:
-        return None
-    logits.div_(cap).tanh_()
-    derivative = 1 - logits**2 if with_derivative else None
-    logits.mul_(cap)
-    return derivative
-
-
-def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """Returns log-probabilities [tokens, vocabulary]; may overwrite `logits`."""
-    return torch.log_softmax(logits if temperature == 1 else logits.div_(temperature), dim=-1)
 
 
 def _subtract_targets(p: Tensor, targets: Tensor) -> Tensor:

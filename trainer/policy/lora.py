@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from learning.loading import AddedModules, MemoryReader, fill, not_in_files
+from learning.loading import AddedModules, fill, from_memory, not_in_files
 from learning.ranks import Ranks
 from learning.saving import Contents
 from learning.sharding import named_tensors
@@ -89,6 +89,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     collective; only rank 0 needs to see the checkpoint, which belongs to this run
     (`trainer.policy.identity`). Raises ConfigError when a model cannot be loaded.
     """
+    # All of the model is trained.
     if config.lora.rank == 0:
         scorer = load_scorer(
             config.model, ranks, config, directory, max_tokens=config.rollout.context_bound
@@ -102,7 +103,9 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
     if directory is not None:
-        _load_adapter(scorer.model, directory, ranks)
+        targets = dict(adapter_tensors(named_tensors(scorer.model).items()))
+        read = from_memory(load_file(directory / ADAPTER_WEIGHTS)) if ranks.is_rank_zero else None
+        fill(targets, read, ranks, everywhere=ranks.world_size == 1)
     return scorer
 
 
@@ -113,6 +116,7 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
     Engines load the files of `model.name`, and skip tensors whose names are not in these files.
     """
     problem = ""
+    # Files of quantised weights have other tensors than those that are published.
     if ranks.is_rank_zero and getattr(model.config, "quantization_config", None) is not None:
         problem = "tensors that are not quantised"
     elif ranks.is_rank_zero:
@@ -161,15 +165,6 @@ def _peft_config(config: Config, model: Any) -> Any:
         base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,
         task_type="CAUSAL_LM",
     )
-
-
-def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
-    """Loads the adapter's weights from a checkpoint, which rank 0 reads. A collective."""
-    targets = dict(adapter_tensors(named_tensors(model).items()))
-    reader = None
-    if ranks.is_rank_zero:
-        reader = MemoryReader(load_file(directory / ADAPTER_WEIGHTS))
-    fill(targets, reader, ranks, everywhere=ranks.world_size == 1)
 
 
 def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

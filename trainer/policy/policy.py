@@ -3,9 +3,8 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +22,13 @@ from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from learning.sharding import named_tensors, reshard
+from trainer.algorithms.advantages import NEED_MORE_THAN_REWARDS, named_advantage
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
     TokenTerms,
     adapted_kl_coef,
     kl_divergence,
+    named_loss,
     policy_loss,
     policy_weights,
     token_coefficients,
@@ -39,11 +40,11 @@ from trainer.policy.learning_rate import learning_rate
 from trainer.policy.lora import adapter_contents, load_policy
 from trainer.policy.published_weights import published_weights
 from trainer.policy.scorer import TokenScores, computes_in_bfloat16
-from trainer.policy.scoring import score_batch, score_tokens
+from trainer.policy.scoring import score_batch
 from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 _COMPARED_ROWS = 8
-"""Rows of a batch without a gradient on which engine and trainer are compared."""
+"""Number of rows on which engine and trainer are compared when no row has a gradient."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,22 @@ class PolicyUpdate:
     gradients: Sequence[str] = ()
     """The checksum of each of these gradients, before clipping (`trainer.audit`)."""
     digest_seconds: float = 0.0
-    """What these checksums took."""
+    """Time that these checksums took."""
 
 
 class Policy:
-    """The model that is trained, its optimiser and the step count.
+    """The model that is trained, and its optimiser.
 
-    `step`, the number of batches trained on, is also the weight version. The model is loaded from
-    the checkpoint `directory`, or from `config.model.name` when it is None. Only rank 0's argument
-    counts, and only rank 0 needs to see the directory.
+    The model is loaded from the checkpoint `directory`, or from `config.model.name` when it is
+    None. Only rank 0's argument counts, and only rank 0 needs to see the directory.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
         self.config = config
         self.ranks = ranks
         self.step = 0
+        """The number of batches that it was trained on, which is also the weight version. The loop
+        counts it."""
         self.total_steps: int | None = None
         """Total steps of the run; a decaying learning rate schedule needs them."""
         self.kl_coef = config.algorithm.kl_coef
@@ -81,6 +83,11 @@ class Policy:
             computes_in_bfloat16(config.model, ranks)
         )
         """Whether the ratio refers to the trainer's own log-probabilities, not the engine's."""
+
+        # A wrong import path is refused now, not after the first batch was generated.
+        named_loss(config.algorithm)
+        if config.algorithm.advantage not in NEED_MORE_THAN_REWARDS:
+            named_advantage(config.algorithm)
 
         if config.parallel.offload_optimizer and not ranks.sharded:
             raise ConfigError(
@@ -91,7 +98,7 @@ class Policy:
                 "one process on a CPU has nothing to offload",
             )
 
-        # Computes log-probabilities.
+        # The model that is trained, with its head: it computes log-probabilities.
         self.scorer = load_policy(fitted(config, ranks, config.model.name), ranks, directory)
         self.model = self.scorer.model
         self.model.train()
@@ -148,9 +155,7 @@ class Policy:
         return policy
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """Returns the policy's part of a checkpoint, by folder. A collective; see
-        `Snapshot.take`.
-        """
+        """Returns the policy's part of a checkpoint, by folder (`Snapshot.take`). A collective."""
         has_adapter = self.config.lora.rank > 0
         contents = adapter_contents(self.model) if has_adapter else Contents.of(self.model)
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
@@ -174,8 +179,8 @@ class Policy:
 
     @property
     def seed(self) -> int:
-        """The seed for all randomness in this step: another one for every `config.seed` and, in the
-        first million, every step.
+        """The seed of all randomness in the next update: another one for each `config.seed`, and
+        for each of the first million steps of a run.
         """
         return self.config.seed * 1_000_003 + self.step
 
@@ -187,7 +192,7 @@ class Policy:
         # The first update takes them from its own pass (`_backward`).
         for_ratio = self._ratio_to_own_logprobs and algorithm.updates_per_batch > 1
         for_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-        # Rows that the current policy sampled have the engine's.
+        # For rows that the current policy sampled, the engine's log-probabilities serve.
         off_policy = not all(row.current for row in batch.rows)
         for_teacher = batch.teacher_logprobs is not None and off_policy
         if not (for_ratio or for_reward or for_teacher):
@@ -207,7 +212,7 @@ class Policy:
         """
         algorithm = self.config.algorithm
         sums = Sums(self.ranks.device)
-        loss_rows = np.array([i for i, row in enumerate(batch.rows) if row.in_loss], np.int64)
+        loss_rows = np.flatnonzero([row.in_loss for row in batch.rows])
         rate = learning_rate(self.step, self.total_steps, self.config.optimizer)
         norms: list[float] = []
         gradients: list[str] = []
@@ -215,59 +220,50 @@ class Policy:
         logprobs: list[Float32 | None] | None = None
         stopped = False
 
-        parts: list[Indices] = []
+        rows_of_updates: list[Indices] = []
         for epoch in range(algorithm.update_epochs):
             seed = self.seed * 1_000 + epoch
-            parts += mini_batches(len(loss_rows), algorithm.mini_batches, seed)
+            rows_of_updates += mini_batches(len(loss_rows), algorithm.mini_batches, seed)
 
-        for part in parts:
+        for rows in rows_of_updates:
             is_first = len(norms) == 0
-            mini, scored = self._accumulate(batch, loss_rows[part], first=is_first)
+            mini_sums, scored = self._accumulate(batch, loss_rows[rows], first=is_first)
             if is_first:
                 logprobs = scored
-            sums.values += mini.values
+            sums.values += mini_sums.values
 
             limit = algorithm.early_stop_kl
-            stopped = limit is not None and mini.mean("kl_old") > limit
+            stopped = limit is not None and mini_sums.mean("kl_old") > limit
             if stopped:
                 break  # the gradient of this mini-batch is not applied
             if self.config.trainer.audit:
                 began = time.perf_counter()
                 gradients.append(digest(self.optimizer.gradients(), self.ranks))
                 digest_seconds += time.perf_counter() - began
-            # A forward pass alone leaves gathered weights, which the step outdates.
+            # A forward pass without a backward pass keeps the weights gathered: the optimiser
+            # step would make them stale.
             reshard(self.scorer)
             norms.append(self.optimizer.step(rate))
 
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped=skipped, stopped=stopped)
-        self._advance(metrics, len(batch.rows))
-        if skipped:  # their loss may not be finite either: 0 stands for it in the step's record
-            zeros: dict[str, Any] = {
-                name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
-            }
-            metrics = replace(metrics, **zeros)
+        target = algorithm.kl_target
+        # A KL that overflowed, or that has no tokens, must not change the coefficient.
+        measured = metrics.trained_tokens > 0 and math.isfinite(metrics.kl_reference)
+        if target is not None and measured:
+            kl = metrics.kl_reference
+            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, target, rows=len(batch.rows))
         return PolicyUpdate(
-            metrics,
+            metrics.finite() if skipped else metrics,
             logprobs,
             norms=norms,
             gradients=gradients,
             digest_seconds=digest_seconds,
         )
 
-    def skip_update(self, batch: Batch) -> PolicyUpdate:
-        """Counts a step without an update (critic warm-up)."""
-        metrics = Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False)
-        self._advance(metrics, len(batch.rows))
-        return PolicyUpdate(metrics)
-
-    def _advance(self, metrics: UpdateMetrics, rows: int) -> None:
-        """Counts the step and adapts the KL coefficient."""
-        self.step += 1
-        target = self.config.algorithm.kl_target
-        measured = metrics.trained_tokens > 0 and math.isfinite(metrics.kl_reference)
-        if target is not None and measured:
-            self.kl_coef = adapted_kl_coef(self.kl_coef, metrics.kl_reference, target, rows=rows)
+    def skip_update(self) -> PolicyUpdate:
+        """Returns the result of a step in which only the critic learns: no updates, no tokens."""
+        return PolicyUpdate(Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False))
 
     def _accumulate(
         self, batch: Batch, loss_rows: Indices, first: bool
@@ -285,7 +281,6 @@ class Policy:
         include the row, so that the gradient is the same with and without its pass.
         """
         algorithm = self.config.algorithm
-        settings = self.config.trainer
         sums = Sums(self.ranks.device)
         self.optimizer.zero_grad()
 
@@ -298,57 +293,57 @@ class Policy:
             gradient_rows = loss_rows[np.array(has_gradient, bool)]
 
         if first and len(gradient_rows) == 0:
-            self._compare(batch, loss_rows[:_COMPARED_ROWS], sums)
+            # Engine and trainer are compared on a few rows nevertheless: an engine with damaged
+            # weights gives wrong answers only, and would not be seen.
+            with torch.no_grad():
+                for _, micro, are_own in self._passes(batch, loss_rows[:_COMPARED_ROWS]):
+                    scores = self._score(micro)
+                    if are_own:
+                        sums.compare(micro, scores)
+
         total_tokens = sum(len(batch.rows[i].targets) for i in loss_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
-        for indices, are_own in micro_batch_passes(
-            self.scorer,
-            self.ranks,
-            batch.sizes(self.scorer.layout.shared),
-            rows=gradient_rows,
-            max_tokens=settings.micro_batch_tokens,
-            max_rows=settings.micro_batch_size,
-        ):
-            micro = self._micro_batch(batch, indices)
-            if are_own:
-                logprobs = self._backward(
-                    micro,
-                    total_tokens=total_tokens,
-                    total_rows=len(loss_rows),
-                    sums=sums,
-                    first=first,
-                )
-                scored.append((indices, logprobs))
-            else:  # the other ranks have one more pass: join its collective calls
+        for indices, micro, are_own in self._passes(batch, gradient_rows):
+            if not are_own:  # the other ranks have one more pass: join its collective calls
                 (self._score(micro).logprobs.sum() * 0).backward()
+                continue
+            logprobs = self._backward(
+                micro,
+                total_tokens=total_tokens,
+                total_rows=len(loss_rows),
+                sums=sums,
+                first=first,
+            )
+            scored.append((indices, logprobs))
         self.ranks.sum_gradients(self.model)
         self.ranks.sum_shares(sums.values)
 
-        logs_logprobs = first and settings.keep_groups_mb > 0 and batch.old_logprobs is None
-        if not logs_logprobs:
+        keeps_groups = self.config.trainer.keep_groups_mb > 0
+        if not (first and keeps_groups and batch.old_logprobs is None):
             return sums, None
         had_pass = set(gradient_rows.tolist())
         by_rows = by_row(scored, batch.lengths, self.ranks)  # 0 for rows without a pass
         return sums, [logprobs if i in had_pass else None for i, logprobs in enumerate(by_rows)]
 
-    def _compare(self, batch: Batch, rows: Indices, sums: Sums) -> None:
-        """Adds the comparison of engine and trainer over a few rows of a batch that has no
-        gradient: an engine with damaged weights gives wrong answers only, and would not be seen.
+    def _passes(self, batch: Batch, rows: Indices) -> Iterator[tuple[Indices, MicroBatch, bool]]:
+        """Yields the micro-batches of some rows that this rank computes, as indices and as tensors,
+        and whether they are its own (`micro_batch_passes`).
         """
-        settings = self.config.trainer
-        with torch.no_grad():
-            for indices, are_own in micro_batch_passes(
-                self.scorer,
-                self.ranks,
-                batch.sizes(self.scorer.layout.shared),
-                rows=rows,
-                max_tokens=settings.micro_batch_tokens,
-                max_rows=settings.micro_batch_size,
-            ):
-                micro = self._micro_batch(batch, indices)
-                scores = self._score(micro)
-                if are_own:
-                    sums.compare(micro, scores)
+        for indices, are_own in micro_batch_passes(
+            self.scorer,
+            self.ranks,
+            batch.sizes(self.scorer.layout.shared),
+            rows=rows,
+            settings=self.config.trainer,
+        ):
+            micro = MicroBatch.of(
+                batch,
+                indices,
+                self.scorer.layout,
+                device=self.ranks.device,
+                routers=self.scorer.routers,
+            )
+            yield indices, micro, are_own
 
     def _backward(
         self,
@@ -361,10 +356,9 @@ class Policy:
     ) -> Tensor:
         """Adds a micro-batch to the gradient and to `sums`.
 
-        loss = Σ_t g_t · c_t · (w_t · policy loss_t + β · KL_t − entropy_coef · H_t), where g is
-        the weight of the token's group (`MicroBatch.weights`), c the coefficient of the
-        aggregation, w the weight of corrections and masks, and β the KL coefficient if the KL is in
-        the loss.
+        loss = Σ_t g_t · c_t · (w_t · policy loss_t + β · KL_t − entropy_coef · H_t), where g is the
+        weight of the token's group (`MicroBatch.weights`), c the coefficient of the aggregation, w
+        the weight of corrections and masks, and β the KL coefficient if the KL is in the loss.
 
         Args:
             micro: C tokens.
@@ -414,32 +408,17 @@ class Policy:
         loss.backward()
 
         with torch.no_grad():
-            sums.add(
-                micro,
-                scores,
-                policy,
-                loss=loss,
-                old_logprobs=old_logprobs,
-                first=first,
-            )
+            sums.add(micro, scores, policy, loss=loss, old_logprobs=old_logprobs)
+            if first:
+                sums.compare(micro, scores)
         return scores.logprobs.detach()
 
-    def _micro_batch(self, batch: Batch, indices: Indices) -> MicroBatch:
-        return MicroBatch.of(
-            batch,
-            indices,
-            self.scorer.layout,
-            device=self.ranks.device,
-            routers=self.scorer.routers,
-        )
-
     def _score(self, micro: MicroBatch, entropy_gradient: bool = False) -> TokenScores:
-        return score_tokens(
-            self.scorer,
-            micro.tokens,
-            micro.targets,
-            config=self.config,
-            ranks=self.ranks,
+        scores: TokenScores = self.scorer(
+            micro.inputs.tokens,
+            micro.inputs.targets,
+            self.config.sampling.temperature,
             entropy_gradient=entropy_gradient,
-            support=micro.support,
+            support=micro.inputs.support,
         )
+        return scores

@@ -31,6 +31,7 @@ class Reference:
 
     def _load(self, policy: Policy, directory: Path | None) -> Scorer:
         model = self._config.model
+        # Without its adapter the policy is the model that the run began with: no copy is needed.
         if self._config.lora.rank and not model.reference:
             return BaseScorer(policy.scorer)
 
@@ -64,7 +65,7 @@ class Reference:
         return [] if self.scorer is None else [self.scorer], []
 
     def refresh(self, policy: Policy) -> None:
-        """Copies the policy into the reference every `algorithm.reference_refresh` steps."""
+        """Copies the policy into the reference after every `algorithm.reference_refresh` steps."""
         interval = self._config.algorithm.reference_refresh
         if self.scorer is None or not interval or policy.step % interval:
             return

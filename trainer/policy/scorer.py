@@ -5,10 +5,9 @@ import logging
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +23,7 @@ from common.settings.sections import ModelSection, TrainerSection
 from learning.batch_independence import check_batch_independence, fix_rotary_factors
 from learning.context import ContextGroup
 from learning.final_logits import final_logits
-from learning.layout import Layout, Packed, Packing, Padded, layout_for, moved, not_together
+from learning.layout import Layout, Packing, Padded, layout_for, moved, not_together
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 from learning.routing import Routers
@@ -75,24 +74,19 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
             misfits = adapted.load_adapter(source, "default")
             unfit = [*misfits.unexpected_keys, *misfits.missing_keys]
             if unfit:
-                raise _unfit_adapter(source, whole.name, unfit)
+                raise ConfigError(
+                    f"the adapter does not fit its model {whole.name}: {len(unfit)} tensors are "
+                    f"only in one of the two, such as {min(unfit)}",
+                    field="model.name",
+                    value=source,
+                    remedy="name the model on which it was trained as base_model_name_or_path in "
+                    f"its {ADAPTER_CONFIG}",
+                )
             model = adapted.merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
-
-
-def _unfit_adapter(source: str, base: str, unfit: Sequence[str]) -> ConfigError:
-    """Returns the error for an adapter with other tensors than its model has room for."""
-    return ConfigError(
-        f"the adapter does not fit its model {base}: {len(unfit)} tensors are only in one of the "
-        f"two, such as {min(unfit)}",
-        field="model.name",
-        value=source,
-        remedy="name the model on which it was trained as base_model_name_or_path in its "
-        f"{ADAPTER_CONFIG}",
-    )
 
 
 def computes_in_bfloat16(config: ModelSection, ranks: Ranks) -> bool:
@@ -125,7 +119,7 @@ def load_scorer(
         directory,
         trust_remote_code=model.trust_remote_code,
         configure=partial(fix_rotary_factors, max_tokens=max_tokens),
-        added=added,
+        added=added or AddedModules(),
     )
     if is_adapter(pretrained.source):
         raise ConfigError(
@@ -147,6 +141,7 @@ def load_scorer(
                 fp32_head=model.fp32_head,
                 context=ranks.context(),
                 routing_replay=config.trainer.routing_replay and trained,
+                autocasts=in_bfloat16 and not ranks.sharded,
             ),
             ranks,
             config=config,
@@ -183,17 +178,12 @@ def _checked(
 
     A collective if the model is sharded. Raises ConfigError for a model that does not.
     """
-    casts = low_precision and not ranks.sharded  # FSDP2 does its own casting
-
-    def score(tokens: Tensor, positions: Tensor | None) -> Tensor:
-        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=casts):
-            return scorer.next_scores(tokens, positions)
 
     def check() -> set[float]:
         modes = (False, True) if trained else (False,)
         return check_batch_independence(
             scorer.model,
-            score,
+            scorer.next_scores,
             ranks.device,
             max_tokens=max_tokens,
             low_precision=low_precision,
@@ -202,6 +192,7 @@ def _checked(
 
     try:
         rates = check()
+    # A model whose packed rows influence one another may still compute padded ones alone.
     except ConfigError as error:
         if scorer.layout is Padded or settings.packing == "on":
             raise
@@ -326,48 +317,27 @@ class TokenScores(NamedTuple):
     """[C] in nats, of each token's distribution; with gradient on request."""
 
 
-@dataclass
-class _PlacedRows:
-    """Padded rows of T tokens at given positions, all of which are scored but the first."""
-
-    experts: ClassVar[None] = None
-    """Routers choose."""
-
-    input_ids: Tensor
-    positions: Tensor
-    """[rows, T]"""
-
-    def own(self, context: ContextGroup | None) -> None:
-        """Returns None: padded rows are never computed by several ranks together."""
-        assert context is None, "`layout_for` refuses it"
-        return
-
-    def hidden(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
-        """Returns [rows · (T - 1), H] final hidden states of `body`."""
-        assert context is None, "`layout_for` refuses it"
-        states = body(
-            input_ids=self.input_ids, position_ids=self.positions, use_cache=False
-        ).last_hidden_state
-        return states[:, :-1].flatten(0, 1)
-
-
 class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """A transformers causal language model that returns log-probabilities of given tokens instead
     of logits.
 
-    Raises ConfigError when the model's logits are anything but a scaled and capped output of its
-    head, and for `packing` `on` if the model does not support it.
+    With `autocasts` it computes in bfloat16; FSDP2 casts a sharded model itself. Raises ConfigError
+    when the model's logits are anything but a scaled and capped output of its head, and for
+    `packing` `on` if the model does not support it.
     """
 
     def __init__(
         self,
         model: Any,
         packing: Packing = "auto",
+        *,
         fp32_head: bool = True,
         context: ContextGroup | None = None,
         routing_replay: bool = False,
+        autocasts: bool = False,
     ) -> None:
         super().__init__()
+        self._autocasts = autocasts
         self._final_logits = final_logits(model)
         self._fp32_head = fp32_head
         self.context = context
@@ -391,16 +361,14 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
         """
         ids = list(tokens.cpu().numpy())
         laid_out = self.layout.of([row[:1] for row in ids], [row[1:] for row in ids])
-        rows: Layout | _PlacedRows = moved(laid_out, tokens.device)
-        if positions is not None and isinstance(rows, Packed):
-            rows.position_ids = positions[:, :-1].reshape(1, -1)
-        elif positions is not None:
-            rows = _PlacedRows(tokens, positions)
+        rows = moved(laid_out, tokens.device)
+        if positions is not None:
+            rows.position_ids = positions[:, :-1].reshape(rows.input_ids.shape)
         return self(rows, tokens[:, 1:].flatten(), 1.0).logprobs.view(len(tokens), -1)
 
     def forward(
         self,
-        rows: Layout | _PlacedRows,
+        rows: Layout,
         targets: Tensor,
         temperature: float,
         entropy_gradient: bool = False,
@@ -421,26 +389,31 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             if given is not None and self.context is not None:
                 given = self.context.part(given)
             self.routers.given = given
-        hidden = rows.hidden(self.model.get_decoder(), self.context)
-        count = len(targets)
+        # With context parallelism this rank computes the scores of its own part of the line only.
         own = rows.own(self.context)
+        own_targets = targets
         if own is not None:
             own_tokens = moved(torch.from_numpy(own), targets.device)
-            targets = targets[own_tokens]
+            own_targets = targets[own_tokens]
             support = support.only_for(own) if support else None
-        head = self.model.get_output_embeddings()
-        logprobs, entropy = token_scores(
-            head,
-            hidden,
-            targets,
-            temperature=temperature,
-            entropy_gradient=entropy_gradient,
-            float32=self._fp32_head,
-            support=support,
-            final=self._final_logits,
-        )
+
+        cast = nullcontext()
+        if self._autocasts:
+            cast = torch.autocast(targets.device.type, torch.bfloat16)
+        with cast:
+            hidden = rows.hidden(self.model.get_decoder(), self.context)
+            logprobs, entropy = token_scores(
+                self.model.get_output_embeddings(),
+                hidden,
+                own_targets,
+                temperature=temperature,
+                entropy_gradient=entropy_gradient,
+                float32=self._fp32_head,
+                support=support,
+                final=self._final_logits,
+            )
         if own is not None:
             assert self.context is not None
-            logprobs = self.context.gather(logprobs, own_tokens, count)
-            entropy = self.context.gather(entropy, own_tokens, count)
+            logprobs = self.context.gather(logprobs, own_tokens, len(targets))
+            entropy = self.context.gather(entropy, own_tokens, len(targets))
         return TokenScores(logprobs, entropy)

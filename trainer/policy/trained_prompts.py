@@ -48,13 +48,13 @@ class TrainedPrompts:
 
     @classmethod
     def none(cls) -> Self:
-        """Returns those of a model that was not trained."""
+        """Returns the fingerprints of a model that was not trained: none."""
         return cls(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
-        """Returns those of a model's directory; none for another model. Raises ConfigError for a
-        damaged file.
+        """Returns the fingerprints in a model's directory; none for a model without such a file.
+        Raises ConfigError for a damaged file.
         """
         path = Path(model) / TRAINED_PROMPTS
         if not path.is_file():

@@ -3,14 +3,14 @@ their means.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from trainer.algorithms.batch import MicroBatch
-from trainer.algorithms.losses import PolicyLoss, kl_divergence, probability_ratio
+from trainer.algorithms.losses import PolicyLoss, kl_divergence, ratio_of
 from trainer.policy.scorer import TokenScores
 
 
@@ -57,25 +57,24 @@ class UpdateMetrics:
     stopped_early: int = 0
     """1 when `algorithm.early_stop_kl` ended the updates on this batch."""
 
+    def finite(self) -> "UpdateMetrics":
+        """Returns these with 0 in place of what is not finite, which JSON cannot hold."""
+        values = asdict(self)
+        return UpdateMetrics(
+            **{name: value if math.isfinite(value) else 0 for name, value in values.items()}
+        )
 
-_ALL = ("loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy")
-_BEFORE_UPDATES = (
-    "first",
-    "delta",
-    "current",
-    "delta_current",
-    "gap_current",
-    "likelier",
-    "likelier_square",
-    "kl_rollout",
-    "weight",
-    "weight_square",
+
+_NAMES = (
+    *("loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy"),
+    # Of tokens that were scored before the first update.
+    *("first", "delta", "current", "delta_current", "gap_current", "likelier", "likelier_square"),
+    *("kl_rollout", "weight", "weight_square"),
 )
-_NAMES = _ALL + _BEFORE_UPDATES
 
 
 class Sums:
-    """Sums over tokens by name; `_BEFORE_UPDATES` cover only tokens scored before the first update.
+    """Sums over tokens by name.
 
     They stay on `device` until they are read, so that `add` does not wait for a GPU.
     """
@@ -86,6 +85,10 @@ class Sums:
     def __getitem__(self, name: str) -> float:
         return float(self.values[_NAMES.index(name)])
 
+    def _add(self, columns: Mapping[str, Tensor]) -> None:
+        for name, column in columns.items():
+            self.values[_NAMES.index(name)] += column.sum()
+
     def add(
         self,
         micro: MicroBatch,
@@ -94,7 +97,6 @@ class Sums:
         *,
         loss: Tensor,
         old_logprobs: Tensor,
-        first: bool,
     ) -> None:
         """Adds the tokens of one micro-batch.
 
@@ -104,50 +106,43 @@ class Sums:
             policy: their loss, ratio and clipping, [C].
             loss: [] the micro-batch's part of the loss.
             old_logprobs: [C] of the policy that the ratio refers to, in nats.
-            first: whether the policy has not been updated on this batch yet.
         """
         logprobs = scores.logprobs
-        ones = torch.ones_like(logprobs)
-        kl_reference = torch.zeros_like(logprobs)
+        columns = {
+            "loss": loss,
+            "tokens": torch.ones_like(logprobs),
+            "clipped": policy.clipped,
+            "ratio": policy.ratio,
+            "kl_old": kl_divergence(old_logprobs, logprobs, "k3"),
+            "entropy": scores.entropy,
+        }
         if micro.ref_logprobs is not None:
-            kl_reference = kl_divergence(logprobs, micro.ref_logprobs, "k3")
-
-        # In the order of `_ALL`, after the loss.
-        columns = [
-            ones,
-            policy.clipped,
-            policy.ratio,
-            kl_divergence(old_logprobs, logprobs, "k3"),
-            kl_reference,
-            scores.entropy,
-        ]
-        sums = torch.stack([loss, *(column.sum() for column in columns)]).double()
-        self.values[: len(sums)] += sums
-        if first:
-            self.compare(micro, scores)
+            columns["kl_reference"] = kl_divergence(logprobs, micro.ref_logprobs, "k3")
+        self._add(columns)
 
     def compare(self, micro: MicroBatch, scores: TokenScores) -> None:
         """Adds the comparison of sampling policy and trainer, before the first update."""
         logprobs = scores.logprobs
         behaviour = micro.rollout_logprobs
-        weight = probability_ratio(logprobs, behaviour)
+        current = micro.current
+        weight = ratio_of(logprobs, behaviour)
         delta = (logprobs - behaviour).abs()
-        likelier = (scores.entropy + logprobs) * micro.current
-        # In the order of `_BEFORE_UPDATES`.
-        columns = [
-            torch.ones_like(logprobs),
-            delta,
-            micro.current,
-            delta * micro.current,
-            (behaviour - logprobs) * micro.current,
-            likelier,
-            likelier.square(),
-            kl_divergence(behaviour, logprobs, "k3"),
-            weight,
-            weight.square(),
-        ]
-        sums = torch.stack([column.sum() for column in columns]).double()
-        self.values[len(_ALL) :] += sums
+        # E[−log p] = H under the policy itself: the mean is 0 for its own samples.
+        likelier = (scores.entropy + logprobs) * current
+        self._add(
+            {
+                "first": torch.ones_like(logprobs),
+                "delta": delta,
+                "current": current,
+                "delta_current": delta * current,
+                "gap_current": (behaviour - logprobs) * current,
+                "likelier": likelier,
+                "likelier_square": likelier.square(),
+                "kl_rollout": kl_divergence(behaviour, logprobs, "k3"),
+                "weight": weight,
+                "weight_square": weight.square(),
+            }
+        )
 
     def mean(self, name: str, over: str = "tokens") -> float:
         """Returns the sum `name` per `over`, a count; 0 where there is nothing to count."""

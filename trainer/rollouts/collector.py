@@ -1,5 +1,5 @@
-"""The collector: prompts → completions → rewards → replay buffer, concurrently, with staleness
-bounded by slots.
+"""The collector: prompts → completions → rewards → replay buffer, concurrently. Slots bound the
+staleness.
 
     data-server ──prompt──► router ──n completions──► reward-server ──graded group──►
     replay-buffer ──batch──► trainer
@@ -18,7 +18,7 @@ of its prompt until the engines serve the weights that it trained:
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
 failures in a row stop the run.
 
-For example, three groups in two slots (max_staleness 0, two groups per step); the answers to
+For example, three groups in two slots (max_staleness 0, two groups per step), where the answers to
 prompt 1 fail once:
 
 | what happens | group 0 | group 1 | group 2 | free slots |
@@ -53,7 +53,7 @@ from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.group_maker import GroupMaker
-from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
+from trainer.rollouts.prompt_cursor import MAX_TRIES, DrawnPrompt, PromptCursor
 from trainer.rollouts.request_batcher import RequestBatcher
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,6 @@ _MAX_DRAW = 256
 """Maximum number of prompts in one call to the data-server."""
 _MAX_STORE = 32
 """Maximum number of groups in one call to the replay-buffer."""
-
-
 _REMEDIES = {
     "generation": "look at the log of rollout-server, or of this process if it generates itself",
     "reward": "correct the reward function; reward.function_timeout_s limits a call of it",
@@ -82,7 +80,7 @@ class GroupState(Enum):
     """The state of a group that the trainer has not taken; the table above says when it ends."""
 
     DROPPED = auto()
-    """It keeps its place, and its prompt is tried again (`reproducible`)."""
+    """Its prompt is tried again, and keeps its place in the order (`reproducible`)."""
     GENERATING = auto()
     STORING = auto()
     WAITING = auto()
@@ -92,7 +90,7 @@ class GroupState(Enum):
 class UntakenGroup:
     """What is known of a group from the draw of its prompt until the trainer takes it."""
 
-    drawn: Drawn
+    drawn: DrawnPrompt
     state: GroupState = GroupState.GENERATING
     graded: Group | None = None
     """The group itself, once it has its rewards."""
@@ -106,7 +104,14 @@ class UntakenGroup:
 class Collector:
     """Owns the groups of a run, from the draw of a prompt to the acknowledgement of its group.
 
-    All methods run in the event loop of the clients.
+    All methods run in the event loop of the clients. `Rollouts` uses it so, here with two groups in
+    each of three steps:
+
+        collecting = create_task(collector.run(groups=6, slots=2))   # in the background
+        groups = await collector.take(TakeRequest(count=2, …))       # [g0, g1]; 4 to draw, 0 slots
+        …                                                            # the update, the new weights
+        await collector.acknowledge(groups)                          # prompts 0 and 1 are finished
+        collector.free_slots(2)                                      # prompts 2 and 3 are drawn
     """
 
     def __init__(
@@ -148,7 +153,7 @@ class Collector:
                 await self._until(self._can_draw)
                 count = min(self._free_slots, self._to_draw, _MAX_DRAW)
                 drawn = await self._draw(count)
-                # Only now: until its prompts are here, a draw is work that `_is_idle` must see.
+                # Not before: during a draw `_can_draw` stays true, so that `_is_idle` is false.
                 self._free_slots -= count
                 self._to_draw -= count
                 token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
@@ -162,7 +167,7 @@ class Collector:
         self._free_slots += count
         self._changed.set()
 
-    async def _draw(self, count: int) -> list[Drawn]:
+    async def _draw(self, count: int) -> list[DrawnPrompt]:
         """Returns `count` prompts: retries first, then the next ones of the stream."""
         data = self._services.data
         drawn = self._cursor.take_retries(count)
@@ -221,10 +226,12 @@ class Collector:
                 self._changed.set()
 
     async def _store(self, groups: list[Group]) -> list[None]:
+        """Stores groups; returns one None for each, as `RequestBatcher` expects."""
         await self._services.replay.add(groups)
         return [None] * len(groups)
 
     def _drop(self, error: GroupFailed, group: Group) -> None:
+        """Counts and logs a failed group. Raises CollectFailed after too many in a row."""
         self.drops.add([group], error.reason, error.detail)
         self.drops.in_a_row += 1
         facts = error.event()
@@ -241,7 +248,7 @@ class Collector:
                 about=facts,
             )
 
-    def _retry(self, drawn: Drawn) -> None:
+    def _retry(self, drawn: DrawnPrompt) -> None:
         """Schedules the prompt of a dropped group to be drawn again, before new ones, unless it
         failed too often.
         """
@@ -265,18 +272,20 @@ class Collector:
         self.free_slots(count)
 
     async def wait_for_oldest(self, count: int, wait_s: float) -> bool:
-        """Waits up to `wait_s` until the oldest `count` groups are stored: those not taken yet that
-        got their slots first. Returns whether they are.
+        """Waits up to `wait_s` until the oldest `count` groups are stored: of those that the
+        trainer has not taken, the ones that got their slots first. Returns whether they are.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._are_oldest_stored(count):
+                while True:
                     self._changed.clear()
-                    stored = [each for each in self.untaken.values() if each.is_stored]
-                    enough = len(stored) >= count  # but an older one is not among them
-                    with self._clock.stage("stragglers") if enough else nullcontext():
+                    stored = [each.is_stored for each in self.untaken.values()]
+                    if len(stored) >= count and all(stored[:count]):
+                        return True
+                    # Enough are stored for a batch, but one of the oldest is not.
+                    waits_for_old = sum(stored) >= count
+                    with self._clock.stage("stragglers") if waits_for_old else nullcontext():
                         await self._changed.wait()
-                return True
         return False
 
     async def wait_until_idle(self, wait_s: float) -> bool:
@@ -304,18 +313,15 @@ class Collector:
             self._changed.clear()
             await self._changed.wait()
 
-    def _are_oldest_stored(self, count: int) -> bool:
-        oldest = list(self.untaken.values())[:count]
-        return len(oldest) == count and all(each.is_stored for each in oldest)
-
     async def take(self, request: TakeRequest) -> list[Group]:
         """Takes groups from the replay buffer for the trainer; returns none if there are too few.
 
         Groups that the buffer evicted as too old are dropped, and others are collected in their
-        slots. Raises CollectFailed when a group comes a second time, is none that this run
-        stored, or is too old.
+        slots. Raises CollectFailed when a group comes a second time, was not stored by this run, or
+        is too old.
         """
         taken = await self._services.replay.take(request)
+        # The buffer hands each group out once; these checks notice a store that was set back.
         for group in taken.groups:
             if group.id in self._held:
                 raise CollectFailed(
@@ -337,24 +343,23 @@ class Collector:
         too old.
         """
         waiting = self.untaken.get(group.position)
+        problem = ""
         if waiting is None or waiting.graded is None or waiting.graded.id != group.id:
+            problem = "which does not wait to be trained on: this run has trained on it already, "
+            problem += "or another program stored it"
+        elif group.weight_version < min_version:
+            problem = (
+                f"whose weight version {group.weight_version} is older than version {min_version}"
+            )
+        if problem:
             raise CollectFailed(
                 f"the replay-buffer handed out group {group.id} of position {group.position}, "
-                "which does not wait to be trained on: this run has trained on it already, or "
-                "another program stored it",
+                f"{problem}",
                 field="id",
                 value=group.id,
                 remedy="look into the log of replay-buffer for other clients and for a store that "
-                "was set back; then start the run again: it resumes from its checkpoint and drops "
-                "what it has not trained on",
-            )
-        if group.weight_version < min_version:
-            raise CollectFailed(
-                f"the replay-buffer handed out group {group.id} of weights {group.weight_version}, "
-                f"older than version {min_version}",
-                field="trainer.max_staleness",
-                value=self._config.trainer.max_staleness,
-                remedy="run the same version of the program in every task",
+                "was set back; run the same version of the program in every task; then start the "
+                "run again: it resumes from its checkpoint and drops what it has not trained on",
             )
 
     def _drop_stale(self, min_version: int, evicted: int) -> None:
@@ -363,10 +368,11 @@ class Collector:
         """
         stale = [group for group in self._graded() if group.weight_version < min_version]
         self.drops.add(stale, "stale", f"its weights are older than version {min_version}")
-        # One that is still being stored is in `stale` now and in `evicted` of a later call.
+        # The count follows `evicted`: a stale group that is still being stored is evicted, and
+        # counted, in a later call.
         self.drops.counts["stale"] += evicted - len(stale)
         log.warning(
-            "dropping the stale groups at %s of the prompt stream",
+            "dropping the stale groups at the positions %s of the prompt stream",
             [group.position for group in stale],
         )
         for group in stale:
@@ -374,13 +380,13 @@ class Collector:
         self._collect_more(evicted)
 
     async def replace_equal(self, groups: Sequence[Group]) -> None:
-        """Drops groups of equal rewards, which were taken, and collects groups of other prompts."""
+        """Drops groups that were taken and have equal rewards; collects groups of other prompts."""
         self.drops.add(groups, "zero_variance", "all its rewards are equal")
         await self.acknowledge(groups)
         self._collect_more(len(groups))
 
     async def acknowledge(self, groups: Sequence[Group]) -> None:
-        """Tells the replay buffer that groups are finished, whose prompts are never drawn again."""
+        """Tells the replay buffer that groups are finished. Their prompts are never drawn again."""
         ids = [group.id for group in groups]
         await self._services.replay.ack(ids)
         self._held.difference_update(ids)
@@ -403,8 +409,7 @@ class Collector:
             added += await self._services.replay.add(groups[begin : begin + _MAX_STORE])
         if added:
             log.warning(
-                "%d groups were dropped from the replay-buffer, by the calls in its log: they are "
-                "stored again",
+                "calls in the replay-buffer's log dropped %d groups: they are stored again",
                 added,
             )
 

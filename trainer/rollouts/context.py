@@ -1,4 +1,4 @@
-"""What the rollouts of a run work with."""
+"""The parts of a run that its rollouts use."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from trainer.timing import StageClock
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """The parts of a run that its rollouts use."""
+    """Settings, clients, prompter and clock of a run."""
 
     config: Config
     services: Services

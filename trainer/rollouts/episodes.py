@@ -2,6 +2,8 @@
 
 from itertools import chain
 
+from msgspec.structs import replace
+
 from common.prompts.prompter import conversation
 from common.settings.config import Config
 from common.wire.schemas import (
@@ -103,18 +105,14 @@ def completions_of(episode: Episode, answer: Completion, number: int) -> list[Co
         turns = chain.from_iterable(sequence.turns for sequence in episode.sequences)
         reward += sum(turn.reward or 0.0 for turn in turns)
     return [
-        Completion(
+        replace(
+            answer,
             token_ids=sequence.token_ids,
             logprobs=sequence.logprobs,
             text=sequence.text,
             finish_reason=sequence.finish_reason,
             weight_versions=sequence.weight_versions,
             reward=reward,
-            correct=answer.correct,
-            verified=answer.verified,
-            status=answer.status,
-            extracted_answer=answer.extracted_answer,
-            components=answer.components,
             mask=sequence.mask,
             prompt_ids=sequence.prompt_ids,
             turns=sequence.turns,

@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prom
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
-from trainer.rollouts.prompt_cursor import Drawn
+from trainer.rollouts.prompt_cursor import DrawnPrompt
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.requests import reward_items, sampling_seed
 from trainer.rollouts.routing import split_routing
@@ -31,7 +33,7 @@ class GroupMaker:
         self._drops = drops
         self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
 
-    def empty(self, drawn: Drawn, prompt_ids: list[int], group_id: str) -> Group:
+    def empty(self, drawn: DrawnPrompt, prompt_ids: list[int], group_id: str) -> Group:
         """Returns the group of a prompt before it has completions."""
         prompt = drawn.prompt
         group = Group(
@@ -72,23 +74,18 @@ class GroupMaker:
 
     async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
         sampling = self._config.sampling
-        try:
-            with self._clock.stage("generation"):
-                return await self._services.rollout.generate(
-                    prompt_ids,
-                    n=sampling.group_size,
-                    max_new_tokens=sampling.max_new_tokens,
-                    temperature=sampling.temperature,
-                    stop_token_ids=self._prompter.stop_token_ids,
-                    sampling_seed=sampling_seed(self._config.seed, position),
-                    parameters=sampling.training_truncation() | sampling.stop_conditions(),
-                    routed_experts=self._config.trainer.routing_replay,
-                    deadline_s=sampling.request_timeout_s,
-                )
-        except ServiceLost:
-            raise
-        except ServiceError as error:
-            raise GroupFailed("generation", str(error)) from error
+        with self._failing("generation", stage="generation"):
+            return await self._services.rollout.generate(
+                prompt_ids,
+                n=sampling.group_size,
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                stop_token_ids=self._prompter.stop_token_ids,
+                sampling_seed=sampling_seed(self._config.seed, position),
+                parameters=sampling.training_truncation() | sampling.stop_conditions(),
+                routed_experts=self._config.trainer.routing_replay,
+                deadline_s=sampling.request_timeout_s,
+            )
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
         """Fills a group with the whole episodes of its prompt.
@@ -107,6 +104,7 @@ class GroupMaker:
         )
         fewest = self._config.environment.min_episodes or request.n
         episodes, lost = await self._episodes(request)
+        # If all are lost, playing them again would meet the same fault.
         if episodes and len(episodes) < fewest:
             again = request.model_copy(deep=True)
             again.request_id = f"{group.id}-again"
@@ -120,11 +118,10 @@ class GroupMaker:
         group.lost_episodes = lost
         gives_verdicts = self._services.environment_gives_verdicts
         answers = [answer_of(episode, gives_verdicts) for episode in episodes]
-        ungraded = [
-            answer
-            for answer, episode in zip(answers, episodes, strict=True)
-            if episode.reward is None
-        ]
+        ungraded: list[Completion] = []
+        for answer, episode in zip(answers, episodes, strict=True):
+            if episode.reward is None:
+                ungraded.append(answer)
         await self._grade(prompt, ungraded)
 
         group.prompt_token_ids = episodes[0].sequences[0].prompt_ids
@@ -136,37 +133,26 @@ class GroupMaker:
 
         Raises GroupFailed or ServiceLost.
         """
-        try:
-            with self._clock.stage("generation"):
-                episodes = await play(self._services, request)
-        except ServiceLost:
-            raise
-        except ServiceError as error:
-            raise GroupFailed("generation", str(error)) from error
-
+        with self._failing("generation", stage="generation"):
+            episodes = await play(self._services, request)
         self._drops.add_episodes(episodes)
-        whole = [episode for episode in episodes if episode.status == "ok"]
-        lost = [
-            f"{episode.status}: {episode.detail or episode.stop_reason}"
-            for episode in episodes
-            if episode.status != "ok"
-        ]
+        whole: list[Episode] = []
+        lost: list[str] = []
+        for episode in episodes:
+            if episode.status == "ok":
+                whole.append(episode)
+            else:
+                lost.append(f"{episode.status}: {episode.detail or episode.stop_reason}")
         return whole, lost
 
     async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
         if not completions:
             return
+        for completion in completions:
+            completion.reward = math.nan  # an error is not a zero, also in the log of the group
         items = reward_items(prompt, completions, self._services.reward.gets_tokens)
-        try:
-            with self._clock.stage("reward"):
-                results = await self._grade_batched(items)
-        except ServiceLost:
-            raise
-        except ServiceError as error:
-            for completion in completions:
-                completion.reward = math.nan
-            raise GroupFailed("reward", str(error)) from error
-
+        with self._failing("reward", stage="reward"):
+            results = await self._grade_batched(items)
         for completion, result in zip(completions, results, strict=True):
             completion.reward = math.nan if result.reward is None else result.reward
             completion.correct = result.correct
@@ -185,10 +171,18 @@ class GroupMaker:
         if teacher is None:
             return
         tokens = [completion.token_ids for completion in group.completions]
-        try:
-            with self._clock.stage("reward"):
-                scores = await teacher.score(group.prompt_token_ids.tolist(), tokens)
-        except ServiceError as error:
-            raise GroupFailed("teacher", str(error)) from error
+        with self._failing("teacher", stage="reward"):
+            scores = await teacher.score(group.prompt_token_ids.tolist(), tokens)
         for completion, logprobs in zip(group.completions, scores, strict=True):
             completion.teacher_logprobs = logprobs
+
+    @contextmanager
+    def _failing(self, reason: str, *, stage: str) -> Iterator[None]:
+        """Counts the block for a stage; an error of a service in it fails the group."""
+        try:
+            with self._clock.stage(stage):
+                yield
+        except ServiceLost:
+            raise
+        except ServiceError as error:
+            raise GroupFailed(reason, str(error)) from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 
 from common.errors import ConfigError, shorten
-from common.process.imports import import_callable
+from common.process.imports import named_or_imported
 from common.settings.config import Config
 from common.wire.schemas import Group, SampleRequest
 
@@ -70,15 +70,7 @@ def load_priority(name: str) -> Priority:
     ConfigError when an imported function returns anything but a finite number of at least 0; errors
     raised by that function propagate.
     """
-    module, _, attribute = name.partition(":")
-    if name not in PRIORITIES and not (module and attribute):
-        raise ConfigError(
-            "there is no such priority",
-            field="replay.priority",
-            value=name,
-            remedy=f"use one of {', '.join(PRIORITIES)}, or write package.module:name",
-        )
-    function = PRIORITIES.get(name) or import_callable(name, "replay.priority")
+    function = named_or_imported(name, PRIORITIES, "replay.priority")
 
     def priority(group: Group, advantages: Sequence[float]) -> float:
         value: object = function(group, advantages)

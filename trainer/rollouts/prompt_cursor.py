@@ -14,7 +14,7 @@ MAX_TRIES = 3
 prompt."""
 
 
-class Drawn(NamedTuple):
+class DrawnPrompt(NamedTuple):
     """A prompt at its position in the stream."""
 
     position: int
@@ -46,30 +46,30 @@ class PromptCursor:
         self._first_open = progress.position
         self._finished = set(progress.finished)
         self._failed: Counter[int] = Counter()
-        self._to_retry: list[Drawn] = []
+        self._to_retry: list[DrawnPrompt] = []
 
     @property
     def progress(self) -> PromptProgress:
         """The progress from which a run would resume now."""
         return PromptProgress(self._first_open, sorted(self._finished))
 
-    def take_retries(self, count: int) -> list[Drawn]:
+    def take_retries(self, count: int) -> list[DrawnPrompt]:
         """Returns up to `count` prompts whose groups failed."""
         taken = self._to_retry[:count]
         del self._to_retry[:count]
         return taken
 
-    def draw(self, prompts: Sequence[Prompt], prompts_per_epoch: int) -> list[Drawn]:
+    def draw(self, prompts: Sequence[Prompt], prompts_per_epoch: int) -> list[DrawnPrompt]:
         """Advances over the next prompts of the stream; returns those that are not finished yet."""
         start = self.next
         self.next += len(prompts)
         return [
-            Drawn(position, prompt, position // prompts_per_epoch)
+            DrawnPrompt(position, prompt, position // prompts_per_epoch)
             for position, prompt in enumerate(prompts, start)
             if position >= self._first_open and position not in self._finished
         ]
 
-    def retry(self, drawn: Drawn) -> bool:
+    def retry(self, drawn: DrawnPrompt) -> bool:
         """Schedules a prompt whose group failed for another try; after the last one finishes it and
         returns False.
         """
@@ -85,6 +85,7 @@ class PromptCursor:
         for position in positions:
             self._failed.pop(position, None)
             self._finished.add(position)
+        # Only what lies beyond a gap needs to be listed one by one.
         while self._first_open in self._finished:
             self._finished.remove(self._first_open)
             self._first_open += 1

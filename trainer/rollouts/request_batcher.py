@@ -51,6 +51,7 @@ class RequestBatcher(Generic[_T, _R]):
     async def __call__(self, item: _T) -> _R:
         future: asyncio.Future[_R] = asyncio.get_running_loop().create_future()
         size = sum(self._size(other) for other, *_ in self._waiting)
+        # It does not fit beside those that wait: they go now.
         if self._waiting and size + self._size(item) > self._max_size:
             self._send()
         self._waiting.append((item, future, contextvars.copy_context()))
@@ -89,6 +90,7 @@ class RequestBatcher(Generic[_T, _R]):
         except BaseException as error:
             goes_on = isinstance(error, Exception)
             service_answers = goes_on and not isinstance(error, Unreachable | ServiceLost)
+            # One faulty item fails the whole call; tried alone, the others succeed.
             if service_answers and len(waiting) > 1:
                 await asyncio.gather(*(self._start([one]) for one in waiting))
                 return

@@ -25,7 +25,7 @@ from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.start import RolloutStart
+from trainer.rollouts.start import set_back, total_steps
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
@@ -62,6 +62,7 @@ class Rollouts:
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
         batch_size = config.trainer.batch_size
+        # The others are prioritised reuse.
         self._fresh_per_step = batch_size - int(batch_size * config.replay.reuse_ratio)
         self._total_steps = 1
         self._batches = 0
@@ -78,8 +79,7 @@ class Rollouts:
         return self._loop.call(read())
 
     def prepare(self, step: int, known: bool) -> int:
-        """Sets the services to the position where the run continues; returns its total steps. A
-        collective.
+        """Sets the services to the position where the run continues; returns its total steps.
 
         Args:
             step: the policy's step.
@@ -89,10 +89,12 @@ class Rollouts:
         Raises ConfigError for too little data, for another run's experience that would be reused,
         and for a reward function that fails.
         """
-        start = RolloutStart(self._context, self._fresh_per_step)
-        self._total_steps = self._loop.call(start.total_steps())
-        self._loop.call(start.set_back(step, self._cursor.progress.position, known))
-        return self._ranks.broadcast(self._total_steps)
+        context = self._context
+        self._total_steps = self._loop.call(total_steps(context, self._fresh_per_step))
+        position = self._cursor.progress.position
+        trained = step * self._fresh_per_step
+        self._loop.call(set_back(context, step, position, known=known, trained=trained))
+        return self._total_steps
 
     def wait_until_idle(self) -> None:
         """Returns when nothing is generated for training until another slot is freed. Called from
@@ -105,6 +107,7 @@ class Rollouts:
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
         """Collects groups inside the block."""
+        # Not more groups than the run can still train on.
         groups = (total_steps - step) * self._fresh_per_step
         slots = min(groups, (self._config.trainer.max_staleness + 1) * self._fresh_per_step)
         task = self._loop.start(self._collect(groups, slots))
@@ -137,6 +140,7 @@ class Rollouts:
         min_version = 0 if trains_stale else max(0, step - settings.max_staleness)
 
         groups = [TrainingGroup(group) for group in self._fresh(min_version)]
+        # The rest of the batch is prioritised reuse.
         if len(groups) < settings.batch_size:
             groups += self._reused(settings.batch_size - len(groups), step)
         for item in groups:
@@ -153,6 +157,7 @@ class Rollouts:
             return groups
 
         for _ in range(algorithm.dynamic_sampling_rounds):
+            # Equal rewards have advantages of 0: such a group teaches nothing.
             equal = [group for group in groups if group.zero_variance]
             if not equal:
                 return groups
@@ -184,7 +189,13 @@ class Rollouts:
             waits.saw(stored, f"{stored} groups were graded")
             now = time.monotonic()
             if now - told > _SAY_EVERY_S:
-                self._tell_wait(waits.waited_s, count)
+                log.warning(
+                    "waiting for %.0f s for %d groups; active now: %s; %s",
+                    waits.waited_s,
+                    count,
+                    self._clock.active(),
+                    "; ".join(watchdog.awaited()) or "no call is in flight",
+                )
                 told = now
                 self._loop.call(self._collector.store_lost())
             if self._failure is not None:
@@ -216,15 +227,6 @@ class Rollouts:
             remedy="look at the logs of rollout-server and reward-server, or raise the limit",
         )
 
-    def _tell_wait(self, seconds: float, count: int) -> None:
-        log.warning(
-            "waiting for %.0f s for %d groups; active now: %s; %s",
-            seconds,
-            count,
-            self._clock.active(),
-            "; ".join(watchdog.awaited()) or "no call is in flight",
-        )
-
     def _reused(self, count: int, step: int) -> list[TrainingGroup]:
         """Samples up to `count` earlier groups by priority, with importance weights
         (arXiv:1511.05952).
@@ -247,24 +249,25 @@ class Rollouts:
         """Raises CollectFailed for tokens outside the vocabulary, which would cause an IndexError
         in the update.
         """
-        for name, token_ids in _token_lists(group).items():
-            if len(token_ids) == 0:
-                continue
-            lowest = int(token_ids.min())
-            highest = int(token_ids.max())
-            if lowest >= 0 and highest < self._vocabulary:
-                continue
+        lists = [group.prompt_token_ids]
+        for completion in group.completions:
+            lists += [completion.token_ids, completion.kept_tokens]
+            if completion.prompt_ids is not None:
+                lists.append(completion.prompt_ids)
+        token_ids = np.concatenate(lists)
+        unknown = token_ids[(token_ids < 0) | (token_ids >= self._vocabulary)]
+        if len(unknown):
             raise CollectFailed(
                 f"group {group.id} has a token that is not in the model's vocabulary of "
                 f"{self._vocabulary}",
-                field=name,
-                value=lowest if lowest < 0 else highest,
+                field="token_ids",
+                value=int(unknown[0]),
                 remedy="find out who added that group: the engines serve another model, or another "
                 "program uses the replay-buffer; a restarted run drops the groups that it has not "
                 "trained on",
             )
 
-    def start_ack(self, batch: Batch) -> Callable[[], None]:
+    def start_acknowledging(self, batch: Batch) -> Callable[[], None]:
         """Starts to acknowledge the groups of `batch`; the returned function waits for the end.
 
         Also sets the priorities for reuse, and reports pass rates to a curriculum.
@@ -313,9 +316,6 @@ class FollowerRollouts(Rollouts):
         """Only rank 0 knows it."""
         return PromptProgress()
 
-    def prepare(self, step: int, known: bool) -> int:
-        return self._ranks.broadcast(0)
-
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
         yield
@@ -323,20 +323,8 @@ class FollowerRollouts(Rollouts):
     def next(self, step: int) -> list[TrainingGroup]:
         return self._ranks.broadcast([])
 
-    def start_ack(self, batch: Batch) -> Callable[[], None]:
+    def start_acknowledging(self, batch: Batch) -> Callable[[], None]:
         return lambda: None
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
         pass
-
-
-def _token_lists(group: Group) -> dict[str, np.ndarray]:
-    """Returns the token ids in a group, by the names of their fields."""
-    lists = {"prompt_token_ids": group.prompt_token_ids}
-    for index, completion in enumerate(group.completions):
-        field = f"completions[{index}]"
-        lists[f"{field}.token_ids"] = completion.token_ids
-        lists[f"{field}.kept_tokens"] = completion.kept_tokens
-        if completion.prompt_ids is not None:
-            lists[f"{field}.prompt_ids"] = completion.prompt_ids
-    return lists

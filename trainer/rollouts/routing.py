@@ -18,6 +18,7 @@ def split_routing(group: Group) -> None:
     prompt_tokens = len(group.prompt_token_ids)
     numbers = [completion.routed_experts.view("<u2") for completion in group.completions]
     size = "<u2"
+    # The experts of a long group are its largest part: half the bytes.
     if all(int(array.max()) < _ONE_BYTE for array in numbers):
         size = "<u1"
     for completion, array in zip(group.completions, numbers, strict=True):

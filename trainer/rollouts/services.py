@@ -52,23 +52,19 @@ class Services:
         return clients
 
 
-async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> list[Client]:
-    """Flushes all services at once; returns, and logs, those that did not answer within
-    `deadline_s` seconds.
+async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> None:
+    """Flushes all services at once, and logs those that did not answer within `deadline_s` seconds.
 
     They do not fail the run, since their node may be in the middle of a replacement: the run is
     complete and saved, and everything that services have acknowledged is durable.
     """
 
-    async def failed(client: Client) -> bool:
+    async def flush(client: Client) -> None:
         try:
             await client.flush(deadline_s)
         except ServiceError as error:
             log.warning(
                 "%s was not flushed, the end of its log may be missing: %s", client.service, error
             )
-            return True
-        return False
 
-    answers = await asyncio.gather(*map(failed, clients))
-    return [client for client, missing in zip(clients, answers, strict=True) if missing]
+    await asyncio.gather(*map(flush, clients))

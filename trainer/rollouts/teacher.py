@@ -52,11 +52,10 @@ class Teacher(Client):
         rows = [[*map(int, prompt_ids), *tokens.tolist()] for tokens in completions]
         async with self._slots:
             scored = await self._ask(rows, len(prompt_ids))
-        found = []
-        for row, pairs in zip(rows, scored, strict=True):
-            tokens = row[len(prompt_ids) :]
+        found: list[Float32] = []
+        for tokens, pairs in zip(completions, scored, strict=True):
             of_tokens = pairs[-len(tokens) :]
-            if [token for _, token in of_tokens] != tokens:
+            if [token for _, token in of_tokens] != tokens.tolist():
                 raise self._unfit(
                     "the teacher scored tokens that it did not receive", TeacherFailed
                 )
@@ -102,8 +101,10 @@ class Teacher(Client):
             ) from None
         except TeacherFailed as error:
             raise self._unfit(error.message) from None
+        # Scores are per token: with another tokenizer they would belong to other tokens.
         if teacher_tokens != own_tokens:
-            at = _first_difference(teacher_tokens, own_tokens)
+            both = enumerate(zip(teacher_tokens, own_tokens, strict=False))
+            at = next((i for i, (theirs, own) in both if theirs != own), len(own_tokens))
             raise ConfigError(
                 "the teacher's tokenizer differs from that of the trained model: "
                 f"{shorten(_PROBE)!r} and the special tokens are {teacher_tokens[at : at + 3]} "
@@ -131,16 +132,16 @@ class Teacher(Client):
             if not self._settings.is_openai:
                 body = {"input_ids": rows, **_SCORED, "logprob_start_len": start - 1}
                 answers = await self._json("/generate", body)
-                listed = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
-                _check_count(listed, rows)
-                return [_pairs(triples) for triples in listed]
+                scored = []
+                for answer, _ in zip(answers, rows, strict=True):
+                    triples = answer["meta_info"]["input_token_logprobs"]
+                    scored.append([(logprob, token) for logprob, token, *_ in triples])
+                return scored
 
             answer = await self._json("/completions", self._completions(rows))
-            choices = answer["choices"]
-            _check_count(choices, rows)
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             scored = []
-            ordered = sorted(choices, key=lambda choice: int(choice["index"]))
-            for choice, row in zip(ordered, rows, strict=True):
+            for choice, row in zip(choices, rows, strict=True):
                 # The endpoint also scored the token that it had to generate.
                 logprobs = choice["logprobs"]["token_logprobs"][: len(row)]
                 scored.append(list(zip(logprobs, row, strict=True)))
@@ -179,24 +180,6 @@ _SCORED = {
     "return_logprob": True,
     "stream": False,
 }
-
-
-def _check_count(answers: list[Any], rows: list[list[int]]) -> None:
-    if len(answers) != len(rows):
-        raise ValueError(f"{len(answers)} answers for {len(rows)} completions")
-
-
-def _pairs(triples: list[list[Any]]) -> list[tuple[float | None, int]]:
-    """Returns log-probability and token of SGLang's (log-probability, token, text)."""
-    return [(triple[0], triple[1]) for triple in triples]
-
-
-def _first_difference(first: list[Any], second: list[Any]) -> int:
-    """Returns the index from which two different lists differ."""
-    for index, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return index
-    return len(second)
 
 
 def _written(token: Any) -> str:

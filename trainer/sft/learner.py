@@ -14,7 +14,6 @@ from learning.micro_batch_passes import micro_batch_passes
 from trainer.policy.learning_rate import learning_rate
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import TokenScores
-from trainer.policy.scoring import score_tokens
 from trainer.sft.rows import TrainingSequence
 
 
@@ -68,10 +67,9 @@ class Learner:
         shares = micro_batch_passes(
             policy.scorer,
             ranks,
-            self._sizes(rows),
+            Sizes.of(rows, policy.scorer.layout.shared),
             np.arange(len(rows)),
-            max_tokens=settings.micro_batch_tokens,
-            max_rows=settings.micro_batch_size,
+            settings=settings,
         )
         for indices, are_own in shares:
             scores, learned = self._score(rows, indices)
@@ -106,11 +104,10 @@ class Learner:
         policy.model.eval()
         with torch.no_grad():
             scored = score_shared(
-                self._sizes(rows),
+                Sizes.of(rows, policy.scorer.layout.shared),
                 self._ranks,
-                settings.micro_batch_tokens,
+                settings,
                 lambda indices: self._score(rows, indices)[0].logprobs,
-                max_rows=settings.micro_batch_size,
             )
         policy.model.train()
         logprob_sum = 0.0
@@ -119,11 +116,6 @@ class Learner:
             logprob_sum += (logprobs.astype(np.float64) * row.learned).sum()
             learned_tokens += row.learned.sum()
         return -float(logprob_sum / learned_tokens)
-
-    def _sizes(self, rows: Sequence[TrainingSequence]) -> Sizes:
-        prompts = [row.prompt_ids for row in rows]
-        completions = [row.completion_ids for row in rows]
-        return Sizes.of(prompts, completions, self._policy.scorer.layout.shared)
 
     def _score(
         self, rows: Sequence[TrainingSequence], indices: Indices
@@ -138,12 +130,8 @@ class Learner:
         tokens: Layout = self._policy.scorer.layout.of(prompts, completions)
         targets = torch.from_numpy(np.concatenate(completions).astype(np.int64))
         learned = torch.from_numpy(np.concatenate([row.learned for row in own]))
-        scores = score_tokens(
-            self._policy.scorer,
-            moved(tokens, device),
-            moved(targets, device),
-            config=self._config,
-            ranks=self._ranks,
+        scores: TokenScores = self._policy.scorer(
+            moved(tokens, device), moved(targets, device), self._config.sampling.temperature
         )
         return scores, moved(learned, device)
 

@@ -1,7 +1,6 @@
 """Log of a supervised fine-tuning run: console, run directory and trackers."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 from trainer.observe.run_dir import Recorder
 from trainer.sft.learner import Update
@@ -49,7 +48,3 @@ class SftLog:
         """Records the mean negative log-probability of a held-out answer's token, in nats."""
         text = f"evaluation at step {step}: held-out loss {loss:.4f} ({num_samples} examples)"
         self.recorder.evaluated({"step": step, "loss": loss, "num_samples": num_samples}, text)
-
-    def report(self, checkpoint: Path) -> None:
-        """Writes the curves, and prints seconds, held-out loss before and after, and paths."""
-        self.recorder.report(checkpoint)

@@ -4,6 +4,7 @@ marked.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class Encoder:
             if rows:
                 prompt, completion, learned = rows[-1]
                 known = len(prompt) + len(completion)
+                # The template has left earlier messages as they were: one row holds the whole chat.
                 if before[:known] == prompt + completion:
                     between = before[known:]
                     completion += between + answer
@@ -165,12 +167,9 @@ class Batches:
         places = range(step * self._size, min((step + 1) * self._size, last))
         return [self._at(place) for place in places]
 
-    def rows(self, step: int, last: int) -> list[TrainingSequence]:
-        """Returns the rows of these examples."""
-        rows: list[TrainingSequence] = []
-        for index in self.indices(step, last):
-            rows += self._examples[index]
-        return rows
+    def rows(self, indices: Sequence[int]) -> list[TrainingSequence]:
+        """Returns the rows of the examples at `indices`."""
+        return list(chain.from_iterable(self._examples[index] for index in indices))
 
     def _at(self, place: int) -> int:
         epoch, within = divmod(place, len(self._examples))

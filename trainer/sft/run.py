@@ -163,7 +163,6 @@ class SftRun:
             config,
             console,
             step=policy.step,
-            tracked=None,
             run_id=lock.run,
             files=("metrics",),
         )
@@ -232,6 +231,7 @@ class SftRun:
         policy = self._policy
         leader = self._leader
         self._checkpoints.check()
+        # Every rank and step has dropout of its own, which a resumed run repeats.
         torch.manual_seed((policy.seed * 4096 + self._ranks.rank) % 2**63)
         watchdog.at(f"the update of step {policy.step + 1}")
         if leader:
@@ -239,8 +239,8 @@ class SftRun:
         with leader.log.clock.stage("update") if leader else nullcontext():
             body = b""
             if leader:
-                body = encode(leader.batches.rows(policy.step, self._data.positions))
                 learned = leader.batches.indices(policy.step, self._data.positions)
+                body = encode(leader.batches.rows(learned))
                 leader.trained.add((leader.examples[index].prompt, "") for index in learned)
             rows = decode(self._ranks.broadcast(body), list[TrainingSequence])
             update = self._learner.learn(rows)
@@ -293,7 +293,7 @@ class SftRun:
             saved = self._save()
             self._checkpoints.wait()
         if self._leader:
-            self._leader.log.report(saved)
+            self._leader.log.recorder.report(saved)
             self._tell_next(self._leader.log.recorder, saved)
         return saved
 

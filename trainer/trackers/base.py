@@ -43,9 +43,8 @@ class RunInfo:
         """The configuration by `section.name`; values other than numbers, texts and booleans are
         converted to text.
         """
-        known = (str, int, float, bool)
         return {
-            name: value if isinstance(value, known) else str(value)
+            name: value if isinstance(value, str | int | float) else str(value)
             for name, value in flatten(self.config).items()
         }
 

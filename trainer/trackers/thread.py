@@ -1,6 +1,7 @@
 """Thread and bounded queue of one tracker, and the exit of a process whose tracker hangs."""
 
 import logging
+import math
 import os
 import queue
 import sys
@@ -38,7 +39,7 @@ class TrackerThread:
         count: Callable[[str], None],
         limit: int = QUEUE,
     ) -> None:
-        self.name = name
+        self._name = name
         self._say = say
         self._count = count
         self._limit = limit
@@ -51,8 +52,8 @@ class TrackerThread:
         self._closed = False
         self._reported = False
         self._run_finished = False
-        self._began: float | None = None
-        """When the tracker got the record that it has not accepted yet."""
+        self._began = math.inf
+        """When the tracker got the record that it has not accepted yet; infinity without one."""
         # A daemon: a tracker that hangs must not keep the interpreter from ending.
         self._thread = threading.Thread(
             target=self._run, args=(run,), name=f"{_PREFIX}{name}", daemon=True
@@ -62,16 +63,14 @@ class TrackerThread:
     def put(self, call: str, **arguments: Any) -> None:
         """Queues a record and returns at once."""
         self._received += 1
-        began = self._began
-        if began is not None and time.monotonic() - began > HANGS_S:
+        if time.monotonic() - self._began > HANGS_S:
             self._report(f"it hangs: one record takes longer than {HANGS_S:.0f} s")
-        if self._closed:
-            self._record("lost")
-        elif self._queue.qsize() >= self._limit:
-            self._record("lost")
-            self._report(f"it is too slow: {self._limit} records are already waiting for it")
-        else:
+        if not self._closed and self._queue.qsize() < self._limit:
             self._queue.put((call, arguments))
+            return
+        self._end_record("lost")
+        if not self._closed:
+            self._report(f"it is too slow: {self._limit} records are already waiting for it")
 
     def end(self, finished: bool) -> None:
         """Ends the queue; `wait` waits for the queued records."""
@@ -85,58 +84,58 @@ class TrackerThread:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._reported = True
-            self._say(f"tracker {self.name} did not accept the remaining records in time")
-        self._drop_rest()
+            self._say(f"tracker {self._name} did not accept the remaining records in time")
+        self._close()
         if self.lost:
-            self._say(f"tracker {self.name}: {self.lost} of {self._received} records are lost")
+            self._say(f"tracker {self._name}: {self.lost} of {self._received} records are lost")
 
     def _run(self, run: RunInfo) -> None:
         try:
-            tracker = load(self.name)(run)
-            self._say(f"tracker {self.name}: {tracker.where}")
+            tracker = load(self._name)(run)
+            self._say(f"tracker {self._name}: {tracker.where}")
             while (record := self._queue.get()) is not None and not self._closed:
                 call, arguments = record
                 self._began = time.monotonic()
                 try:
                     getattr(tracker, call)(**arguments)
+                    self._end_record("written")
                 except Exception as error:
-                    self._record("lost")
+                    self._end_record("lost")
                     self._report_error(error)
-                else:
-                    self._record("written")
-                self._began = None
+                self._began = math.inf
             if not self._closed:
                 tracker.close(self._run_finished)
         except (Exception, SystemExit) as error:  # a library's sys.exit ends only this thread
             self._report_error(error)
-        self._drop_rest()
+        self._close()
 
-    def _record(self, result: str) -> None:
+    def _end_record(self, result: str) -> None:
         """Counts the end of one record. What a tracker writes after it was closed is lost."""
         with self._lock:
             if result == "written" and not self._closed:
                 self.written += 1
-                self._count(result)
+                self._count("written")
             elif self.written + self.lost < self._received:
                 self.lost += 1
                 self._count("lost")
 
-    def _drop_rest(self) -> None:
+    def _close(self) -> None:
+        """Gives up on the records that are left."""
         self._closed = True
         for _ in range(self._received - self.written - self.lost):
-            self._record("lost")
+            self._end_record("lost")
 
     def _report_error(self, error: BaseException) -> None:
-        log.debug("tracker %s", self.name, exc_info=error)
-        reason = f"{type(error).__name__}: {error}"[:500]
-        one_line = " ".join(reason.split())
-        self._report(SecretRedactor().redact(one_line))
+        log.debug("tracker %s", self._name, exc_info=error)
+        reason = " ".join(f"{type(error).__name__}: {error}"[:500].split())
+        self._report(SecretRedactor().redact(reason))
 
     def _report(self, reason: str) -> None:
+        """Says why records are lost; only the first reason."""
         if not self._reported:
             self._reported = True
             self._say(
-                f"tracker {self.name}: {reason}. The run continues; records that it does not "
+                f"tracker {self._name}: {reason}. The run continues; records that it does not "
                 "accept are lost and counted"
             )
 

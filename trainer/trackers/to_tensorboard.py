@@ -8,6 +8,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainer.trackers.base import Cell, RunInfo
 
+_MARKDOWN = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": "<br>"})
+"""What a text needs in a cell of a table."""
+
 
 class TensorBoardTracker:
     """Event files for `tensorboard --logdir RUN_DIR/trackers`, or for a folder of many runs."""
@@ -29,19 +32,12 @@ class TensorBoardTracker:
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
         lines: list[Sequence[Cell]] = [columns, ["---"] * len(columns), *rows]
-        markdown = [f"| {' | '.join(map(_cell, line))} |" for line in lines]
+        markdown = []
+        for line in lines:
+            cells = [str(cell).translate(_MARKDOWN) for cell in line]
+            markdown.append(f"| {' | '.join(cells)} |")
         self._writer.add_text(name, "\n".join(markdown), step)
         self._writer.flush()
 
     def close(self, finished: bool) -> None:
         self._writer.close()
-
-
-def _cell(value: Cell) -> str:
-    return (
-        str(value)
-        .replace("\\", "\\\\")
-        .replace("|", "\\|")
-        .replace("<", "&lt;")
-        .replace("\n", "<br>")
-    )

@@ -52,10 +52,11 @@ class Trackers:
         counted: Counter | None = None,
     ) -> None:
         self._threads: list[TrackerThread] = []
+        names = config.trackers.names
         check(config.trackers)
-        directory = (run_dir / "trackers").absolute()
-        if not config.trackers.names:
+        if not names:
             return
+        directory = (run_dir / "trackers").absolute()
         with storing("id", directory, "trainer.run_dir"):
             directory.mkdir(exist_ok=True)
             run_id = _own_id(directory / "id", new=step == 0 and not config.checkpoint.resume)
@@ -74,9 +75,7 @@ class Trackers:
             if counted:
                 counted.labels(name, result).inc()
 
-        for name in config.trackers.names:
-            thread = TrackerThread(name, run, say, count=partial(count, name))
-            self._threads.append(thread)
+        self._threads = [TrackerThread(name, run, say, partial(count, name)) for name in names]
 
     def step(self, record: Mapping[str, Any], group: Group | None) -> None:
         """Records the numbers of a step, and every `SAMPLE_EVERY` steps the completions of
@@ -110,6 +109,7 @@ class Trackers:
         abandons slow ones.
         """
         deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
+        # All of them flush at the same time, before the first one is waited for.
         for thread in self._threads:
             thread.end(finished)
         for thread in self._threads:
@@ -127,11 +127,13 @@ class Trackers:
 
 def _own_id(path: Path, new: bool) -> str:
     known = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
-    if new or not known.isalnum():
-        partial = path.with_name("id.partial")
-        partial.write_text(uuid.uuid4().hex[:12], encoding="ascii")
-        partial.replace(path)
-    return path.read_text(encoding="ascii")
+    if known.isalnum() and not new:
+        return known
+    made = uuid.uuid4().hex[:12]
+    partial = path.with_name("id.partial")
+    partial.write_text(made, encoding="ascii")
+    partial.replace(path)
+    return made
 
 
 def _samples(group: Group) -> list[dict[str, Cell]]:

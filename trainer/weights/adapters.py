@@ -1,4 +1,7 @@
-"""Static files of weight versions, and the publisher of LoRA adapters."""
+"""Static files of weight versions, and the publisher of LoRA adapters.
+
+The nodes' end is `services.rollout.engine_client.EngineClient.load_adapter`.
+"""
 
 import shutil
 from pathlib import Path

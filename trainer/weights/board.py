@@ -1,9 +1,9 @@
 """The newest weight version, and what the rollout nodes report about it.
 
-The trainer announces a version here; every rollout node's agent, the other end, pulls it
-(`services/rollout`), loads it and reports. With `trainer.weight_sync` distributed a version is
-broadcast into the engines (`broadcast.py`); its files are then written only when a node asks for
-them.
+The trainer announces a version here; every rollout node's agent, the other end
+(`services.rollout.weights.follow`), pulls it, loads it and reports. With `trainer.weight_sync`
+distributed a version is broadcast into the engines (`broadcast`); its files are then written only
+when a node asks for them.
 """
 
 import asyncio
@@ -11,14 +11,15 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from common.errors import NotFound, ServiceError, TooLarge
+from common.errors import NotFound, ServiceError
 from common.process import logs, watchdog
 from common.process.daemon_threads import in_daemon_thread
 from common.process.progress import Progress, moved
@@ -41,7 +42,6 @@ _SILENT_S = 30.0
 _QUIET_S = 8.0
 """A worker that has not reported for this long may hang; agents report every five seconds."""
 _FORGOTTEN_S = 600.0
-_MAX_WORKERS = 1000
 
 
 class PublishFailed(ServiceError):
@@ -64,18 +64,39 @@ class VersionSource(Protocol):
         """Compares the weights that an engine has received with those that were sent."""
 
 
+@dataclass
 class _Files:
     """The files of a version that is written because a node asks for them."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.pieces = 0
-        self.written: Future[WeightManifest] | None = None
+    version: int
+    pieces: int = 0
+    written: "Future[WeightManifest]" = field(default_factory=Future)
 
     def wrote(self) -> None:
         """Counts a piece."""
         self.pieces += 1
         moved()
+
+
+@dataclass
+class _Worker:
+    """What an agent reported last, and when."""
+
+    report: WorkerReport
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the report."""
+        return time.monotonic() - self.at
+
+    def __str__(self) -> str:
+        report = self.report
+        state = f"{report.state}, weights {report.version}"
+        if self.silence_s > _QUIET_S:
+            quiet = f"no report for {self.silence_s:.0f} s, its agent may hang or be cut off"
+            return f"{report.name} ({quiet}; last: {state})"
+        return f"{report.name} ({state}) {report.detail}".strip()
 
 
 class WeightBoard:
@@ -88,18 +109,21 @@ class WeightBoard:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
-        self._closed = False
-        self._unserved = False  # whether nobody can fetch or report any more
-        self._lock = threading.Condition()
-        self._latest: WeightManifest | None = None
-        self._workers: dict[str, tuple[WorkerReport, float]] = {}
-        self._complete = False  # whether all rollout nodes were there once
-        self._excluded: set[str] = set()  # nodes that `wait_confirmed` does not wait for
-        self._writing = threading.Lock()
-        self._files: _Files | None = None
-        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self.source: VersionSource | None = None
         """Holds the tensors of versions that are announced without files."""
+        self._lock = threading.Condition()
+        self._latest: WeightManifest | None = None
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        """The calls that wait for a new version."""
+        self._workers: dict[str, _Worker] = {}
+        self._files: _Files | None = None
+        self._closed = False
+        self._unserved = False
+        """Whether nobody can fetch or report any more."""
+        self._complete = False
+        """Whether all rollout nodes were there once."""
+        self._excluded: set[str] = set()
+        """Nodes that `wait_confirmed` does not wait for."""
 
     def announce(self, manifest: WeightManifest) -> None:
         """Makes `manifest` the latest version and removes old ones from disk."""
@@ -108,6 +132,14 @@ class WeightBoard:
             self._lock.notify_all()
         self._wake()
         self._remove_old()
+
+    def _change_latest(self, **fields: object) -> WeightManifest:
+        """Announces the latest version again, changed."""
+        with self._lock:
+            assert self._latest is not None, "it was announced"
+            self._latest = self._latest.model_copy(update=fields)
+        self._wake()
+        return self._latest
 
     def _wake(self) -> None:
         """Wakes the calls that wait for a new version."""
@@ -128,11 +160,7 @@ class WeightBoard:
         """Withdraws the broadcast of the latest version, which nodes then get as files; returns its
         manifest.
         """
-        with self._lock:
-            assert self._latest is not None, "it was announced"
-            self._latest = self._latest.model_copy(update={"broadcast": None})
-        self._wake()
-        return self._latest
+        return self._change_latest(broadcast=None)
 
     async def with_files(self, manifest: WeightManifest, wait_s: float) -> WeightManifest:
         """Returns the manifest with files, which are written first if needed; without them, and
@@ -143,11 +171,9 @@ class WeightBoard:
             return manifest
         if self._files is None or self._files.version != manifest.version:
             self._files = _Files(manifest.version)
-            self._files.written = in_daemon_thread(
-                partial(self._write, self.source, manifest, self._files), "weight-files"
-            )
+            work = partial(self._write, self.source, self._files)
+            self._files.written = in_daemon_thread(work, "weight-files")
         files = self._files
-        assert files.written is not None
         await asyncio.wait({asyncio.wrap_future(files.written)}, timeout=wait_s)
         if not files.written.done():
             return manifest.model_copy(update={"progress": files.pieces})
@@ -155,21 +181,16 @@ class WeightBoard:
             self._files = None  # the next call tries again
         return files.written.result()
 
-    def _write(
-        self, source: VersionSource, manifest: WeightManifest, files: "_Files"
-    ) -> WeightManifest:
-        with self._writing:
-            log.info(
-                "writing the files of weights %d, because a node asks for them", manifest.version
-            )
-            written = source.write(manifest.version, files.wrote)
-            with self._lock:
-                if self._latest is not None and self._latest.version == written.version:
-                    # The manifest keeps its broadcast: the nodes that take part must not see it
-                    # withdrawn.
-                    self._latest = self._latest.model_copy(update={"files": written.files})
-            self._remove_old()
-            return written
+    def _write(self, source: VersionSource, files: _Files) -> WeightManifest:
+        log.info("writing the files of weights %d, because a node asks for them", files.version)
+        written = source.write(files.version, files.wrote)
+        with self._lock:
+            if self._latest is not None and self._latest.version == written.version:
+                # The manifest keeps its broadcast: the nodes that take part must not see it
+                # withdrawn.
+                self._latest = self._latest.model_copy(update={"files": written.files})
+        self._remove_old()
+        return written
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
         """Returns the verdict on an engine's checksums. Raises Conflict if they differ, NotFound if
@@ -185,28 +206,20 @@ class WeightBoard:
         """
         start = time.monotonic()
         waits = Progress("the engines", limit_s)
-        with self._lock:
-            assert self._latest is not None, "engines sleep between two versions"
-            self._latest = self._latest.model_copy(update={"asleep": True})
-        self._wake()
+        self._change_latest(asleep=True)
         while True:
             self._check_served()
             with self._lock:
-                now = time.monotonic()
-                alive = [entry for entry in self._workers.values() if now - entry[1] < _SILENT_S]
+                alive = self._alive()
                 # A report from before `start` may be out of date.
-                awake = [report for report, at in alive if report.state != "asleep" or at < start]
+                awake = [each for each in alive if each.report.state != "asleep" or each.at < start]
                 if alive and not awake:
                     return
                 waits.saw(len(alive) - len(awake))
                 if waits.is_stuck:
-                    states = [
-                        f"{report.name} ({report.state}) {report.detail}".strip()
-                        for report in awake
-                    ]
                     raise PublishFailed(
                         f"after {waits.waited_s:.0f} s these engines have not released their "
-                        f"memory for the update: {', '.join(states) or 'no report'}",
+                        f"memory for the update: {_listed(awake)}",
                         field="limits.fence_after_s",
                         value=limit_s,
                         remedy="look at the log of rollout-server",
@@ -251,18 +264,17 @@ class WeightBoard:
         Raises NotFound when there is none by then.
         """
 
-        def changed() -> bool:
+        def is_known() -> bool:
             latest = self._latest
-            if latest is None:
-                return False
-            return (latest.run_id, latest.version, latest.asleep) != (run_id, version, asleep)
+            known = (run_id, version, asleep)
+            return latest is None or (latest.run_id, latest.version, latest.asleep) == known
 
         event = asyncio.Event()
         self._waiting[event] = asyncio.get_running_loop()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    while not (changed() or self._closed):
+                    while is_known() and not self._closed:
                         await event.wait()
                         event.clear()
         finally:
@@ -297,22 +309,14 @@ class WeightBoard:
         """Records an agent's report on its engine."""
         with self._lock:
             previous = self._workers.get(report.name)
-            now = time.monotonic()
-            alive = {
-                name: entry
-                for name, entry in self._workers.items()
-                if now - entry[1] < _FORGOTTEN_S
+            remembered = {
+                name: worker
+                for name, worker in self._workers.items()
+                if worker.silence_s < _FORGOTTEN_S
             }
-            if len(alive) >= _MAX_WORKERS and report.name not in alive:
-                raise TooLarge(
-                    "too many workers report",
-                    field="name",
-                    value=report.name,
-                    remedy=f"run at most {_MAX_WORKERS} workers",
-                )
-            self._workers = alive | {report.name: (report, now)}
+            self._workers = remembered | {report.name: _Worker(report)}
             self._lock.notify_all()
-        is_new_state = previous is None or previous[0].state != report.state
+        is_new_state = previous is None or previous.report.state != report.state
         if report.state in ("stale", "failed") and is_new_state:
             log.warning(
                 "%s is %s (weights %s): %s",
@@ -322,104 +326,90 @@ class WeightBoard:
                 report.detail,
             )
 
+    def _alive(self) -> list[_Worker]:
+        with self._lock:
+            return [worker for worker in self._workers.values() if worker.silence_s < _SILENT_S]
+
     def workers(self) -> list[WorkerReport]:
         """The reports of the workers that are alive."""
-        now = time.monotonic()
-        with self._lock:
-            return [report for report, at in self._workers.values() if now - at < _SILENT_S]
+        return [worker.report for worker in self._alive()]
 
     def num_nodes(self) -> int:
         """The number of rollout nodes in the job group, from the agents' reports; 1 before the
         first report.
         """
         with self._lock:
-            return max((report.num_nodes for report, _ in self._workers.values()), default=1)
+            return max((each.report.num_nodes for each in self._workers.values()), default=1)
 
     def count(self, state: WorkerState) -> int:
         """The number of workers that are alive and in this state."""
         return sum(worker.state == state for worker in self.workers())
 
-    def _silent(self) -> list[WorkerReport]:
-        """The last reports of the workers that fell silent and are not excluded yet."""
-        known = {worker.name for worker in self.workers()} | self._excluded
+    def _go_on_without(self, behind: Iterable[_Worker] = ()) -> list[WorkerReport]:
+        """Excludes nodes that are `behind` and those that fell silent; returns their reports."""
+        self._complete = True
         with self._lock:
-            return [report for name, (report, _) in self._workers.items() if name not in known]
-
-    def _exclude_silent(self) -> list[WorkerReport]:
-        """Excludes the workers that fell silent, and says so."""
-        silent = self._silent()
+            silent = [
+                worker
+                for name, worker in self._workers.items()
+                if worker.silence_s >= _SILENT_S and name not in self._excluded
+            ]
         for worker in silent:
             log.error(
                 "%s: no report for %.0f s: its agent hangs, is cut off or is gone; it gets no "
                 "requests, and training continues without it until it reports",
-                worker.name,
-                self._silence_of(worker),
+                worker.report.name,
+                worker.silence_s,
             )
-        return self._exclude(silent)
-
-    def _silence_of(self, worker: WorkerReport) -> float:
-        """The seconds since a worker's last report."""
-        now = time.monotonic()
-        with self._lock:
-            _, reported_at = self._workers.get(worker.name, (worker, now - _FORGOTTEN_S))
-        return now - reported_at
-
-    def _exclude(self, workers: list[WorkerReport]) -> list[WorkerReport]:
-        self._complete = True
-        self._excluded.update(worker.name for worker in workers)
-        return workers
-
-    def _described(self, worker: WorkerReport) -> str:
-        """Returns the name and the state of a worker, for a message."""
-        state = f"{worker.state}, weights {worker.version}"
-        silence_s = self._silence_of(worker)
-        if silence_s > _QUIET_S:
-            quiet = f"no report for {silence_s:.0f} s, its agent may hang or be cut off"
-            return f"{worker.name} ({quiet}; last: {state})"
-        return f"{worker.name} ({state}) {worker.detail}".strip()
+        excluded = [worker.report for worker in (*behind, *silent)]
+        self._excluded.update(report.name for report in excluded)
+        return excluded
 
     def wait_confirmed(
         self,
         manifest: WeightManifest,
         limit_s: float,
         say: Callable[[str], None],
-        restore: Callable[[], None] = lambda: None,
     ) -> list[WorkerReport]:
         """Waits until the rollout nodes serve `manifest`; returns those that do not and have made
         no progress for `limit_s` seconds. A node may take as long as it makes progress.
 
         The first call waits for as many nodes as the agents report. Later calls do not wait for a
         node that was returned before until it has caught up by itself. A node that has fallen
-        silent is returned at once: its engine may still run with old weights. Every look calls
-        `restore`, which writes the files again if they were deleted. Raises PublishFailed when no
-        node serves the manifest.
+        silent is returned at once: its engine may still run with old weights. Raises PublishFailed
+        when no node serves the manifest.
         """
         arrivals = Progress("the rollout nodes", limit_s)
-        nodes: dict[str, _Node] = {}
+        nodes: dict[str, _NodeProgress] = {}
         told = time.monotonic()
         tell_after_s = 10.0
         while True:
             self._check_served()
-            restore()
-            workers = self.workers()
-            serving = {worker.name for worker in workers if _serves(worker, manifest)}
+            alive = {worker.report.name: worker for worker in self._alive()}
+            serving = {name for name, each in alive.items() if _serves(each.report, manifest)}
             self._excluded -= serving
-            others = [worker for worker in workers if worker.name not in serving]
-            missing = [worker for worker in others if worker.name not in self._excluded]
-            expected = max((_engines(worker) for worker in workers), default=1)
-            all_there = self._complete or len(workers) >= expected
+            others = {name: worker for name, worker in alive.items() if name not in serving}
+            missing = {name: each for name, each in others.items() if name not in self._excluded}
+            # The engines of the job group, by the report of one: so many report.
+            expected = max(
+                (each.report.num_nodes // each.report.nodes_per_engine for each in alive.values()),
+                default=1,
+            )
+            all_there = self._complete or len(alive) >= expected
             if serving and not missing and all_there:
-                return self._exclude_silent()
+                return self._go_on_without()  # silent nodes may still generate with old weights
 
-            arrivals.saw(len(workers))
-            for worker in others:
-                nodes.setdefault(worker.name, _Node(worker, limit_s)).saw(worker)
+            arrivals.saw(len(alive))
+            for name, worker in others.items():
+                nodes.setdefault(name, _NodeProgress(worker.report, limit_s)).saw(worker.report)
             # Without any node that serves, one that was given up before may still get there.
             awaited = missing if serving else others
-            moving = [worker for worker in awaited if not nodes[worker.name].waits.is_stuck]
-            states = [self._described(worker) for worker in awaited]
-            waited = _waited(manifest, len(serving), expected, states)
-            if not moving and (arrivals.is_stuck or (awaited and all_there)):
+            waited = (
+                f"{len(serving)} of {expected} rollout nodes serve weights {manifest.version}; "
+                f"missing: {_listed(awaited.values())}"
+            )
+            is_stuck = all(nodes[name].waits.is_stuck for name in awaited)
+            if is_stuck and (arrivals.is_stuck or (awaited and all_there)):
                 watchdog.deadline_passed(f"no progress for {limit_s:g} s: {waited}")
                 if not serving:
                     raise PublishFailed(
@@ -436,7 +426,7 @@ class WeightBoard:
                     waited,
                     extra=logs.event(_BEHIND),
                 )
-                return [*self._exclude(missing), *self._exclude_silent()]
+                return self._go_on_without(missing.values())
 
             now = time.monotonic()
             if now - told > tell_after_s:
@@ -447,7 +437,7 @@ class WeightBoard:
                 self._lock.wait(timeout=min(0.2, arrivals.pause_s))
 
 
-class _Node:
+class _NodeProgress:
     """A rollout node on its way to a version."""
 
     def __init__(self, worker: WorkerReport, limit_s: float) -> None:
@@ -462,18 +452,11 @@ class _Node:
         self.waits.saw(self._sum)
 
 
-def _engines(worker: WorkerReport) -> int:
-    """Returns how many engines the job group has by the report of one: so many report."""
-    return worker.num_nodes // worker.nodes_per_engine
-
-
 def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:
     """Whether a worker generates with exactly this version."""
     is_current = worker.run_id == manifest.run_id and worker.version == manifest.version
     return is_current and worker.state == "ready"
 
 
-def _waited(manifest: WeightManifest, serving: int, expected: int, missing: list[str]) -> str:
-    """Returns how many nodes serve a version, and the states of those that do not."""
-    served = f"{serving} of {expected} rollout nodes serve weights {manifest.version}"
-    return f"{served}; missing: {', '.join(missing) or 'no report'}"
+def _listed(workers: Iterable[_Worker]) -> str:
+    return ", ".join(map(str, workers)) or "no report"

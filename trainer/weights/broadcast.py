@@ -12,7 +12,6 @@ from pathlib import Path
 from common.errors import Conflict
 from common.process.progress import Progress
 from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
-from learning.weight_group import digest_all
 from trainer.weights.board import WeightBoard
 from trainer.weights.comparison import Checksums, Comparison
 from trainer.weights.host_copy import BUCKET_BYTES, HostCopy
@@ -60,24 +59,25 @@ class Broadcaster:
             is_first = not copy.buckets
             if is_first:
                 copy.fill(weights, version)  # which makes the buckets
-            sent = self._checksums.begin(copy.tensors())
-
+            # Others get files: an engine that starts or fails cannot join a group.
             ready = [worker for worker in self._board.workers() if worker.state == "ready"]
             group = self._group_of(ready)
             broadcast = group.announcement(copy.buckets) if group else None
             manifest = WeightManifest(version=version, run_id=self._run_id, broadcast=broadcast)
             self._board.announce(manifest)
 
-            transfer = Transfer(group, copy.buckets, copy.flats, sent) if group else None
+            transfer = Transfer(group, copy.flats) if group else None
             if not is_first:
                 copy.fill(weights, version, transfer.put if transfer else lambda _: None)
             elif transfer:
                 for index in range(len(copy.flats)):
                     transfer.put(index)
+            if transfer:
+                transfer.finish()
+            # While engines still receive; those that are faster wait for it in `verify`.
+            self._checksums.prepare(copy.tensors())
 
         if group and transfer:
-            transfer.finish()
-            self._prepare(version)
             problem = self._problem(group, transfer)
             if problem:
                 log.error(
@@ -197,14 +197,8 @@ class Broadcaster:
                 field="checksums",
                 value=f"{comparison.compared} of {comparison.total} compared",
             )
-        by_rank = {str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)}
-        return WeightVerdict(checksum=digest_all(by_rank), compared=str(comparison))
+        return WeightVerdict(compared=str(comparison))
 
     def _compare(self, version: int, sums: WeightChecksums) -> Comparison:
         with self._copy.reading(version) as tensors:
             return self._checksums.compare(tensors, sums.ranks)
-
-    def _prepare(self, version: int) -> None:
-        """Computes checksums that sending this version does not, while engines still receive it."""
-        with self._copy.reading(version) as tensors:
-            self._checksums.prepare(tensors)

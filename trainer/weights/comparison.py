@@ -3,19 +3,20 @@ them.
 
 The embedded engine uses the names in the files. SGLang reports checksums of its own parameters,
 each of which is rebuilt from the tensors that were sent, in the layouts that SGLang uses
-(`layouts.py`).
+(`layouts.py`). The checksums come from `services.rollout.weights.receive`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from torch import Tensor
 
 from learning.weight_group import digest
 from trainer.weights.layouts import TENSOR_PARALLEL, ParameterLayout, Sharding, layouts, parts_of
-from trainer.weights.sent_sums import ChecksumPlan, Key, SentSums
 from trainer.weights.tensor_hash import gpu_digest
+
+Key = tuple[str, int, int]
+"""A parameter: its name in the engine, the rank that has it and the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,41 +58,23 @@ class Comparison:
 
 
 class Checksums:
-    """The checksums of one version, each computed once; with `on_gpu` by the function that SGLang
-    uses on GPUs. `sharding` is that of the engines.
+    """The checksums of one version in the layouts that the engines use, each computed once.
+
+    With `on_gpu` they are computed by the function that SGLang uses on GPUs. `sharding` is that of
+    the engines.
     """
 
     def __init__(self, on_gpu: bool, sharding: Sharding = TENSOR_PARALLEL) -> None:
-        self._on_gpu = on_gpu
+        self._digest = gpu_digest if on_gpu else digest
         self._sharding = sharding
         self._known: dict[Key, str] = {}
         """In the layouts that matched."""
         self._layouts: dict[Key, ParameterLayout] = {}
         """The layout of each parameter that matched at its last comparison."""
-        self._plan: ChecksumPlan | None = ChecksumPlan({}, {})
-        """None when the layouts have changed."""
-        self._sent = SentSums(self._plan)
-
-    def begin(self, tensors: Mapping[str, Tensor]) -> SentSums:
-        """Begins a version with the shapes of `tensors`: forgets the checksums, but not the layouts
-        that engines use.
-
-        Returns the checksums to which whoever sends the version adds its tensors, which saves
-        computing them later.
-        """
-        self._known.clear()
-        if self._plan is None:
-            self._plan = ChecksumPlan(self._layouts, tensors)
-        self._sent = SentSums(self._plan)
-        return self._sent
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Computes the checksums in the layouts that matched the last time, except for those that
-        come with sending.
-        """
-        for key in self._layouts:
-            if key not in self._sent:
-                self._expected(key, tensors)
+        """Begins a version: computes its checksums in the layouts that matched the last one."""
+        self._known = {key: self._of(layout, tensors) for key, layout in self._layouts.items()}
 
     def compare(
         self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]]
@@ -111,7 +94,7 @@ class Checksums:
                 key = (name, rank, len(ranks))
                 if self._is_right(key, checksum, tensors):
                     # A rank may hold only some of the experts.
-                    seen.update(chain.from_iterable(part.names for part in self._layouts[key]))
+                    seen.update(self._layouts[key].names)
                 else:
                     seen.update(parts)
                     wrong.append(name)
@@ -127,25 +110,15 @@ class Checksums:
         """Whether a checksum is that of the parameter's tensors in one of its layouts; remembers
         which.
         """
-        if key in self._layouts and self._expected(key, tensors) == checksum:
+        if self._known.get(key) == checksum:
             return True
         name, rank, size = key
         for layout in layouts(name, tensors, rank, size, sharding=self._sharding):
-            if self._computed(layout, tensors) == checksum:
-                if self._on_gpu:
-                    self._plan = None
+            if self._of(layout, tensors) == checksum:
                 self._layouts[key] = layout
                 self._known[key] = checksum
                 return True
         return False
 
-    def _expected(self, key: Key, tensors: Mapping[str, Tensor]) -> str:
-        """Returns the checksum in the layout that matched at the last comparison."""
-        if key not in self._known:
-            of_sent = self._sent.hexdigest(key)
-            self._known[key] = of_sent or self._computed(self._layouts[key], tensors)
-        return self._known[key]
-
-    def _computed(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> str:
-        compute = gpu_digest if self._on_gpu else digest
-        return compute(*(part.of(tensors) for part in layout))
+    def _of(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> str:
+        return self._digest(*layout.of(tensors))

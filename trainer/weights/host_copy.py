@@ -72,6 +72,7 @@ class HostCopy:
         held: list[tuple[str, Tensor]] = []
         size = 0
         for name, tensor in weights:
+            # Views of a bucket need its offset to be a multiple of their item size: one dtype each.
             is_full = size + tensor.nbytes > self._bucket_bytes
             if held and (is_full or tensor.dtype != held[0][1].dtype):
                 self._close(held)

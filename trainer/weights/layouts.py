@@ -1,6 +1,11 @@
 """The layouts in which an engine may hold its parameters, in terms of the tensors that were sent to
 it.
 
+    sent                                     rank 1 of 2 holds
+    …q_proj.weight [8, 6]                    …qkv_proj.weight = rows 4 to 7 of q, then rows 2 and 3
+    …k_proj.weight, …v_proj.weight [4, 6]        of k, then rows 2 and 3 of v
+    …o_proj.weight [6, 8]                    …o_proj.weight = columns 4 to 7
+
 The embedded engine uses the names in the files. SGLang stacks projections (`qkv_proj`) and experts
 (`w13_weight`), pads the vocabulary, and shards parameters across GPUs.
 """
@@ -51,18 +56,28 @@ class Part:
     take: Callable[..., Tensor]
     """Takes the rank's share of these tensors."""
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns the part of the parameter that these tensors make."""
-        return self.take(*(tensors[name] for name in self.names))
 
-    def converted(self, dtype: torch.dtype) -> "Part":
-        """Returns the part in another precision."""
-        return Part(self.names, lambda *tensors: self.take(*tensors).to(dtype))
+@dataclass(frozen=True)
+class ParameterLayout:
+    """A layout in which an engine may hold a parameter, in its own precision."""
+
+    parts: Sequence[Part]
+    dtype: torch.dtype | None = None
+    """None: that in which the tensors were sent."""
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors that it is made of."""
+        return {name for part in self.parts for name in part.names}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yields the parts of the parameter that these tensors make."""
+        for part in self.parts:
+            share = part.take(*(tensors[name] for name in part.names))
+            yield share if self.dtype is None else share.to(self.dtype)
 
 
 TENSOR_PARALLEL = Sharding()
-ParameterLayout = Sequence[Part]
-"""A layout in which an engine may hold a parameter."""
 
 
 def parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -108,80 +123,54 @@ def layouts(
     """Yields the layouts in which rank `rank` of `size` may hold a parameter, likeliest first."""
     names = parts_of(name, tensors)
     last = name.rpartition(".")[2]
+    sharded: list[list[Part]] = []
     if last in _EXPERTS and name not in tensors:
         has_gate = last == "w13_weight"
-        own = _own_experts(
-            names, step=2 if has_gate else 1, rank=rank, size=size, groups=sharding.expert_groups
-        )
+        step = 2 if has_gate else 1
+        # Consecutive ranks form a group, which holds its share of the experts.
         group = size // sharding.expert_groups
-        sharded = partial(_of_experts, own, has_gate=has_gate, rank=rank % group, size=group)
+        count_of_group = len(names) // step // sharding.expert_groups * step
+        first = rank // group * count_of_group
+        own = names[first : first + count_of_group]
+        sharded += _of_experts(own, has_gate=has_gate, rank=rank % group, size=group)
     else:
-        sharded = partial(_of_groups, name, names, tensors, rank=rank, size=size, sharding=sharding)
-    yield from sharded()
+        # All ranks share it, or those of an attention group do.
+        for shares in sorted({size, size // sharding.attention_groups}, reverse=True):
+            sharded += _of_parameter(name, names, tensors, rank=rank % shares, size=shares)
 
+    dtypes: list[torch.dtype | None] = [None]
     sent_dtype = tensors[names[0]].dtype
     if sent_dtype.is_floating_point:
-        for dtype in _DTYPES:
-            if dtype != sent_dtype:
-                for layout in sharded():
-                    yield [part.converted(dtype) for part in layout]
-
-
-def _own_experts(
-    names: Sequence[str], *, step: int, rank: int, size: int, groups: int
-) -> Sequence[str]:
-    """Returns the names of the experts of the rank's group, `step` for each expert; consecutive
-    ranks form a group.
-    """
-    group = rank // (size // groups)
-    experts = len(names) // step // groups
-    return names[group * experts * step : (group + 1) * experts * step]
-
-
-def _of_groups(
-    name: str,
-    names: Sequence[str],
-    tensors: Mapping[str, Tensor],
-    *,
-    rank: int,
-    size: int,
-    sharding: Sharding,
-) -> Iterator[ParameterLayout]:
-    """Yields the layouts of a parameter that all ranks share, and that the ranks of an attention
-    group do.
-    """
-    group = size // sharding.attention_groups
-    for shares in sorted({size, group}, reverse=True):
-        yield from _of_parameter(name, names, tensors, rank=rank % shares, size=shares)
+        dtypes += [dtype for dtype in _DTYPES if dtype != sent_dtype]
+    for dtype in dtypes:
+        for parts in sharded:
+            yield ParameterLayout(parts, dtype)
 
 
 def _of_parameter(
     name: str, names: Sequence[str], tensors: Mapping[str, Tensor], *, rank: int, size: int
-) -> Iterator[ParameterLayout]:
+) -> Iterator[list[Part]]:
     first, *rest = names
-    parts = [tensors[part] for part in names]
+    rows = [len(tensors[part]) for part in rest]
+    tensor = tensors[first]
     if name.endswith(_VOCABULARY):
         yield [Part((first,), partial(_vocabulary_share, rank=rank, size=size))]
     elif size > 1:
         own = Part((first,), partial(_share, dim=0, rank=rank, size=size))
         for copies in range(1, size + 1):  # as many GPUs may share each key-value head
-            if size % copies:
-                continue
             shares = size // copies
-            first_divides = len(parts[0]) % size == 0
-            rest_divides = all(len(part) % shares == 0 for part in parts[1:])
-            if first_divides and rest_divides:
+            divides = size % copies == 0 and all(count % shares == 0 for count in rows)
+            if divides and len(tensor) % size == 0:
                 shared = partial(_share, dim=0, rank=rank // copies, size=shares)
-                yield [own, *(Part((name_of_part,), shared) for name_of_part in rest)]
-        has_columns = not rest and parts[0].dim() > 1
-        if has_columns and parts[0].shape[1] % size == 0:
+                yield [own, *(Part((part,), shared) for part in rest)]
+        if not rest and tensor.dim() > 1 and tensor.shape[1] % size == 0:
             yield [Part((first,), partial(_share, dim=1, rank=rank, size=size))]
-    yield [Part((name_of_part,), _whole) for name_of_part in names]
+    yield [Part((part,), _whole) for part in names]
 
 
 def _of_experts(
     names: Sequence[str], *, has_gate: bool, rank: int, size: int
-) -> Iterator[ParameterLayout]:
+) -> Iterator[list[Part]]:
     """[experts, …]: this rank's rows (gate and up) or columns (down) of every expert.
 
     Some kernels put up before gate, and some transpose every matrix.
@@ -192,7 +181,7 @@ def _of_experts(
     orders = (1, -1) if has_gate else (1,)
     for order in orders:
         in_order = chain.from_iterable(expert[::order] for expert in experts)
-        yield [Part((name_of_part,), take) for name_of_part in in_order]
+        yield [Part((name,), take) for name in in_order]
     for order in orders:
         yield [Part(expert[::order], partial(_transposed, take=take)) for expert in experts]
 

@@ -1,16 +1,15 @@
-"""Publishes a version to the rollout nodes and waits until each of them serves it."""
+"""Publishes a version to the rollout nodes and waits until each of them serves it.
+
+The nodes' end is `services.rollout.weights`: `follow` takes a version, `store` fetches its files.
+"""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from common.wire.schemas import WeightManifest, WorkerReport
-from learning.staging import on_host
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.versions import Weights, version_name, write_version
@@ -63,18 +62,30 @@ class Publisher:
         """
         begin = time.monotonic()
         if self.broadcaster is None:
-            tensors = on_host(weights)
-            manifest = self._write(tensors.items(), version)
+            manifest = self._write(weights, version)
             size = sum(file.size for file in manifest.files)
-            self._wait_confirmed(manifest, partial(self._restore, manifest, tensors))
         else:
             manifest, size = self.broadcaster.publish(weights, version)
-            self._wait_confirmed(manifest)
+        self._wait_confirmed(manifest)
         if self.broadcaster is not None:
             self.broadcaster.close_if_broken()
+
         seconds = time.monotonic() - begin
         self.published(size, seconds)
-        _log_version(manifest, size, seconds)
+        if manifest.broadcast:
+            transport = "broadcast"
+        else:
+            transport = "shared" if manifest.directory else "http"
+        log.log(
+            # The log line of the step has the seconds anyway.
+            logging.INFO if seconds >= 1 else logging.DEBUG,
+            "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
+            version,
+            size / 1e6,
+            seconds,
+            size / seconds / 1e6,
+            transport,
+        )
 
     def _write(self, weights: Weights, version: int) -> WeightManifest:
         """Writes and announces a version as files; returns its manifest."""
@@ -92,41 +103,7 @@ class Publisher:
         self.board.announce(manifest)
         return manifest
 
-    def _restore(self, manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a version again if another program has deleted one of its files."""
-        directory = self.board.directory / version_name(manifest.version)
-        if all((directory / file.name).is_file() for file in manifest.files):
-            return
-        log.error(
-            "%s was deleted before all nodes had it; writing weights %d again",
-            directory,
-            manifest.version,
-        )
-        self._write(tensors.items(), manifest.version)
-
-    def _wait_confirmed(
-        self, manifest: WeightManifest, restore: Callable[[], None] = lambda: None
-    ) -> None:
+    def _wait_confirmed(self, manifest: WeightManifest) -> None:
         """Waits until the nodes serve a version; stops the traffic to those that do not."""
-        for worker in self.board.wait_confirmed(manifest, self.limit_s, self.say, restore=restore):
+        for worker in self.board.wait_confirmed(manifest, self.limit_s, self.say):
             self.fence(worker)
-
-
-def _log_version(manifest: WeightManifest, size: int, seconds: float) -> None:
-    if manifest.broadcast:
-        transport = "broadcast"
-    elif manifest.directory:
-        transport = "shared"
-    else:
-        transport = "http"
-    # The log line of the step has the seconds anyway.
-    level = logging.INFO if seconds >= 1 else logging.DEBUG
-    log.log(
-        level,
-        "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
-        manifest.version,
-        size / 1e6,
-        seconds,
-        size / seconds / 1e6,
-        transport,
-    )

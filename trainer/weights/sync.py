@@ -1,4 +1,8 @@
-"""`WeightSync` sends the policy's weights to every rollout engine, over any transport."""
+"""`WeightSync` sends the policy's weights to every rollout engine, over any transport.
+
+What it calls is `trainer.weights.publisher` for a job group, whose other end is
+`services.rollout.weights`, and `trainer.backends.engines` for engines of this process.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,13 +1,9 @@
-"""The checksum that SGLang computes of a tensor on a GPU, from parts that need not be there at the
-same time.
+"""The checksum that SGLang computes of a tensor on a GPU.
 
 Every 32-bit word is mixed with its position (the finaliser of MurmurHash3). The sums over 8,192
 words, a tile, are mixed again and added up:
 
-    parts, as they come  ──►  words mixed with their positions  ──►  two sums per tile  ──►  16 hex
-    digits
-
-What stays of a part are the sums: 8 bytes for 32,768.
+    words  ──►  mixed with their positions  ──►  two sums per tile  ──►  16 hex digits
 """
 
 import torch
@@ -38,80 +34,44 @@ _LANES = (
 """Factor, seed and rotation by which the position of a word enters each half of the checksum."""
 
 
-class TensorHash:
-    """The checksum of `size` bytes, computed on `device`."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._words = -(-size // 4)
-        self._sums = torch.zeros(2, -(-self._words // _TILE), dtype=torch.int32, device=device)
-        self._missing = size
-        self._total = torch.zeros((), dtype=torch.int64)
-        self._done = torch.get_device_module(device).Event()
-
-    @property
-    def complete(self) -> bool:
-        """Whether all bytes were added."""
-        return self._missing == 0
-
-    def add(self, start: int, part: Tensor) -> None:
-        """Adds a tensor whose first byte is the byte `start` of the whole.
-
-        `start` is a multiple of 4, and so is the size of every part but the last.
-        """
-        words = _words(part)
-        first = start // 4
-        for place in range(0, len(words), _CHUNK):
-            self._add_words(first + place, words[place : place + _CHUNK].to(self._sums.device))
-        self._missing -= part.nbytes
-        if part.nbytes and self.complete:
-            self._finish()
-
-    def hexdigest(self) -> str:
-        """Returns the checksum of all bytes as 16 hex digits; may be called while another stream
-        computes it.
-        """
-        assert self.complete, f"{self._missing} bytes are missing"
-        self._done.synchronize()
-        total = int(self._total) & ((1 << 64) - 1)
-        return f"{_split_mix(total):016x}" if self._words else "0" * 16
-
-    def _add_words(self, first: int, words: Tensor) -> None:
-        places = torch.arange(len(words), dtype=torch.int32, device=words.device).add_(
-            _signed(first)
-        )
-        before = first % _TILE
-        after = -(before + len(words)) % _TILE
-        tile = first // _TILE
-        for sums, (factor, seed, turn) in zip(self._sums, _LANES, strict=True):
-            turned = (places << turn) | _shifted(places, 32 - turn)
-            mixed = _mix(words ^ (places * factor + seed) ^ turned)
-            tiles = pad(mixed, (before, after)).view(-1, _TILE).sum(1, dtype=torch.int32)
-            sums[tile : tile + len(tiles)] += tiles
-
-    def _finish(self) -> None:
-        high, low = _mix(self._sums ^ _signed(4 * self._words)).to(torch.int64)
-        # To the host now: whoever asks may not share this stream, and its own may be busy with an
-        # update.
-        self._total = ((high << 32) | (low & _BITS)).sum().to("cpu", non_blocking=True)
-        self._done.record()
-        del self._sums
-
-
 def gpu_digest(*tensors: Tensor) -> str:
     """Returns the checksum that SGLang's `/weights_checker` reports for a tensor on a GPU, as 16
     hex digits.
 
     Several tensors are treated as concatenated. Computes on a GPU if there is one.
     """
-    if any(tensor.nbytes % 4 for tensor in tensors[:-1]):
+    if any(
+        tensor.nbytes % 4 for tensor in tensors[:-1]
+    ):  # a word begins in one and ends in another
         tensors = (torch.cat([tensor.reshape(-1) for tensor in tensors]),)
+    size = -(-sum(tensor.nbytes for tensor in tensors) // 4)
+    if not size:
+        return "0" * 16
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = TensorHash(sum(tensor.nbytes for tensor in tensors), device)
-    start = 0
+    sums = torch.zeros(2, -(-size // _TILE), dtype=torch.int32, device=device)
+    first = 0
     for tensor in tensors:
-        found.add(start, tensor)
-        start += tensor.nbytes
-    return found.hexdigest()
+        for chunk in _words(tensor).split(_CHUNK):
+            _add(sums, first, chunk.to(device))
+            first += len(chunk)
+    high, low = _mix(sums ^ _signed(4 * size)).to(torch.int64)
+    total = int(((high << 32) | (low & _BITS)).sum()) & ((1 << 64) - 1)
+    return f"{_split_mix(total):016x}"
+
+
+def _add(sums: Tensor, first: int, words: Tensor) -> None:
+    """Adds consecutive words, of which the first is the word `first` of the whole, to the sums
+    [2, tiles].
+    """
+    places = torch.arange(len(words), dtype=torch.int32, device=words.device).add_(_signed(first))
+    before = first % _TILE
+    after = -(before + len(words)) % _TILE
+    tile = first // _TILE
+    for lane, (factor, seed, turn) in zip(sums, _LANES, strict=True):
+        turned = (places << turn) | _shifted(places, 32 - turn)
+        mixed = _mix(words ^ (places * factor + seed) ^ turned)
+        tiles = pad(mixed, (before, after)).view(-1, _TILE).sum(1, dtype=torch.int32)
+        lane[tile : tile + len(tiles)] += tiles
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
 """The trainer's end of a process group with the engines, and the transfer of one version through
-it. The engines' end is `services.rollout.weights.receive`.
+it. The engines' end is `services.engine.distributed`, or SGLang's own; their agents have them join
+(`services.rollout.weights.receive`).
 """
 
 import logging
 import os
 import queue
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -19,9 +19,8 @@ from torch import Tensor
 from common.process.daemon_threads import in_daemon_thread
 from common.wire.schemas import Broadcast, Bucket, WorkerReport
 from learning.staging import Staging
-from learning.weight_group import group_device, join, views
+from learning.weight_group import group_device, join
 from trainer.weights.layouts import TENSOR_PARALLEL, Sharding
-from trainer.weights.sent_sums import SentSums
 
 log = logging.getLogger(__name__)
 BackendName = Literal["gloo", "nccl"]
@@ -92,12 +91,11 @@ class EngineGroup:
             buckets=buckets,
         )
 
-    def send(self, flat: Tensor, passing: Callable[[Tensor], None] = lambda _: None) -> None:
+    def send(self, flat: Tensor) -> None:
         """Broadcasts uint8 [bytes] in host memory; joins first. May return before the bytes have
         arrived: see `wait`.
 
-        `passing` is called with the bytes on the group's device, on the stream that sends them and
-        before they are sent. Raises RuntimeError when that fails or takes too long.
+        Raises RuntimeError when that fails or takes too long.
         """
         if self._process_group is None:
             with _no_watchdog():
@@ -113,7 +111,6 @@ class EngineGroup:
         if self._staging is None:  # one for all buckets: GPU memory is cached per stream
             self._staging = Staging(group_device(self.rendezvous.backend))
         there = self._staging.to_device(flat)
-        self._staging.on_stream(lambda: passing(there))
         # Its memory may be freed at once: whatever takes it over is put on the same stream.
         self._staging.on_stream(lambda: dist.broadcast(there, src=0, group=self._process_group))
 
@@ -129,7 +126,7 @@ class EngineGroup:
         group = self._process_group
         if group is None:
             return
-        if not stuck:
+        if not stuck:  # no thread is inside a broadcast, which would crash without its group
             self._process_group = None
             dist.destroy_process_group(group)
         elif self.rendezvous.backend == "nccl":
@@ -162,18 +159,12 @@ def _no_watchdog() -> Iterator[None]:
 
 class Transfer:
     """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's
-    limit for one bucket ends.
-
-    `sent` gets the tensors of every bucket on the device that sends them.
+    limit for one bucket ends. `flats` are the bytes of the buckets.
     """
 
-    def __init__(
-        self, group: EngineGroup, buckets: Sequence[Bucket], flats: Sequence[Tensor], sent: SentSums
-    ) -> None:
+    def __init__(self, group: EngineGroup, flats: Sequence[Tensor]) -> None:
         self._group = group
-        self._buckets = buckets
         self._flats = flats
-        self._sent = sent
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.sent = 0
         """Buckets that were sent."""
@@ -191,12 +182,9 @@ class Transfer:
     def _run(self) -> None:
         try:
             for index in iter(self._queue.get, None):
-                self._group.send(self._flats[index], partial(self._add, self._buckets[index]))
+                self._group.send(self._flats[index])
                 self.sent += 1
             self._group.wait()
         finally:
             if self._group.closed:
                 self._group.close()
-
-    def _add(self, bucket: Bucket, flat: Tensor) -> None:
-        self._sent.add(dict(views(flat, bucket)))

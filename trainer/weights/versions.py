@@ -3,7 +3,7 @@
 A version is named after the optimiser step that made it. It is a complete Hugging Face directory
 `v000012/`, or a LoRA adapter in PEFT's format; its manifest (sizes and checksums) is made last. A
 file may come with its delta from the previous version (`common.weights.deltas`), for nodes that
-have that version.
+have that version. `services.rollout.weights.store` makes the same directories on the nodes.
 """
 
 import shutil

@@ -1,7 +1,7 @@
-"""Lets containers that reach nothing else reach this server's gateway: it serves there, too.
+"""The gateway at further addresses, for containers that can reach nothing else.
 
-Nothing stands between a container and the server, which therefore sees how each connection ends
-(`services.http.delivery`).
+The server itself listens there. So no proxy stands between a container and the server, which sees
+how each connection ends (`services.http.delivery`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Gate:
         self.port = address.port or (443 if address.scheme == "https" else 80)
         self._opening = asyncio.Lock()  # several episodes begin at once
         self._is_open = False
-        self._doors = contextlib.AsyncExitStack()
+        self._opened = contextlib.AsyncExitStack()
 
     async def open_file(self, path: Path) -> None:
         """Takes listening sockets at a socket file that every user may open. Each is served until
@@ -44,7 +44,7 @@ class Gate:
                 return
             listener = await asyncio.to_thread(_listen, path)
             accepting = asyncio.create_task(self._accept(listener))
-            self._doors.callback(accepting.cancel)
+            self._opened.callback(accepting.cancel)
             self._is_open = True
 
     async def open_address(self, address: str) -> None:
@@ -58,12 +58,12 @@ class Gate:
                 if error.errno != errno.EADDRINUSE:
                     raise
             else:
-                await self._doors.enter_async_context(serving_also(self.port, sock))
+                await self._opened.enter_async_context(serving_also(self.port, sock))
             self._is_open = True
 
     async def close(self) -> None:
         """Stops serving there."""
-        await self._doors.aclose()
+        await self._opened.aclose()
 
     async def _accept(self, listener: socket.socket) -> None:
         """Serves what each client of the socket file sends, until it is cancelled."""
@@ -96,10 +96,8 @@ class Gate:
 
 
 def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    listener = socket.create_server(str(path), family=socket.AF_UNIX, backlog=128)
     path.chmod(0o666)
-    listener.listen(128)
     listener.setblocking(False)
     return listener
 

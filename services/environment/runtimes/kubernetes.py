@@ -3,16 +3,28 @@
 import asyncio
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
+from services.environment.messages import Json
 from services.environment.outcome import EpisodeFailed
-from services.environment.runtimes.held import HOLD, LABEL, Held, call
-from services.environment.runtimes.runtime import Container, Runtime, Spec, pack, tools_of
+from services.environment.runtimes.client_container import (
+    FIRST_PROGRAM,
+    LABEL,
+    ClientContainer,
+    output_of,
+)
+from services.environment.runtimes.runtime import (
+    Container,
+    Runtime,
+    Spec,
+    Variables,
+    pack,
+    tools_of,
+)
 
 _START_S = 600
 """Seconds in which a pod must have started, images pulled included."""
@@ -42,7 +54,7 @@ class KubernetesRuntime(Runtime):
         self._section = section
         url = urlsplit(self.gateway)
         self._owner = f"{socket.gethostname()}-{url.port}"[-63:].lstrip("-.")
-        self._aliases: list[dict[str, Any]] = []
+        self._aliases: list[Json] = []
         if not section.gateway:
             # Pods outside the job group do not know its names.
             host = url.hostname or ""
@@ -58,7 +70,7 @@ class KubernetesRuntime(Runtime):
                 )
         label = f"{LABEL}={self._owner}"
         words = ["kubectl", "delete", "pods", "--wait=false", "--selector", label]
-        call(words, "kubernetes", remedy=_ACCESS)
+        output_of(words, "kubernetes", remedy=_ACCESS)
 
     async def start(self, spec: Spec, home: Path) -> Container:
         """Starts a pod."""
@@ -70,9 +82,9 @@ class KubernetesRuntime(Runtime):
         pod = Pod(home)
         manifest = json.dumps(self._manifest(spec, pod.name))
         ready = ["wait", f"pod/{pod.name}", "--for=condition=Ready", f"--timeout={_START_S}s"]
-        try:
-            await pod.must(["create", "-f", "-"], stdin=manifest)
-            await pod.must(ready)
+        async with pod.killed_on_failure():
+            await pod.run_client(["create", "-f", "-"], stdin=manifest)
+            await pod.run_client(ready)
             await pod.hold(["attach", "--stdin", pod.name])
             await pod.fill(spec)
             for folder in tools_of(self._section):
@@ -81,18 +93,15 @@ class KubernetesRuntime(Runtime):
                 await asyncio.to_thread(pack, tool, archive)
                 is_folder = await asyncio.to_thread(tool.is_dir)
                 await pod.put(archive, str(tool if is_folder else tool.parent))
-        except BaseException:
-            await pod.kill()
-            raise
         return pod
 
-    def _manifest(self, spec: Spec, name: str) -> dict[str, Any]:
+    def _manifest(self, spec: Spec, name: str) -> Json:
         memory = f"{spec.memory_mb or self._section.memory_mb}Mi"
         limits = {"cpu": f"{spec.cpus or self._section.cpus:g}", "memory": memory}
-        container: dict[str, Any] = {
+        container: Json = {
             "name": "episode",
             "image": spec.image,
-            "args": ["sh", "-c", HOLD],
+            "args": ["sh", "-c", FIRST_PROGRAM],
             # Its input is closed when the first client that attaches has ended.
             "stdin": True,
             "stdinOnce": True,
@@ -118,13 +127,13 @@ class KubernetesRuntime(Runtime):
         }
 
 
-class Pod(Held):
+class Pod(ClientContainer):
     """A pod with one container."""
 
     client_name = "kubectl"
     remove = ("delete", "pod", "--now", "--wait=false", "--ignore-not-found")
 
-    def _exec_words(self, words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    def _exec_words(self, words: Sequence[str], env: Variables) -> list[str]:
         # kubectl passes no variables on.
         assignments = [f"{variable}={value}" for variable, value in env.items()]
         return ["exec", "--stdin", self.name, "--", "env", *assignments, *words]

@@ -2,25 +2,26 @@
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.environment.outcome import EpisodeFailed
-from services.environment.runtimes.runtime import MOST_READ, Command, Container, Runtime, Spec
+from services.environment.runtimes.runtime import (
+    MOST_READ,
+    Container,
+    Runtime,
+    Spec,
+    Variables,
+)
 
 
 class Processes(Container):
-    """The processes of an episode, with its folder as their only own place. They run in the
-    server's working directory.
+    """The processes of an episode, which share everything with the server but a folder of their
+    own. They run in the server's working directory.
     """
 
-    def __init__(self, home: Path, env: Mapping[str, str]) -> None:
-        super().__init__(home)
+    def __init__(self, home: Path, env: Variables) -> None:
+        super().__init__(home, lambda words, more: (words, {**env, **more}))
         self.directory = str(home)
-        self._env = env
-
-    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
-        return words, {**self._env, **env}
 
     async def read(self, path: str, after: float = 0.0) -> bytes | None:
         """Returns the first megabyte of a file; None when there is none, or none that was written
@@ -33,7 +34,7 @@ class LocalRuntime(Runtime):
     """Runs programs as this server's user, with the files and the network that this user has."""
 
     async def start(self, spec: Spec, home: Path) -> Container:
-        """Returns the place of an episode's processes."""
+        """Returns a container that is only a folder."""
         return Processes(home, spec.env)
 
 

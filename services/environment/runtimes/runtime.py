@@ -5,9 +5,10 @@ import contextlib
 import math
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Literal
 
 from common.process.security import tls
@@ -18,7 +19,10 @@ from services.environment.programs import RunningProgram
 FIELD = "runtime.kind"
 MOST_READ = 1 << 20
 """Bytes of a file that are read from a container."""
-Command = tuple[Sequence[str], Mapping[str, str]]
+Variables = Mapping[str, str]
+"""Environment variables."""
+_NONE: Variables = MappingProxyType({})
+Command = tuple[Sequence[str], Variables]
 """A command line, and the environment variables of its program."""
 Network = Literal["gateway", "none", "open"]
 """What a container reaches: this server's gateway, nothing, or whatever its host does."""
@@ -27,8 +31,9 @@ EPISODE = "/episode"
 
 WORKDIR = "."
 """The working directory of a container, as a path in it."""
-_PUT = 'mkdir -p "$1" && cd "$1" && tar -xf -'
-_PUT_INSTEAD = 'mkdir -p "$1" && cd "$1" && rm -rf -- ..?* .[!.]* * && tar -xf -'
+_PUT = 'mkdir -p "$1" && cd "$1" && tar -xof -'
+"""With `-o`, the files belong to the user of the container."""
+_PUT_INSTEAD = 'mkdir -p "$1" && cd "$1" && rm -rf -- ..?* .[!.]* * && tar -xof -'
 _GET = """\
 [ -e "$1" ] || exit 66
 [ "$1" = . ] && exec tar -cf - .
@@ -51,44 +56,42 @@ class Spec:
     """A folder with a Dockerfile."""
     workdir: str = ""
     """Working directory of its programs; empty: the image's."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Variables = field(default_factory=dict)
     cpus: float | None = None
     memory_mb: int | None = None
     """Limits; None: those of the settings."""
 
 
-class Container(ABC):
+class Container:
     """A running container, made by `Runtime.start`.
 
     Args:
         home: a folder of this machine for its files, removed by the caller.
+        command: returns the command that runs some words in it, with further variables.
     """
 
     directory = EPISODE
     """The folder of the episode, as its programs see it."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, command: Callable[[Sequence[str], Variables], Command]) -> None:
         self.home = home
-
-    @abstractmethod
-    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
-        """Returns the command that runs `words` in it, with the variables `env`."""
+        self._command = command
 
     async def exec(
         self,
         words: Sequence[str],
-        env: Mapping[str, str] | None = None,
+        env: Variables = _NONE,
         *,
         stdin: bytes | Path = b"",
         output: Path | None = None,
     ) -> RunningProgram:
         """Starts a program in it; `output` gets its standard output."""
-        command, variables = self._command(words, env or {})
+        command, variables = self._command(words, env)
         return await RunningProgram.start(
             command, variables, home=self.home, stdin=stdin, output=output
         )
 
-    async def kill(self) -> None:  # noqa: B027
+    async def kill(self) -> None:
         """Ends everything that runs in it, and removes it.
 
         Nothing is left to do where every program is killed when it ends, and the caller removes
@@ -98,7 +101,7 @@ class Container(ABC):
     async def run(
         self,
         words: Sequence[str],
-        env: Mapping[str, str] | None = None,
+        env: Variables = _NONE,
         *,
         stdin: bytes | Path = b"",
         output: Path | None = None,
@@ -155,7 +158,7 @@ class Runtime(ABC):
         """Starts a container. Raises EnvironmentLost or EpisodeFailed."""
 
     async def close(self) -> None:  # noqa: B027
-        """Removes what containers shared; most share nothing."""
+        """Ends what the containers of a runtime share; most share nothing."""
 
 
 def tools_of(section: RuntimeSection) -> list[str]:
@@ -179,20 +182,11 @@ def with_tools(words: Sequence[str], section: RuntimeSection) -> list[str]:
 
 
 def pack(folder: Path, archive: Path, *, without: Sequence[str] = ()) -> None:
-    """Packs a folder of this machine, owned by root, without some names at its top."""
-
-    def owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        if PurePosixPath(member.name).parts[:1] in [(name,) for name in without]:
-            return None
-        member.uid = 0
-        member.gid = 0
-        member.uname = ""
-        member.gname = ""
-        return member
-
+    """Packs a folder of this machine, without some names at its top."""
     with tarfile.open(archive, "w") as tar:
         for entry in sorted(folder.iterdir() if folder.is_dir() else [folder]):
-            tar.add(entry, entry.name, filter=owned_by_root)
+            if entry.name not in without:
+                tar.add(entry, entry.name)
 
 
 def _check_archive(archive: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -21,6 +21,7 @@ from services.environment.runtimes.runtime import (
     Container,
     Runtime,
     Spec,
+    Variables,
     pack,
     tools_of,
 )
@@ -90,7 +91,12 @@ class SandboxRuntime(Runtime):
             await self.gate.open_file(home.parent / "gateway.sock")
         workdir = spec.workdir or _workdir_of(spec.build)
         root = await asyncio.to_thread(self._make_root, home, workdir)
-        container = Sandboxed(self, spec, home, root=root, workdir=workdir)
+
+        def command(words: Sequence[str], env: Variables) -> Command:
+            inside = self._command(words, spec, home, root=root, workdir=workdir)
+            return inside, {**_VARIABLES, **spec.env, **env}
+
+        container = Container(home, command)
         if spec.build is not None:
             archive = home / "task.tar"
             await asyncio.to_thread(pack, spec.build, archive, without=DOCKER_FILES)
@@ -101,7 +107,7 @@ class SandboxRuntime(Runtime):
         """Stops passing connections on."""
         await self.gate.close()
 
-    def command(
+    def _command(
         self, words: Sequence[str], spec: Spec, home: Path, *, root: Path, workdir: str
     ) -> list[str]:
         """Returns the command line that runs `words` in the file system `root`."""
@@ -172,7 +178,7 @@ class SandboxRuntime(Runtime):
                 home.mkdir()
                 root = self._make_root(home, _WORKDIR)
                 spec = Spec(lifetime_s=_PROBE_S, network="none")
-                words = self.command(["true"], spec, home, root=root, workdir="/")
+                words = self._command(["true"], spec, home, root=root, workdir="/")
                 done = subprocess.run(words, capture_output=True, text=True, timeout=_PROBE_S)
             if done.returncode == 0:
                 return
@@ -184,33 +190,6 @@ class SandboxRuntime(Runtime):
             remedy="install bubblewrap and setpriv (util-linux), allow unprivileged user "
             "namespaces, and let everyone read the folders of runtime.tools and of Python",
         )
-
-
-class Sandboxed(Container):
-    """A file system of its own; each program in it has its own processes and network.
-
-    Args:
-        runtime: what made it.
-        spec: what it is made from.
-        home: a folder of this machine for its files.
-        root: its file system, in `home`.
-        workdir: working directory of its programs.
-    """
-
-    def __init__(
-        self, runtime: SandboxRuntime, spec: Spec, home: Path, *, root: Path, workdir: str
-    ) -> None:
-        super().__init__(home)
-        self._runtime = runtime
-        self._spec = spec
-        self._root = root
-        self._workdir = workdir
-
-    def _command(self, words: Sequence[str], env: Mapping[str, str]) -> Command:
-        command = self._runtime.command(
-            words, self._spec, self.home, root=self._root, workdir=self._workdir
-        )
-        return command, {**_VARIABLES, **self._spec.env, **env}
 
 
 def _workdir_of(build: Path | None) -> str:

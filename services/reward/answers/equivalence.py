@@ -10,19 +10,26 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from services.reward.answers.expressions import Node, substituted, symbols
+from services.reward.answers.expressions import (
+    ONE,
+    ZERO,
+    Expression,
+    Operation,
+    Unknown,
+    number,
+    operation,
+    substituted,
+    unknowns,
+)
 from services.reward.answers.extract import last_value
 from services.reward.answers.formulas import same_formulas, same_values
-from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
-from services.reward.answers.quantities import Value, written_out
-from services.reward.answers.readings import content_words, read
-from services.reward.answers.shapes import (
+from services.reward.answers.kinds import (
     Choice,
     Clock,
     Family,
@@ -37,43 +44,34 @@ from services.reward.answers.shapes import (
     as_region,
     combined,
 )
-from services.reward.answers.statements import line
+from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
+from services.reward.answers.quantities import Value, written_out
+from services.reward.answers.readings import as_line, content_words, read
 from services.reward.answers.values import same_ratio
 
+_T = TypeVar("_T")
+# Comparisons after which most of what others need is loaded and cached.
 _WARM_UP = (
     ("\\frac{x+1}{2}", "(1+x)/2"),
     ("\\sqrt{2}", "1.4"),
-    ("y=2x+1", "y=2x-1"),
     ("2\\sqrt{3}+\\sqrt[3]{5}", "\\sqrt{12}+5^{1/3}"),
     ("2\\pi", "2 pi"),
     ("(-\\infty, 2] \\cup [3, 5)", "[3,5) \\cup (-\\infty,2]"),
-    ("\\{1, 2, 3\\}", "3, 2, 1"),
-    ("(1, \\frac{2}{3})", "(1, 0.5)"),
     (
         "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}",
         "\\begin{pmatrix} 1 & 2 \\\\ 3 & 5 \\end{pmatrix}",
     ),
-    ("x \\le 3", "3 \\ge x"),
     ("\\sin(2x) + \\cos x", "2\\sin x \\cos x + \\cos x"),
     ("\\ln 2 + \\log_{3} 5", "\\ln(2) + \\frac{\\ln 5}{\\ln 3}"),
-    ("\\binom{6}{2}", "5!"),
     ("3+4i", "4i+3"),
-    ("5.4 \\text{ cents}", "5 \\text{ cents}"),
-    ("90^\\circ", "\\frac{\\pi}{2}"),
-    ("|x-1|", "|1-x|"),
-    ("x^2+2xy+y^2", "(x+y)^2"),
     ("\\int_0^1 x dx", "\\sum_{i=1}^{3} i"),
-    ("\\text{east}", "west"),
 )
-"""Example comparisons for most kinds of answers."""
-
-
+# A sentence with one number.
 _SENTENCE = re.compile(
     r"(?=.*[a-z]{2}.* .*[a-z]{2})[^0-9]*[0-9][0-9,]*(?:\.[0-9]+)?[^0-9]*",
     re.IGNORECASE | re.DOTALL,
 )
-
-
+# What data sets write where there is no answer.
 _NO_VALUE = re.compile(
     r"(?:the )?proof.*|prove[dn]?.*|notfound|no answer.*|(?:see|as shown) .*|unknown|undetermined"
     r"|(?:.* )?(?:not|none) (?:found|provided|available|given|applicable|specified|required).*"
@@ -81,17 +79,18 @@ _NO_VALUE = re.compile(
     r"|(?:the )?(?:answer|solution|explanation)(?: above| below)?|.*(?:证明|解析|略|解答).*|无",
     re.IGNORECASE,
 )
-"""What data sets write where there is no answer."""
+# Words of an answer; more are a sentence. Those of MATH-500 have two.
 _MAX_WORDS = 3
-"""Words of an answer; more are a sentence. Those of MATH-500 have two."""
 
 
 def verdict(gold: str, answer: str) -> str:
-    """Returns "right", "wrong", "unparsable" for an answer that is not understood completely,
-    "unevaluated", or "identical" for the text of a gold answer that is no value.
+    """Compares an answer with the gold answer, and returns a verdict.
 
-    Unevaluated is an expression with the right value when the gold answer is a number: `5 + 18` or
-    `46/2` for 23.
+    - "right" or "wrong";
+    - "unparsable" if some part of the answer is not understood;
+    - "unevaluated" if the gold answer is a number and the answer an expression with its value, such
+      as `5 + 18` or `46/2` for 23;
+    - "identical" if the answer repeats a gold answer that is no value, such as "see above".
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed
     instead.
@@ -105,6 +104,7 @@ def verdict(gold: str, answer: str) -> str:
     if expected is None:
         return "wrong"
     right = same(expected, given)
+    # What only math-verify can read may still be a number, a set or a matrix: it compares any two.
     is_formula = any(isinstance(each, Value) and not each.node for each in (expected, given))
     if not right and is_formula and type(expected) is not type(given):
         right = same_formulas(tokens(gold), tokens(answer))
@@ -114,20 +114,21 @@ def verdict(gold: str, answer: str) -> str:
 
 
 def read_gold(text: str) -> Reading | None:
-    """Returns the reading of a gold answer: of the answer inside JSON such as `["5"]`, and of the
-    only number in a sentence.
+    """Reads a gold answer. Of JSON such as `["5"]` it reads the item, and of a sentence that it
+    does not understand, the only number.
     """
     with suppress(ValueError, TypeError, RecursionError):
         held = json.loads(text)
         [item] = held.values() if isinstance(held, dict) else held
         text = text if isinstance(item, dict | list) else str(item)
     found = read(text)
-    sentence = None if found else _SENTENCE.fullmatch(text)
-    return read(last_value(text) or "") if sentence else found
+    if found is None and _SENTENCE.fullmatch(text):
+        return read(last_value(text) or "")
+    return found
 
 
 def _is_value(gold: str) -> bool:
-    """Returns whether other texts than a gold answer itself may have its value."""
+    """Returns whether a gold answer is a value, which other texts can state too."""
     found = read_gold(gold)
     text = written(tokens(gold))
     is_sentence = isinstance(found, Words) and len(content_words(text)) > _MAX_WORDS
@@ -138,16 +139,11 @@ def _unevaluated(expected: Reading, given: Reading) -> bool:
     """Returns whether a part of an answer is an uncomputed expression where the gold answer has a
     number.
     """
-    numbers: list[Value] = []
-    for value in _values(expected):
-        is_ratio = any(token.text == ":" for token in value.source)
-        if _is_number(value) and not is_ratio:
-            numbers.append(value)
-
+    numbers = [value for value in _values(expected) if _is_number(value)]
+    # 2:3 is a ratio, of which the parts may be expressions.
+    numbers = [value for value in numbers if ":" not in texts_of(value.source)]
     for value in _values(given):
-        if _is_number(value):
-            continue
-        if any(same_values(number, value) for number in numbers):
+        if not _is_number(value) and any(same_values(each, value) for each in numbers):
             return True
     return False
 
@@ -156,39 +152,51 @@ def _is_number(value: Value) -> bool:
     return value.node is not None and written_out(value.node)
 
 
-def _values(reading: Reading) -> Iterator[Value]:
-    """Yields the values in a reading."""
-    parts: Iterable[Reading | None] = ()
+def _values(reading: object) -> Iterator[Value]:
+    """Yields the values in a reading or in a part of one."""
     match reading:
         case Value():
             yield reading
-        case Choice():
-            parts = (reading.value,)
-        case Many() | TupleOrInterval():
-            parts = reading.items
-        case Named():
-            parts = (value for _, value in reading.values)
+        case Expression():
+            yield Value(reading)
         case Relation():
-            yield _value(reading.right)
-        case Region():
-            for low, _, high, _ in reading.intervals:
-                yield from (_value(low), _value(high))
-    for part in parts:
-        if part is not None:
-            yield from _values(part)
-
-
-def _value(node: Node) -> Value:
-    return Value(node, None, ())
+            yield Value(reading.right)
+        case tuple() if not isinstance(reading, Family | Residue):
+            for part in reading:
+                yield from _values(part)
 
 
 def same(expected: Reading, given: Reading) -> bool:
     """Returns whether two readings have the same value."""
-    if isinstance(expected, Choice) or isinstance(given, Choice):
-        return _same_choice(expected, given)
+    match expected, given:
+        case Choice(), _:
+            return _same_choice(expected, given)
+        case _, Choice():
+            return _same_choice(given, expected)
+        case Value(), Value():
+            return same_values(expected, given)
+        case Many(items), Many(others):
+            return _in_any_order(items, others, same)
+        case TupleOrInterval(opening, closing, items), TupleOrInterval():
+            same_brackets = (opening, closing) == (given.opening, given.closing)
+            # Only a pair can be an interval, of which the brackets count.
+            return (same_brackets or len(items) > 2) and _in_order(items, given.items)
+        case Named(), Named():
+            return _same_named(expected, given)
+        case Relation(), Relation():
+            return _same_relation(expected, given)
+        case Region(_, name), Region(_, other_name):
+            with suppress(NotUnderstood):
+                is_same = not combined([expected, given], operator.xor).intervals
+                return is_same and (name == other_name or not name or not other_name)
+            return False
+        case Family(), Family():
+            return _in_any_order(_in_k(expected), _in_k(given), _same_progression)
+        case Residue(value, modulus), Residue(other, other_modulus):
+            rests = [operation("mod", node, modulus) for node in (value, other)]
+            return _same_node(modulus, other_modulus) and _same_node(*rests)
     if type(expected) is type(given):
-        rule: Callable[[Any, Any], bool] = _RULES.get(type(expected), operator.eq)
-        return rule(expected, given)
+        return expected == given
     converted = _converted(expected, given, is_gold=True)
     if converted is not None:
         return same(converted, given)
@@ -197,7 +205,7 @@ def same(expected: Reading, given: Reading) -> bool:
 
 
 def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
-    """Returns a reading as the kind of another one; None if it has no such form."""
+    """Converts a reading to the kind of another one; None if that is not possible."""
     match one, other:
         case Named(), Relation():
             return _as_relation(one)
@@ -213,17 +221,17 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
             return other if _in_order(items, others) else None
         case TupleOrInterval("(", ")", items), Value() if "\\hat" in texts_of(other.source):
             return _vector(items)
-        case (Words(_, tuple(node)), Value()) | (Residue(node, _), _):
-            return _value(node)
+        case (Words(_, Expression() as node), Value()) | (Residue(node, _), _):
+            return Value(node)
         case Relation(), Value() if _is_label(one, is_gold):
-            return _value(one.right)
-        case Value(("binomial", *nodes)), TupleOrInterval():
-            return TupleOrInterval("(", ")", tuple(map(_value, nodes)))
-        case Value(tuple(node)), Family() if len(symbols(node)) == 1:
-            return Family((node,), *symbols(node))
-        case Value(tuple(node)), TupleOrInterval("&", _, rows):
+            return Value(one.right)
+        case Value(Operation("binomial", nodes)), TupleOrInterval():
+            return TupleOrInterval("(", ")", tuple(map(Value, nodes)))
+        case Value(Expression() as node), Family() if len(unknowns(node)) == 1:
+            return Family((node,), *unknowns(node))
+        case Value(Expression() as node), TupleOrInterval("&", _, rows):
             return other if _is_multiple_of_one(node, rows) else None
-        case Value(("/", *_)), Clock():
+        case Value(Operation("/")), Clock():
             times = [read(f"{written(one.source)} {half}") for half in ("am", "pm")]
             return other if other in times else None
     return None
@@ -231,46 +239,48 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
 
 def _vector(items: Sequence[Reading]) -> Value | None:
     """Returns (2, 3) as 2i + 3j."""
-    found: Node = ("num", Fraction(0))
+    found: Expression = ZERO
     for item, name in zip(items, "ijk", strict=False):
         if not isinstance(item, Value) or item.node is None:
             return None
-        found = ("+", found, ("*", item.node, ("sym", f"\\hat {name}")))
-    return _value(found) if len(items) < 4 else None
+        found = operation("+", found, operation("*", item.node, Unknown(f"\\hat {name}")))
+    return Value(found) if len(items) < 4 else None
 
 
-def _is_multiple_of_one(node: Node, rows: Sequence[Reading]) -> bool:
-    """Returns whether a matrix is the multiple of the identity that a term such as 2I names."""
-    names = [name for name in symbols(node) if name[0] == "I" and line(node, name)]
+def _is_multiple_of_one(node: Expression, rows: Sequence[Reading]) -> bool:
+    """Returns whether a matrix is the multiple of the identity matrix I that `node` is: 2I."""
+    names = [name for name in unknowns(node) if name[0] == "I" and as_line(node, name)]
     if len(names) != 1:
         return False
-    diagonal = _value(substituted(node, names[0], ("num", Fraction(1))))
-    zero = _value(("num", Fraction(0)))
+    diagonal = Value(substituted(node, names[0], ONE))
     return all(
-        same(cell, diagonal if i == j else zero)
+        same(cell, diagonal if i == j else Value(ZERO))
         for i, row in enumerate(rows)
         for j, cell in enumerate(getattr(row, "items", ()))
     )
 
 
 def _is_label(relation: Relation, is_gold: bool) -> bool:
-    """Returns whether the left side only labels the answer, as in a + b = 7. An equation that is
-    linear in one unknown is to be solved, and a gold answer may be the equation of a curve.
+    """Returns whether the left side only labels the answer, as in a + b = 7.
+
+    It does not if the equation is linear in one unknown (2x = 7), because that is still to be
+    solved, nor in a gold answer in x, y, …, which may be the equation of a curve.
     """
-    names = symbols(relation.left)
-    is_statement = relation.operator == "=" and relation.right != ("num", Fraction(0))
-    if not is_statement or symbols(relation.right) or not names:
+    names = unknowns(relation.left)
+    is_statement = relation.operator == "=" and relation.right != ZERO
+    if not is_statement or unknowns(relation.right) or not names:
         return False
     if is_gold:
         return not names & _COORDINATES
-    return relation.left[0] == "sym" or not any(line(relation.left, name) for name in names)
+    is_name = isinstance(relation.left, Unknown)
+    return is_name or not any(as_line(relation.left, name) for name in names)
 
 
 _COORDINATES = frozenset(("x", "y", "z", "r", "t", "\\theta"))
 
 
-def _same_node(a: Node, b: Node) -> bool:
-    return same_values(_value(a), _value(b))
+def _same_node(a: Expression, b: Expression) -> bool:
+    return same_values(Value(a), Value(b))
 
 
 def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
@@ -278,7 +288,7 @@ def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
 
 
 def _in_any_order(
-    expected: Sequence[Any], given: Sequence[Any], rule: Callable[[Any, Any], bool]
+    expected: Sequence[_T], given: Sequence[_T], rule: Callable[[_T, _T], bool]
 ) -> bool:
     left = list(given)
     for item in expected:
@@ -289,26 +299,26 @@ def _in_any_order(
     return not left
 
 
-def _same_choice(expected: Reading, given: Reading) -> bool:
+def _same_choice(choice: Choice, other: Reading) -> bool:
     """Compares the letters if both have one, else the values next to the letters."""
-    expected_value = expected.value if isinstance(expected, Choice) else None
-    given_value = given.value if isinstance(given, Choice) else None
-    letter = _letter(expected, given)
-    given_letter = _letter(given, expected)
-    if letter and given_letter:
-        if letter != given_letter:
-            return False
-        return expected_value is None or given_value is None or same(expected_value, given_value)
-    if isinstance(expected, Choice):
-        return expected_value is not None and same(expected_value, given)
-    return given_value is not None and same(given_value, expected)
+    letter = _letter(other)
+    if letter and letter != choice.letter:
+        return False
+    value = None if letter else other
+    if isinstance(other, Choice):
+        value = other.value
+    if choice.value is None or value is None:
+        return letter == choice.letter
+    return same(choice.value, value)
 
 
-def _letter(reading: Reading, other: Reading) -> str:
-    """Returns the letter of an option. `e` and `E - 24` are one where the other has an option."""
+def _letter(reading: Reading) -> str:
+    """Returns the letter of an option, "" for other readings. Compared with an option, `e` and
+    `E - 24` are options too.
+    """
     if isinstance(reading, Choice):
         return reading.letter
-    if not isinstance(reading, Value) or not reading.source or not isinstance(other, Choice):
+    if not isinstance(reading, Value) or not reading.source:
         return ""
     first, *rest = reading.source
     is_alone = not rest or (rest[0].text == "-" and rest[0].spaced and rest[-1].spaced)
@@ -330,15 +340,15 @@ def _same_named(expected: Named, given: Named) -> bool:
 
 
 def _same_relation(expected: Relation, given: Relation) -> bool:
-    """Returns whether the differences of both sides are proportional at random points, with a
-    positive factor for an inequality.
+    """Returns whether two equations or inequalities say the same: left minus right of one is a
+    multiple of that of the other, a positive multiple for an inequality.
     """
-    names = symbols(expected.left) | symbols(expected.right)
-    if expected.operator != given.operator or names != symbols(given.left) | symbols(given.right):
+    names = unknowns(expected.left) | unknowns(expected.right)
+    if expected.operator != given.operator or names != unknowns(given.left) | unknowns(given.right):
         return False
     return same_ratio(
-        ("-", expected.left, expected.right),
-        ("-", given.left, given.right),
+        operation("-", expected.left, expected.right),
+        operation("-", given.left, given.right),
         is_positive=expected.operator in ("\\lt", "\\le"),
     )
 
@@ -347,67 +357,33 @@ def _as_relation(statement: Named) -> Relation | None:
     """Returns y = 2x + 1 as an equation; None for x = 5, which is a solution and not an equation to
     solve.
     """
-    name, value = statement.values[0]
-    if len(statement.values) > 1 or not isinstance(value, Value):
-        return None
-    if value.node is None or not symbols(value.node):
-        return None
-    return Relation("=", ("sym", name), value.node)
+    match statement.values:
+        case ((name, Value(Expression() as node)),) if unknowns(node):
+            return Relation("=", Unknown(name), node)
+    return None
 
 
-def _same_tuple(expected: TupleOrInterval, given: TupleOrInterval) -> bool:
-    same_brackets = (expected.opening, expected.closing) == (given.opening, given.closing)
-    # Only a pair can be an interval.
-    is_pair = len(expected.items) <= 2
-    return (same_brackets or not is_pair) and _in_order(expected.items, given.items)
+def _in_k(family: Family) -> list[Expression]:
+    """Returns the values of a family as expressions in k."""
+    return [substituted(node, family.parameter, Unknown("k")) for node in family.values]
 
 
-def _same_region(expected: Region, given: Region) -> bool:
-    if expected.name and given.name and expected.name != given.name:
-        return False
-    with suppress(NotUnderstood):
-        return not combined([expected, given], operator.xor).intervals
-    return False
+def _same_progression(expected: Expression, given: Expression) -> bool:
+    """Returns whether two expressions in k have the same values for all integers k.
 
-
-def _same_family(expected: Family, given: Family) -> bool:
-    name = ("sym", "k")
-    values = [substituted(node, expected.parameter, name) for node in expected.values]
-    others = [substituted(node, given.parameter, name) for node in given.values]
-    return _in_any_order(values, others, _same_progression)
-
-
-def _same_progression(expected: Node, given: Node) -> bool:
-    """Returns whether two expressions in k have the same values for all integers k."""
-    one = line(expected, "k")
-    other = line(given, "k")
+    a + bk and c + dk have if |b| = |d| and (a - c) / b is an integer, that is, equal to the nearest
+    one.
+    """
+    one = as_line(expected, "k")
+    other = as_line(given, "k")
     if one is None or other is None:
         return _same_node(expected, given)
     start, step = one
     other_start, other_step = other
-    steps = ("/", ("-", start, other_start), step)
-    nearest = ("floor", ("+", steps, ("num", Fraction(1, 2))))
-    is_same_step = _same_node(("abs", step), ("abs", other_step))
+    steps = operation("/", operation("-", start, other_start), step)
+    nearest = operation("floor", operation("+", steps, number(Fraction(1, 2))))
+    is_same_step = _same_node(operation("abs", step), operation("abs", other_step))
     return is_same_step and _same_node(steps, nearest)
-
-
-def _same_residue(expected: Residue, given: Residue) -> bool:
-    if not _same_node(expected.modulus, given.modulus):
-        return False
-    rest = ("mod", expected.value, expected.modulus)
-    return _same_node(rest, ("mod", given.value, expected.modulus))
-
-
-_RULES: dict[type, Callable[[Any, Any], bool]] = {
-    Value: same_values,
-    Many: lambda expected, given: _in_any_order(expected.items, given.items, same),
-    TupleOrInterval: _same_tuple,
-    Named: _same_named,
-    Relation: _same_relation,
-    Region: _same_region,
-    Family: _same_family,
-    Residue: _same_residue,
-}
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
@@ -437,7 +413,9 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
             where = f"{Path(place.filename).name}, line {place.lineno}"
             found = f"error: {type(error).__name__} in {where}"
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if found != "right" and _used_bytes() > memory_bytes // 2:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_bytes = peak if sys.platform == "darwin" else peak << 10
+        if found != "right" and peak_bytes > memory_bytes // 2:
             raise MemoryError  # in many places sympy returns "wrong" when it runs out of memory
         return found
 
@@ -448,9 +426,3 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         return handle
 
     return make
-
-
-def _used_bytes() -> int:
-    """Returns the peak memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from services.reward.answers.expressions import Node
+from services.reward.answers.expressions import Expression, Number, Operation
 from services.reward.answers.notation import NotUnderstood, tokens
 from services.reward.answers.quantities import read_value, written_out
 from services.reward.answers.units import Unit, ratio
@@ -19,8 +19,8 @@ _MAX_EXPONENT = 400
 def same_answer(gold: str, answer: str) -> bool | None:
     """Returns whether two cleaned answers are the same, or None when this module cannot decide.
 
-    Equal texts are equal answers. Numbers are compared exactly: 0.333 is not 1/3. A unit counts
-    when both sides have one. An unevaluated expression with the right value is not decided here.
+    Numbers are compared exactly: 0.333 is not 1/3. Units count if both sides have one. An
+    expression such as 46/2 with the right value is not decided here.
     """
     if gold == answer:
         return bool(gold)
@@ -37,37 +37,38 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 @lru_cache(maxsize=1024)
 def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
-    """Returns the number in a text, its unit, and whether the number is written out (23 is, 46/2 is
-    not).
+    """Returns the number that a text is, its unit, and whether the number is written out (23 is,
+    46/2 is not).
 
     The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten.
-    Returns None when there is no number, or one that takes long to compute.
+    Returns None for any other text, and for a number that takes long to compute.
     """
     part = tokens(text)
     if ":" in text or len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
         return None
     try:
         value = read_value(part)
-        node = value.node or ()
-        return _rational(node), value.unit, written_out(node)
+        if value.node is None:
+            return None
+        return _rational(value.node), value.unit, written_out(value.node)
     except (NotUnderstood, ZeroDivisionError):
         return None
 
 
-def _rational(node: Node) -> Fraction:
+def _rational(node: Expression) -> Fraction:
     """Returns the value of a number, a quotient of two, or a number times a power of ten. Raises
     NotUnderstood for any other expression.
     """
     match node:
-        case ("num", Fraction() as number):
-            return number
-        case ("neg", part):
+        case Number(value):
+            return value
+        case Operation("neg", (part,)):
             return -_rational(part)
-        case ("/", above, below):
+        case Operation("/", (above, below)):
             return _rational(above) / _rational(below)
-        case ("*", one, other):
+        case Operation("*", (one, other)):
             return _rational(one) * _rational(other)
-        case ("^", ("num", 10), power):
+        case Operation("^", (Number(10), power)):
             exponent = _rational(power)
             if exponent.denominator == 1 and abs(exponent) <= _MAX_EXPONENT:
                 return Fraction(10) ** int(exponent)

@@ -1,7 +1,11 @@
-"""Parses the tokens of one mathematical expression: all of them, or none."""
+"""Parses the tokens of one mathematical expression: all of them, or none.
 
+`2x + 1` becomes `Operation("+", (Operation("*", (Number(2), Unknown("x"))), Number(1)))`.
+"""
+
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from itertools import chain
 
 from services.reward.answers.notation import (
     CLOSE,
@@ -13,10 +17,39 @@ from services.reward.answers.notation import (
     words,
 )
 
-Node = tuple[Any, ...]
-"""(operator, operand, …): operands are nodes, the value of "num", or the name of "sym"."""
+
+class Expression:
+    """A mathematical expression: a number, an unknown, or an operation."""
+
+    name: str = ""
+    operands: tuple["Expression", ...] = ()
+
+
+@dataclass(frozen=True)
+class Number(Expression):
+    """A rational number."""
+
+    value: Fraction
+
+
+@dataclass(frozen=True)
+class Unknown(Expression):
+    """An unknown."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Operation(Expression):
+    """An operator or function with its operands; a constant such as pi has none."""
+
+    name: str
+    operands: tuple[Expression, ...]
+
+
 _MAX_DEPTH = 60  # expression trees are walked recursively
 _MAX_TOKENS = 300
+# A word of letters that belong together, such as xyz, is a product.
 _PRODUCTS = tuple(map(frozenset, ("abcd", "ijklmn", "pqrs", "uvwxyz")))
 _ENDS = CLOSE | words(
     f"+ - | , ; / \\times : ! !! ^ % & \\\\ {DEGREE} \\rfloor \\rceil \\mod \\over"
@@ -29,48 +62,66 @@ _WRAPPERS = {
 }
 _DEGREES = {"\\sqrt": 2, "\\root": 2, "\\cuberoot": 3, "\\cbrt": 3, "\\fourthroot": 4}
 _ACCENTS = words("\\vec \\bar \\hat \\tilde \\mathcal")
-_OPERATORS = {"+": "+", "-": "-", "\\times": "*", "/": "/", ":": "/", "\\mod": "mod"}
+_OPERATORS = {"\\times": "*", "/": "/", ":": "/", "\\mod": "mod"}
 _LISTING = words("gcd lcm max min floor ceil")
-_POSTFIX = {"!!": ("double factorial",), "!": ("factorial",)}
-_FACTORS: dict[str, Node] = {
-    DEGREE: ("/", ("pi",), ("num", Fraction(180))),
-    "%": ("num", Fraction(1, 100)),
+_POSTFIX = {"!!": "double factorial", "!": "factorial"}
+_END = Token("", "")
+
+
+def number(value: int | Fraction) -> Number:
+    """Returns a number as a node."""
+    return Number(Fraction(value))
+
+
+def operation(name: str, *operands: Expression) -> Operation:
+    """Returns an operation as a node."""
+    return Operation(name, operands)
+
+
+ZERO = number(0)
+ONE = number(1)
+_FACTORS: dict[str, Expression] = {
+    DEGREE: operation("/", operation("pi"), number(180)),
+    "%": number(Fraction(1, 100)),
 }
-MINUS_ONE: Node = ("neg", ("num", Fraction(1)))
 
 
 class Parser:
-    """Recursive descent over the tokens of one expression."""
+    """Recursive descent over the tokens of one expression.
+
+    From loose to tight: a sum, a term (a product), a power, and what stands alone (`_primary`).
+    """
 
     def __init__(self, tokens: Tokens) -> None:
         """Raises NotUnderstood for more tokens than an expression may have, and for 1:2:3."""
-        self._tokens: list[Token] = []
-        for token in tokens:
-            self._tokens += _singles(token)
-        self._i = 0
-        self._depth = 0
-        self._bars = 0
         colons = sum(token.text == ":" for token in tokens)
         if len(tokens) > _MAX_TOKENS or colons > 1:
             raise NotUnderstood
+        # The parser looks at most two tokens ahead.
+        self._tokens = [*chain.from_iterable(map(_letters_of, tokens)), _END, _END, _END]
+        self._i = 0
+        self._depth = 0
+        # Open bars: a bar then closes an absolute value.
+        self._bars = 0
 
-    def whole(self) -> Node:
+    def whole(self) -> Expression:
         """Parses all tokens as one expression. Raises NotUnderstood."""
         node = self._sum()
-        if self._i != len(self._tokens):
+        if self._next is not _END:
             raise NotUnderstood
         return node
 
-    def _ahead(self, count: int = 0) -> Token:
-        i = self._i + count
-        return self._tokens[i] if i < len(self._tokens) else Token("", "")
+    @property
+    def _next(self) -> Token:
+        return self._tokens[self._i]
 
+    @property
     def _text(self) -> str:
-        token = self._ahead()
-        return token.text if token.kind in ("op", "cmd") else ""
+        """The text of the next token if it is an operator or a command, else empty."""
+        return self._next.text if self._next.kind in ("op", "cmd") else ""
 
     def _take(self, text: str) -> bool:
-        found = self._text() == text
+        found = self._text == text
         self._i += found
         return found
 
@@ -78,83 +129,82 @@ class Parser:
         if not self._take(text):
             raise NotUnderstood
 
-    def _sum(self) -> Node:
+    def _sum(self) -> Expression:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise NotUnderstood
         node = self._term()
-        while self._text() in ("+", "-"):
-            sign = self._text()
+        while (sign := self._text) in ("+", "-"):
             self._i += 1
-            node = (sign, node, self._term())
+            node = operation(sign, node, self._term())
         if self._take("\\over"):
-            node = ("/", node, self._sum())
+            node = operation("/", node, self._sum())
         self._depth -= 1
         return node
 
-    def _term(self) -> Node:
+    def _term(self) -> Expression:
         node = self._signed()
         while True:
-            text = self._text()
-            if text in ("\\times", "/", ":", "\\mod"):
+            text = self._text
+            if text in _OPERATORS:
                 self._i += 1
-                node = (_OPERATORS[text], node, self._signed())
+                node = operation(_OPERATORS[text], node, self._signed())
             elif self._starts_factor():
-                node = ("*", node, self._powered())
+                node = operation("*", node, self._powered())
             else:
                 return node
 
-    def _signed(self) -> Node:
+    def _signed(self) -> Expression:
         is_negative = False
-        while self._text() in ("+", "-"):
-            is_negative ^= self._text() == "-"
+        while self._text in ("+", "-"):
+            is_negative ^= self._text == "-"
             self._i += 1
         node = self._powered()
-        return ("neg", node) if is_negative else node
+        return operation("neg", node) if is_negative else node
 
     def _starts_factor(self, plain: bool = False) -> bool:
         """Returns whether a factor without a preceding operator may begin here; numbers never
         do. `plain`: it continues the argument of a function without brackets.
         """
-        kind, text, _ = self._ahead()
-        if kind not in ("op", "cmd"):
-            return kind in ("name", "word")
+        text = self._text
+        if not text:
+            return self._next.kind in ("name", "word")
         if plain and (text[1:] in FUNCTIONS or text == "("):
             return text == "\\sqrt"
         if text == "|":
             return self._bars == 0
-        return text not in _ENDS and (kind == "cmd" or text in _BRACKETS)
+        return text not in _ENDS and (self._next.kind == "cmd" or text in _BRACKETS)
 
-    def _powered(self) -> Node:
+    def _powered(self) -> Expression:
         node = self._postfix(self._primary())
         if self._take("^"):
-            node = self._postfix(("^", node, self._exponent()))
+            node = self._postfix(operation("^", node, self._exponent()))
         return node
 
-    def _exponent(self) -> Node:
+    def _exponent(self) -> Expression:
         if self._take("-"):
-            return ("neg", self._exponent())
+            return operation("neg", self._exponent())
         if self._take("+"):
             return self._exponent()
         node = self._primary()
-        return ("^", node, self._exponent()) if self._take("^") else node
+        return operation("^", node, self._exponent()) if self._take("^") else node
 
-    def _postfix(self, node: Node) -> Node:
+    def _postfix(self, node: Expression) -> Expression:
         while True:
-            text = self._text()
+            text = self._text
             if text in _POSTFIX:
-                node = (*_POSTFIX[text], node)
+                node = operation(_POSTFIX[text], node)
             elif text in _FACTORS:
-                node = ("*", node, _FACTORS[text])
+                node = operation("*", node, _FACTORS[text])
             else:
                 return node
             self._i += 1
 
-    def _primary(self) -> Node:
-        kind, text, _ = self._ahead()
+    def _primary(self) -> Expression:
+        kind, text, _ = self._next
         self._i += 1
         if kind == "num":
-            return ("num", Fraction(text))
+            return Number(Fraction(text))
         if kind == "name":
             return self._letter(text)
         if kind == "op" and text in _BRACKETS:
@@ -166,7 +216,7 @@ class Parser:
             return node
         if text == "|":
             self._bars += 1
-            node = ("abs", self._sum())
+            node = operation("abs", self._sum())
             self._bars -= 1
             self._need("|")
             return node
@@ -174,23 +224,23 @@ class Parser:
             return self._command(text)
         raise NotUnderstood
 
-    def _letter(self, name: str) -> Node:
-        if name == "C" and self._text() == "(" and self._ahead(2).text == ",":  # C(5,2)
-            node = ("binomial", *self._listed())
-            if len(node) != 3:
+    def _letter(self, name: str) -> Expression:
+        if name == "C" and self._text == "(" and self._tokens[self._i + 2].text == ",":  # C(5,2)
+            node = operation("binomial", *self._listed())
+            if len(node.operands) != 2:
                 raise NotUnderstood
             return node
         if self._take("_"):
             name += "_" + self._subscript()
         while self._take("'"):
             name += "'"
-        return (name,) if name in ("e", "i") else ("sym", name)
+        return operation(name) if name in ("e", "i") else Unknown(name)
 
     def _subscript(self) -> str:
         is_group = self._take("{")
         text = ""
         while not (is_group and self._take("}")):
-            kind, piece, _ = self._ahead()
+            kind, piece, _ = self._next
             if kind not in ("num", "name", "word") and piece not in ("+", "-", ","):
                 raise NotUnderstood
             self._i += 1
@@ -199,20 +249,17 @@ class Parser:
                 break
         return text
 
-    def _argument(self) -> Node:
+    def _argument(self) -> Expression:
         """Returns a braced group, or what LaTeX accepts without braces: one digit, one letter, or
         one command.
         """
-        kind, text, _ = self._ahead()
+        kind, text, _ = self._next
         if kind == "num" and text.isdigit() and len(text) > 1:  # \frac12: the rest stays
             self._tokens[self._i] = Token("num", text[1:])
-            return ("num", Fraction(text[0]))
-        if kind == "num":
-            self._i += 1
-            return ("num", Fraction(text))
+            return Number(Fraction(text[0]))
         return self._primary()
 
-    def _listed(self) -> list[Node]:
+    def _listed(self) -> list[Expression]:
         self._need("(")
         values = [self._sum()]
         while self._take(","):
@@ -220,41 +267,41 @@ class Parser:
         self._need(")")
         return values
 
-    def _command(self, text: str) -> Node:
+    def _command(self, text: str) -> Expression:
         name = text[1:]
         if name in ("pi", "infty"):
-            return (name,)
+            return operation(name)
         if name in ("frac", "binom"):
-            return ("/" if name == "frac" else "binomial", self._argument(), self._argument())
+            kind = "/" if name == "frac" else "binomial"
+            return operation(kind, self._argument(), self._argument())
         if text in _DEGREES:
             return self._root(text)
         if text in _WRAPPERS:
             closing, name = _WRAPPERS[text]
             node = self._sum()
             self._need(closing)
-            return (name, node)
+            return operation(name, node)
         if name in _LISTING:
-            return (name, *self._listed())
+            return operation(name, *self._listed())
         if name.startswith("set"):
-            return ("sym", text)
+            return Unknown(text)
         if text in _ACCENTS:
-            return ("sym", f"{text} {self._subscript()}")
+            return Unknown(f"{text} {self._subscript()}")
         if name in FUNCTIONS:
             return self._function(name)
         raise NotUnderstood
 
-    def _root(self, text: str) -> Node:
-        degree: Node = ("num", Fraction(_DEGREES[text]))
+    def _root(self, text: str) -> Expression:
+        degree: Expression = number(_DEGREES[text])
         if text == "\\sqrt" and self._take("["):
             degree = self._sum()
             self._need("]")
-        is_group = self._ahead().kind == "num" or self._text() in ("{", "(")
-        return ("root", self._primary() if is_group else self._argument(), degree)
+        return operation("root", self._primary(), degree)  # √12 is not √1 times 2
 
-    def _function(self, name: str) -> Node:
-        base: Node | None = None
-        power: Node | None = None
-        while self._text() in ("_", "^"):
+    def _function(self, name: str) -> Expression:
+        base: Expression | None = None
+        power: Expression | None = None
+        while self._text in ("_", "^"):
             if self._take("_"):
                 base = self._primary()
             else:
@@ -263,22 +310,23 @@ class Parser:
         if base is not None and name != "log":
             raise NotUnderstood
 
-        if self._text() == "(" or (self._text() == "[" and name != "exp"):
+        if self._text == "(" or (self._text == "[" and name != "exp"):
             argument = self._primary()
         else:
             argument = self._signed()
             while self._starts_factor(plain=True):
-                argument = ("*", argument, self._powered())
+                argument = operation("*", argument, self._powered())
 
-        if power == MINUS_ONE and name in ("sin", "cos", "tan"):
-            return ("arc" + name, argument)
-        node: Node = (name, argument)
+        # sin^{-1} is the inverse function, not a reciprocal.
+        if power == operation("neg", ONE) and name in ("sin", "cos", "tan"):
+            return operation("arc" + name, argument)
+        node = operation(name, argument)
         if name in ("log", "lg"):
-            node = ("/", ("ln", argument), ("ln", base or ("num", Fraction(10))))
-        return node if power is None else ("^", node, power)
+            node = operation("/", operation("ln", argument), operation("ln", base or number(10)))
+        return node if power is None else operation("^", node, power)
 
 
-def _singles(token: Token) -> list[Token]:
+def _letters_of(token: Token) -> list[Token]:
     """Returns the letters of a product such as xy, or the word if it is one."""
     run = token.text
     is_product = len(run) <= 2 or any(set(run) <= group for group in _PRODUCTS)
@@ -287,18 +335,15 @@ def _singles(token: Token) -> list[Token]:
     return [Token("name", letter) for letter in run]
 
 
-def symbols(node: Node) -> frozenset[str]:
+def unknowns(node: Expression) -> frozenset[str]:
     """Returns the names of the unknowns in an expression."""
-    if node[0] == "sym":
-        return frozenset((node[1],))
-    return frozenset().union(*(symbols(part) for part in node[1:] if isinstance(part, tuple)))
+    if isinstance(node, Unknown):
+        return frozenset((node.name,))
+    return frozenset().union(*map(unknowns, node.operands))
 
 
-def substituted(node: Node, name: str, value: Node) -> Node:
+def substituted(node: Expression, name: str, value: Expression) -> Expression:
     """Returns an expression with `value` in the place of an unknown."""
-    if node == ("sym", name):
-        return value
-    parts = [
-        substituted(part, name, value) if isinstance(part, tuple) else part for part in node[1:]
-    ]
-    return (node[0], *parts)
+    if not node.operands:
+        return value if node == Unknown(name) else node
+    return operation(node.name, *(substituted(part, name, value) for part in node.operands))

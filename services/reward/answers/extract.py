@@ -1,15 +1,16 @@
-"""Finds the final answer in a response: the one that it states, or else the value in its last
-sentence with one.
+"""Finds the final answer of a response: the one that it states (`common.prompts.stated_answers`),
+else the last value of the last sentence with a value.
 
-Every step is linear in the length of any text: responses are untrusted.
+Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import calendar
 import re
-from collections.abc import Iterator
 
 from common.prompts.answer_text import answering_part
-from common.prompts.final_answers import (
+from common.prompts.numerals import in_digits
+from common.prompts.phrases import phrases
+from common.prompts.stated_answers import (
     DOUBT,
     FIRST_MASK,
     MAX_ANSWER_CHARS,
@@ -21,8 +22,6 @@ from common.prompts.final_answers import (
     stated_answer,
     unmasked,
 )
-from common.prompts.numerals import in_digits
-from common.prompts.phrases import phrases
 from services.reward.answers.exact import same_answer
 from services.reward.answers.golds import repaired, with_single_backslashes
 
@@ -84,11 +83,11 @@ _LISTED = re.compile(
 _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
 _DAY = r"[0-9]{1,2}(?:st|nd|rd|th)?"
 _YEAR = r"(?:,?\s+[0-9]{4})?"
+# A tuple or a date: its numbers are no answers by themselves.
 _WHOLE = re.compile(
     rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
     rf"|(?:\b{_DAY}\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+{_DAY}\b){_YEAR}"
 )
-"""A tuple or a date: its numbers are no answers by themselves."""
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
 # A row ends at `\\` outside a matrix.
 _ROW_END = re.compile(
@@ -115,19 +114,19 @@ _OTHERWISE = re.compile(r",?\s+or\s+|,\s+i\.e\.,?\s+")
 
 
 def extract_answer(response: str) -> str | None:
-    """Returns the final answer of a response, cleaned, or None without one (or with one over
-    `MAX_ANSWER_CHARS`, or one that is hedged or denied).
+    """Returns the final answer of a response, cleaned. Returns None if there is none, or if it is
+    hedged, denied, or longer than `MAX_ANSWER_CHARS`.
     """
     text = before_next_question(in_digits(answering_part(with_single_backslashes(response))))
     answer = stated_answer(text)
     if answer is None:
         answer = last_value(text)
-    return _one_of(answer or "")
+    return _single_answer(answer or "")
 
 
 def gold_answer(ground_truth: str) -> str | None:
-    """Returns the answer in a ground truth, repaired: the one that it states, else all of it. None
-    when it is empty, too long, or a list of several texts.
+    """Returns the answer in a ground truth, repaired: the one that it states, else all of it.
+    Returns None if that is empty, too long, or a list of several texts.
     """
     if ground_truth.isdecimal() and len(ground_truth) < _FEW_DIGITS and ground_truth.isascii():
         return ground_truth  # nearly every one of GSM8K
@@ -135,12 +134,12 @@ def gold_answer(ground_truth: str) -> str | None:
     answer = stated_answer(answering_part(text))
     if answer is None and len(text) <= MAX_ANSWER_CHARS:
         answer = clean(text)
-    return _one_of(answer or "")
+    return _single_answer(answer or "")
 
 
-def _one_of(answer: str) -> str | None:
-    """Returns the first of alternatives that are the same: 42 of "42 days, or 6 weeks". None for
-    an answer that is empty, too long or several options.
+def _single_answer(answer: str) -> str | None:
+    """Returns an answer, or if it is the same one in several forms, the first: 42 days of "42 days,
+    or 6 weeks". Returns None if it is empty, too long, or names several options, as "A or B".
     """
     first, *others = _OTHERWISE.split(answer)
     if others and all(same_answer(first, other) for other in others):
@@ -150,8 +149,8 @@ def _one_of(answer: str) -> str | None:
 
 
 def last_value(text: str) -> str | None:
-    """Returns the value in the last sentence with one, bold type first; None when there is none, or
-    the sentence hedges or denies it.
+    """Returns the last value of the last sentence with a value, if it has bold values, the last of
+    these. Returns None if there is none, or the sentence hedges or denies it.
     """
     last = _LAST.match(text)
     if last is None:
@@ -159,93 +158,74 @@ def last_value(text: str) -> str | None:
         if len(words) != 1 or _HEDGE_BEFORE.search(text):
             return None
         return None if _HEDGE_AFTER.match(text, words[0].end()) else words[0].group()
-    window, spans = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
+    window, formulas = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
-    for sentence in _statements(window):
-        end = len(sentence)
+    for sentence in reversed(SENTENCE_END.split(window)):
+        if _ASKS.search(sentence):  # it restates the question
+            continue
+        sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
         bold = list(_BOLD.finditer(sentence))
         if bold and not _VALUES.search(sentence):
             return None if len(bold) > 1 or DOUBT.search(sentence) else clean(bold[0][1])
-        for match in bold:
-            if _VALUES.search(match[1]):
-                end = match.end(1)
+        ends = [match.end(1) for match in bold if _VALUES.search(match[1])]
 
-        # Same length: places stay the same.
-        shown = _SUBORDINATE.sub(_blank, NOTE.sub(_blank, sentence))
-        for value in reversed(list(_VALUES.finditer(shown, 0, end))):
-            formula = unmasked(value.group(), spans)
+        # Notes and subordinate clauses become blanks, so that places stay the same.
+        shown = sentence
+        for aside in (NOTE, _SUBORDINATE):
+            shown = aside.sub(lambda match: " " * len(match.group()), shown)
+        values = list(_VALUES.finditer(shown, 0, ends[-1] if ends else len(shown)))
+        for value in reversed(values):
+            formula = unmasked(value.group(), formulas)
             if formula.strip() and len(_WORD.findall(formula)) < 2:
-                return _read(value, spans)
+                return _value_in_context(value, formulas)
     return None
 
 
-def _statements(window: str) -> Iterator[str]:
-    """Yields the sentences from the last on, with a sign for "minus", without those that restate
-    the question.
-    """
-    for sentence in reversed(SENTENCE_END.split(window)):
-        if _ASKS.search(sentence):
-            continue
-        if "inus" in sentence or "egative" in sentence:
-            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
-        yield sentence
-
-
-def _blank(match: re.Match[str]) -> str:
-    return " " * len(match.group())
-
-
-def _read(value: re.Match[str], spans: list[str]) -> str | None:
-    """Returns a value with everything attached to it, or the list that it ends; None when its
-    sentence hedges or denies it.
+def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:
+    """Returns a value with everything attached to it, or the list or tuple that it belongs to.
+    Returns None if its sentence hedges or denies it.
     """
     sentence = value.string
     left = sentence[: value.start()]
-    right = sentence[value.end() :]
     if (
         _HEDGE_BEFORE.search(_ANEW.split(left)[-1])
         or _DENIED_VERB.search(left)
         or _SUPPOSED.search(left)
-        or _HEDGE_AFTER.match(right)
+        or _HEDGE_AFTER.match(sentence[value.end() :])
         or DOUBT.search(_CLAUSE.split(left)[-1])
     ):
         return None
     for whole in _WHOLE.finditer(sentence):
         if whole.start() <= value.start() < whole.end():
-            return clean(unmasked(whole.group(), spans))
+            return clean(unmasked(whole.group(), formulas))
     listed = _LISTED.search(sentence[: value.end()])
     if listed:
-        return clean(unmasked(listed[1], spans))
+        return clean(unmasked(listed[1], formulas))
     found = value.group()
     if ord(found[0]) < FIRST_MASK:
-        return clean(unmasked(_run(value), spans)) or clean(found)
+        return clean(unmasked(_with_attached(value), formulas)) or clean(found)
 
-    formula = unmasked(found, spans)
-    if _ALIGNED.search(spans[ord(found) - FIRST_MASK]):
+    formula = unmasked(found, formulas)
+    if _ALIGNED.search(formulas[ord(found) - FIRST_MASK]):
         rows = [row for row in _ROW_END.split(formula) if row.strip()]
         formula = re.sub(r"&(?=\s*=)|\A[\s&]+", "", rows[-1]) if rows else ""
     return clean(_last_side(formula)) or None
 
 
-def _run(number: re.Match[str]) -> str:
+def _with_attached(number: re.Match[str]) -> str:
     """Returns a number with everything attached to it: 3√2 and not 2."""
     text = number.string
-    start = number.start()
-    end = number.end()
-    before = re.search(r"[^\s一-鿿]*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
-    after = re.match(r"\S*", text[end : end + MAX_ANSWER_CHARS])
-    assert before is not None
-    assert after is not None
-    head = before.group().rpartition("boxed{")[2].lstrip("([{\"'*_`")
+    left = text[max(0, number.start() - MAX_ANSWER_CHARS) : number.start()]
+    right = text[number.end() : number.end() + MAX_ANSWER_CHARS]
+    head = re.findall(r"[^\s一-鿿]*\Z", left)[0].rpartition("boxed{")[2].lstrip("([{\"'*_`")
     if head.endswith(("-", "–", "—")) or number.group()[0].isspace():
         head = ""
-    return _last_side(head + number.group() + after.group().rstrip(".,;:?!)]}\"'*_`"))
+    tail = re.findall(r"\A\S*", right)[0].rstrip(".,;:?!)]}\"'*_`")
+    return _last_side(head + number.group() + tail)
 
 
 def _last_side(formula: str) -> str:
-    """Returns the part after the last equals sign, unless the formula is an equation in
-    unknowns.
-    """
+    """Returns the part after the last equals sign; all of an equation in several unknowns."""
     *sides, last = re.split(r"(?<![<>!])=", formula)
     if not last.strip():
         return formula

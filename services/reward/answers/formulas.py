@@ -10,6 +10,7 @@ import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
 
+from services.reward.answers.expressions import Number, operation
 from services.reward.answers.notation import DEGREE, Tokens
 from services.reward.answers.quantities import Value
 from services.reward.answers.units import ratio
@@ -31,14 +32,16 @@ def same_values(expected: Value, given: Value) -> bool:
     factor = ratio(expected.unit, given.unit)
     if factor is None:
         return False
-    if expected.node is not None and given.node is not None:
-        node = given.node if factor == 1 else ("*", given.node, ("num", factor))
+    nodes = [value.node for value in (expected, given) if value.node is not None]
+    if len(nodes) == 2:
+        left, right = nodes
         try:
-            return same_value(expected.node, node)
+            # An equal node is equal even where it has no value, so it is not multiplied by 1.
+            return same_value(left, right if factor == 1 else operation("*", right, Number(factor)))
         except Undecided:
             pass
-    # sympy would compute it all the same
-    if factor != 1 or is_enormous(expected.node) or is_enormous(given.node):
+    # sympy would compute what is enormous all the same
+    if factor != 1 or any(map(is_enormous, nodes)):
         return False
     return same_formulas(expected.source, given.source)
 
@@ -51,7 +54,9 @@ def _latex(part: Tokens) -> str:
 
 @lru_cache(maxsize=256)
 def _parsed(latex: str) -> object:
-    """Returns what math-verify reads, computed once: verify() would compute it many times."""
+    """Returns the sympy expression that math-verify reads, evaluated: verify() would evaluate it
+    again for each of its comparisons.
+    """
     found = latex2sympy(latex)
     return found.doit() if isinstance(found, sympy.Basic) else found
 
@@ -75,8 +80,8 @@ def same_formulas(gold: Tokens, answer: Tokens) -> bool:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Returns False for two different numbers: math-verify rounds to 6 decimals, so to it 10^-20
-    equals 10^-30.
+    """Returns False if two expressions are numbers that differ. math-verify rounds to 6 decimals,
+    and so takes 10^-20 for 10^-30.
     """
     if not all(isinstance(item, sympy.Expr) and item.is_number for item in (a, b)):
         return True

@@ -1,8 +1,8 @@
-"""Repairs what data sets write for an answer: a list with one of them, doubled backslashes."""
+"""Repairs ground truths as data sets write them: lists of one answer, doubled backslashes."""
 
 import re
 
-from common.prompts.final_answers import MAX_ANSWER_CHARS
+from common.prompts.stated_answers import MAX_ANSWER_CHARS
 
 _LIST = re.compile(r"[\[(]\s*(?P<item>.*?)\s*,?\s*[\])]", re.DOTALL)
 _QUOTED = re.compile(r"""(?P<quote>["'])(?P<text>.*)(?P=quote)""", re.DOTALL)
@@ -14,7 +14,7 @@ _EATEN = re.compile(
 
 
 def repaired(ground_truth: str) -> str:
-    r"""Returns a ground truth with what is certain repaired: `['31']` is 31, and `\\frac{1}{3}` is
+    r"""Repairs what can only be meant in one way: `['31']` becomes 31, and `\\frac{1}{3}` becomes
     `\frac{1}{3}`. A list of several texts, which may be several answers or several ways to write
     one, becomes "".
     """

@@ -1,8 +1,8 @@
 """Tokenises an answer: LaTeX, ASCII, HTML and Unicode notations of the same thing become the same
 tokens.
 
-Nothing is dropped silently but typesetting. A character without a meaning here becomes a token of
-kind `other`, which no reader accepts. Every step takes time linear in the length of the text.
+Only typesetting is dropped. A character without a meaning here becomes a token of kind `other`,
+which no reader accepts. Every step takes time linear in the length of the text.
 """
 
 import html
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from html.entities import name2codepoint
-from itertools import dropwhile
 from typing import NamedTuple
 
 
@@ -65,6 +64,7 @@ GREEK = words(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
 )
+# Commands that only affect typesetting; what their braces hold stays.
 _TYPESETTING = (
     "quad|qquad|(?:display|text|script|scriptscript)style|(?:no)?limits|left|right|middle"
     "|[bB]ig+[lr]?|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline"
@@ -73,7 +73,7 @@ _TYPESETTING = (
     "|strut|smash|null|relax|bold|pmb|math(?:op|ord|rel|bin|open|close|inner)|bfseries|centering"
     "|newline|nonumber|notag|mathbf|boldsymbol|bm|mathit"
 )
-"""Commands that only affect typesetting; what their braces hold stays."""
+# A notation, then the characters that stand for it.
 _UNICODE = r"""
 - − ‐ ‑ ﹣; / ⁄ ∕ ÷; * × ⋅ · ∙ • ∗ ✕; \pi π 𝜋; \infty ∞; \le ≤ ≦ ⩽; \ge ≥ ≧ ⩾; \ne ≠; \approx ≈
 \pm ±; \mp ∓; \cup ∪; \cap ∩; \emptyset ∅ ⌀; \in ∈; \setR ℝ; \setZ ℤ; \setN ℕ; \setQ ℚ
@@ -82,7 +82,6 @@ _UNICODE = r"""
 \lfloor ⌊; \rfloor ⌋; \lceil ⌈; \rceil ⌉; | ∣; \ell ℓ; \text{~cents} ¢; % ٪; '' ″; \land ∧; \lor ∨
 \sum ∑; \prod ∏; \int ∫; \equiv ≡; \dots …; \langle ⟨; \rangle ⟩; . 。
 """
-"""A notation, then the characters that stand for it."""
 _INVISIBLE = (*range(10), *range(11, 32), 127, 0xAD, *range(0x200B, 0x200E), 0x2060, 0xFEFF)
 _SPACES = (9, *range(11, 14), 160, 5760, *range(8192, 8203), 8239, 8287, 12288)
 _TABLE = {
@@ -110,12 +109,12 @@ def _vulgar(match: re.Match[str]) -> str:
     return f"\\frac{{{above}}}{{{below}}}"
 
 
-def _unescaped(match: re.Match[str]) -> str:
-    return html.unescape(match.group()).translate(_TABLE)
-
-
 def _repeating(match: re.Match[str]) -> str:
-    """Returns a decimal with repeating digits as a token of its exact value."""
+    """Returns the exact value of a decimal with repeating digits, between two control characters.
+
+    0.1 with 6 repeating is (16 - 1) / 90: the digits with one period, minus those before it, over a
+    nine for each repeating digit and a zero for each fixed one.
+    """
     before = match["whole"] + match["fixed"]
     period = match["period"] or match["bracketed"] or match["again"]
     nines = (10 ** len(period) - 1) * 10 ** len(match["fixed"])
@@ -124,7 +123,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _mixed(match: re.Match[str]) -> str:
-    """Returns 2 1/2 as a token of its exact value."""
+    """Returns the exact value of 2 1/2, 5/2, between two control characters."""
     whole, *parts = (int(part.replace(",", "")) for part in match.groups() if part)
     if not 0 < parts[0] < parts[1]:
         return match.group()
@@ -142,8 +141,8 @@ def _marked_text(match: re.Match[str]) -> str:
     return f"\x02{content}\x03"
 
 
+# The whole number of a mixed one: 4 of (1,4 1/2), and 1,400 of 1,400 1/2.
 _WHOLE = r"(?<![0-9.^])(?<![0-9],(?=[0-9]{3}))([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})"
-"""The whole number of a mixed one: 4 of (1,4 1/2), and 1,400 of 1,400 1/2."""
 _GAP = r"(?: |~|\\[,;:! ]|\\q?quad(?![A-Za-z])|\\text *\{ *\}){0,9}"
 _DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
 _TEXTS = (
@@ -155,12 +154,15 @@ _UNICODE_STEPS: tuple[tuple[str, Replacement], ...] = (
     ("[¼-¾⅐-⅞↉]", _vulgar),
 )
 _STEPS: tuple[tuple[str, str, Replacement], ...] = (
-    # what a text must contain for the step to be tried, a pattern, and what replaces it
-    ("&", r"&#?\w{1,8};", _unescaped),
+    # What a text must contain for the step to be tried, a pattern, and what replaces it. The steps
+    # are applied in this order: some rely on what earlier ones have written.
+    # HTML
+    ("&", r"&#?\w{1,8};", lambda match: html.unescape(match.group()).translate(_TABLE)),
     ("<su", r"<(?P<how>su[pb])>([^<>]*)</(?P=how)>", r"<\1 \2>"),
     ("<sup ", r"<sup ([^<>]*)>", r"^{\1}"),
     ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
     ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
+    # Signs and words with several spellings
     ("$", r"US\\?\$", "$"),
     ('\\"', r'\\"', '"'),
     ("``", r"``([^`']*)''", r'"\1"'),
@@ -172,6 +174,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         r"|colorbox|fcolorbox\{[^{}]*\})\s*\{[^{}]*\}|\\[hk](?:skip|ern)\s*[0-9.]+\s*[a-z]{2}",
         " ",
     ),
+    # Other commands for fractions, quantities (siunitx) and letters
     ("\\", r"\\(?:[dtc]frac|nicefrac|sfrac)(?![A-Za-z])", r"\\frac"),
     ("\\", r"\\(?:SI|qty|si|unit|num)\s*\{([^{}]*)\}(?:\s*\{([^{}]*)\})?", r" \1 \2"),
     ("\\ang", r"\\ang\s*\{([^{}]*)\}", r"{\1}^\\circ"),
@@ -183,14 +186,14 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         r"\\hat{\1\2}",
     ),
     ("\\mathbf", r"\\mathbf\s*\{\s*R\s*\}", r"\\setR "),
-    # thousands
+    # Separators of thousands
     (
         "",
         r"(?<=[0-9])(?:\s?(?:\\text)?\{\s*(?:,|\\[,;:! ]|~)?\s*\}|,\s?\\!|\\!,|\\[,!;: ]|[~'])\s*"
         r"(?=[0-9]{3}(?![0-9]))",
         "",
     ),
-    # a decimal comma, unless several numbers are joined by it
+    # A decimal comma, unless several numbers are joined by it
     ("{", r"(?<![0-9.}])([0-9]+)\{\s*,\s*\}([0-9]{1,2}|[0-9]{4,})(?![0-9{])", r"\1.\2"),
     ("{", r"(?:\\text\s*)?\{\s*([:,;])\s*\}", r"\1"),
     (
@@ -207,7 +210,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         _repeating,
     ),
     ("{\\frac", r"(?<=[0-9])\s*\{\s*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})\s*\}", r"\1"),
-    # not over a line break: that joins two numbers
+    # Mixed numbers. Not over a line break: that joins two numbers
     ("/", rf"{_WHOLE} +([0-9]{{1,30}})/([0-9]{{1,30}})(?![0-9.])", _mixed),
     (
         "\\frac",
@@ -215,8 +218,10 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         r" *(?:\{ *([0-9]{1,30}) *\}|([0-9]))",
         _mixed,
     ),
+    # Degrees
     ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
     ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
+    # Typesetting goes, and upright text is marked
     ("\\", rf"\\(?:{_TYPESETTING})(?![A-Za-z])", " "),
     ("(", r"^\s*\{\s*(\([A-H]\))(?:[\s~]|\\ )*\}", r" \1 "),
     ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
@@ -226,6 +231,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         "\x02 feet \x03\\1\x02 inches\x03",
     ),
     (DEGREE, rf"({DEGREE}\s*[0-9.]+)\s*'", "\\1\x02 arcminute\x03"),
+    # Sets; ]2, 5[ is the interval (2, 5)
     (" U", r"(?<=[)\]}]) U (?=[(\[\\])", r"\\cup "),
     ("-", r"(\\setR\s*)-", r"\1\\setminus "),
     ("]", r"((?:^|\\(?:big)?c[ua]p|\\setminus|\\in|[=,;\x03])\s*)\]", r"\1("),
@@ -258,10 +264,10 @@ _SCAN = re.compile(
     re.DOTALL,
 )
 _GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])(?:\.[0-9]+)?")
+# sinx, xpi
 _GLUED = re.compile(
     r"((?:sin|cos|tan|cot|sec|csc|log|exp|abs|gcd|lcm|max|min)(?=[a-z]$)|[A-Za-z](?=pi$))([a-z]+)"
 )
-"""sinx, xpi"""
 _TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
 _OPERATORS = {
     "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt",
@@ -269,12 +275,12 @@ _OPERATORS = {
 }  # fmt: skip
 _QUOTES = words("\" ' `")
 _RELATED = words("\\le \\ge \\ne \\lt \\gt \\times")
+# What is a command with or without a backslash.
 _SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
-"""What is a command with or without a backslash."""
 
 
 def canonical(text: str) -> str:
-    """Returns the text with other notations written in one way, mostly as LaTeX; upright text
+    r"""Rewrites all notations of a thing as one, mostly LaTeX. Upright text such as \text{apples}
     stands between two control characters.
     """
     if not text.isascii():
@@ -295,17 +301,13 @@ def tokens(text: str) -> Tokens:
     while found and found[-1].kind == "op" and found[-1].text == ".":
         found.pop()
     if found and found[0].text in _QUOTES:
-        found = list(dropwhile(_is_quote, found))
-        while found and _is_quote(found[-1]):
-            found.pop()
+        inside = [i for i, token in enumerate(found) if token.text not in _QUOTES]
+        found = found[inside[0] : inside[-1] + 1] if inside else []
     return tuple(found)
 
 
-def _is_quote(token: Token) -> bool:
-    return token.text in _QUOTES
-
-
 def _scan(text: str) -> list[Token]:
+    """Returns the tokens of a canonical text."""
     found: list[Token] = []
     spaced = False
     in_text = False
@@ -313,9 +315,11 @@ def _scan(text: str) -> list[Token]:
     position = 0
     is_loose = re.search(r"(?<!\\), ", text) is not None
     while position < len(text):
-        if in_text and (word := _TEXT_WORD.match(text, position)):
-            found.append(_text_word(word.group(), spaced))
-            position = word.end()
+        if in_text and (match := _TEXT_WORD.match(text, position)):
+            word = match.group()
+            is_command = word in ("pi", "infinity")
+            found.append(_command(word, spaced) if is_command else Token("word", word, spaced))
+            position = match.end()
             spaced = False
             continue
 
@@ -327,9 +331,7 @@ def _scan(text: str) -> list[Token]:
         if kind == "space":
             spaced = True
             continue
-        if kind == "exact":
-            found.append(Token("num", piece, spaced))
-        elif kind == "num":
+        if kind in ("num", "exact"):
             grouped = _GROUPED.match(text, match.start()) if depth == 0 or is_loose else None
             if grouped:
                 piece = re.sub("[, ]", "", grouped.group())
@@ -350,12 +352,6 @@ def _scan(text: str) -> list[Token]:
             found.append(Token(kind, _OPERATORS.get(piece, piece), spaced))
         spaced = False
     return found
-
-
-def _text_word(word: str, spaced: bool) -> Token:
-    if word in ("pi", "infinity"):
-        return Token("cmd", "\\" + _SAME[word], spaced)
-    return Token("word", word, spaced)
 
 
 def _command(name: str, spaced: bool) -> Token:
@@ -390,10 +386,12 @@ def written(part: Sequence[Token]) -> str:
     return " ".join(token.text for token in part)
 
 
-def matched(pattern: re.Pattern[str], part: Tokens) -> dict[str, Tokens] | None:
-    """Returns the tokens of the named groups of a pattern, if it matches all that is written."""
+def matched(pattern: str, part: Tokens) -> dict[str, Tokens] | None:
+    """Returns the tokens of each named group of a pattern that matches what is `written`; None if
+    it does not match all of it.
+    """
     text = written(part)
-    match = pattern.fullmatch(text)
+    match = re.fullmatch(pattern, text)
     if match is None:
         return None
     found: dict[str, Tokens] = {}
@@ -403,27 +401,34 @@ def matched(pattern: re.Pattern[str], part: Tokens) -> dict[str, Tokens] | None:
     return found
 
 
-def step(token: Token) -> int:
+def trimmed(pattern: str, part: Tokens) -> Tokens:
+    """Returns the group `value` of a pattern, or all tokens where the pattern does not match."""
+    found = matched(pattern, part)
+    return found["value"] if found else part
+
+
+def bracket_step(token: Token) -> int:
     """Returns 1 for an opening bracket, -1 for a closing one, else 0."""
     if token.kind not in ("op", "cmd"):
         return 0
     return (token.text in OPEN) - (token.text in CLOSE)
 
 
-def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[str]]:
-    """Splits at separators outside all brackets. Raises NotUnderstood for brackets that do not
-    match.
+def split(part: Tokens, separators: str) -> tuple[list[Tokens], list[str]]:
+    """Splits at separators outside all brackets; `separators` is a text with spaces between them.
+    Raises NotUnderstood for brackets that do not match.
     """
+    marks = separators.split()
     pieces: list[Tokens] = []
     found: list[str] = []
     depth = 0
     start = 0
     for i, token in enumerate(part):
-        depth += step(token)
+        depth += bracket_step(token)
         if depth < 0:
             raise NotUnderstood
         text = token.text.lower() if token.kind == "word" else token.text
-        if depth == 0 and text in separators:
+        if depth == 0 and text in marks:
             pieces.append(part[start:i])
             found.append(text)
             start = i + 1
@@ -432,7 +437,7 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
     return [*pieces, part[start:]], found
 
 
-def inner(part: Tokens) -> Tokens | None:
+def in_brackets(part: Tokens) -> Tokens | None:
     """Returns the tokens between an opening bracket at the start and its closing bracket at the
     very end, or None.
     """
@@ -440,7 +445,7 @@ def inner(part: Tokens) -> Tokens | None:
         return None
     depth = 0
     for i, token in enumerate(part):
-        depth += step(token)
+        depth += bracket_step(token)
         if depth == 0:
             return part[1:-1] if i == len(part) - 1 and i > 0 else None
     return None

@@ -4,15 +4,16 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from services.reward.answers.expressions import Node, Parser
+from services.reward.answers.expressions import Expression, Number, Operation, Parser, operation
 from services.reward.answers.notation import (
     DEGREE,
     NotUnderstood,
     Token,
     Tokens,
+    bracket_step,
     matched,
-    step,
     texts_of,
+    trimmed,
     words,
     written,
 )
@@ -28,27 +29,21 @@ from services.reward.answers.units import (
 )
 from services.reward.answers.values import simplified
 
-_MONEY = re.compile(
-    rf"(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})"
-    r"(?: \\.)? (?P<rest>.+)",
-    re.IGNORECASE,
+_MONEY = (
+    rf"(?i)(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})"
+    r"(?: \\.)? (?P<rest>.+)"
 )
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _PROSE = re.compile(r"[^\x00-\x7f]|(?<![\\A-Za-z])(?<!\{ )[A-Za-z]{3,}")
-_LITRES = words("l L \\ell")
-_FRACTIONS = words("- / \\frac { }")
-_TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
-_REMARK = re.compile(
+# What may stand after a quantity: 18 eggs left, $5 each, 12 in all.
+_REMARK = (
     r"(?P<value>.+?) (?:(?:in )?(?:total|all)|left(?: over)?|leftover|remaining|each|apiece|now"
     r"|together|combined|altogether|overall|times|exactly)"
 )
-_SHARE = re.compile(r"(?P<value>.*[^ a-z]) of (?P<whole>.+)")
-_ORDINAL = re.compile(r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?")
-_NEGATED = re.compile(r"(?:negative|minus) (?P<value>.+)", re.IGNORECASE)
+_LITRES = words("l L \\ell")
+_FRACTIONS = words("- / \\frac { }")
+_TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
 _SIZES = {"million": 10**6, "thousand": 1000, "hundred": 100}
-_PART = re.compile(
-    r"(?:(?P<whole>.+) and )?(?:(?P<count>.+) )?(?P<part>half|halve|third|quarter|[a-z]+th)s?"
-)
 _PARTS = {
     **dict.fromkeys(("half", "halve"), 2), "third": 3, "quarter": 4, "fourth": 4, "fifth": 5,
     "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12,
@@ -60,14 +55,18 @@ _MAX_WORDS = 12
 class Value:
     """An expression with its unit; `node` is None for an expression that only sympy can read."""
 
-    node: Node | None
-    unit: Unit | None
-    source: Tokens = field(compare=False)
+    node: Expression | None
+    unit: Unit | None = None
+    source: Tokens = field(default=(), compare=False)
 
 
 def read_value(part: Tokens) -> Value:
     """Returns a number or expression with its unit. Raises NotUnderstood."""
-    part, unit = _without_unit(_without_remark(_in_digits(part)))
+    part = _in_digits(part)
+    share = matched(r"(?P<value>.*[^ a-z]) of (?P<whole>.+)", part)
+    if share and is_remark(share["whole"]):  # 3/4 of the cake
+        part = share["value"]
+    part, unit = _without_unit(trimmed(_REMARK, part))
     factor = Fraction(1)
     while len(part) > 1 and (times := scale(part[-1])) is not None:
         factor *= times
@@ -76,7 +75,7 @@ def read_value(part: Tokens) -> Value:
     if unit is None and DEGREE in texts and not _TRIGONOMETRIC & {*texts}:
         unit = read_unit((Token("op", DEGREE),))
         part = tuple(token for token in part if token.text != DEGREE)
-    part = (matched(_ORDINAL, part) or {"value": part})["value"]
+    part = trimmed(r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?", part)  # 5th
     if not part:
         raise NotUnderstood
     if _CALCULUS & {*texts}:
@@ -85,15 +84,25 @@ def read_value(part: Tokens) -> Value:
         return Value(None, unit, part)
     node = Parser(part).whole()
     if factor != 1:
-        # a number stays a number
-        node = ("*", node, ("num", factor))
-        node = simplified(node) if written_out(node[1]) else node
+        # A number stays a number: 5 million is written out.
+        scaled = operation("*", node, Number(factor))
+        node = simplified(scaled) if written_out(node) else scaled
     return Value(node, unit, part)
 
 
+def node_of(part: Tokens) -> Expression:
+    """Returns the expression of a value. Raises NotUnderstood, also where only sympy can read
+    it.
+    """
+    node = read_value(part).node
+    if node is None:
+        raise NotUnderstood
+    return node
+
+
 def _in_digits(part: Tokens) -> Tokens:
-    """Returns tokens with a number in words, at the start, in digits."""
-    negated = matched(_NEGATED, part)
+    """Writes a number in words at the start of the tokens in digits: twenty-one is 21."""
+    negated = matched(r"(?i)(?:negative|minus) (?P<value>.+)", part)
     if negated:
         return (Token("op", "-"), *_in_digits(negated["value"]))
     length = min(len(part), _MAX_WORDS) if part and part[0].kind == "word" else 0
@@ -109,12 +118,15 @@ def _number(text: str) -> Fraction | None:
     if text in NUMBERS:
         return Fraction(NUMBERS[text])
     for name, size in _SIZES.items():
-        count, _, rest = f"{text} ".partition(f" {name} ")
-        if rest or f"{text} ".endswith(f" {name} "):
+        count, found, rest = f"{text} ".partition(f" {name} ")
+        if found:
             above = _number(count)
             below = _number(rest.strip().removeprefix("and ") or "zero")
             return None if above is None or below is None else above * size + below
-    match = _PART.fullmatch(text)
+    match = re.fullmatch(
+        r"(?:(?P<whole>.+) and )?(?:(?P<count>.+) )?(?P<part>half|halve|third|quarter|[a-z]+th)s?",
+        text,
+    )
     if match is None or match["part"] not in _PARTS:
         return None
     is_one = match["count"] in ("a", None)
@@ -126,20 +138,20 @@ def _number(text: str) -> Fraction | None:
     return whole + count_of_parts / _PARTS[match["part"]]
 
 
-def written_out(node: Node) -> bool:
+def written_out(node: Expression) -> bool:
     """Returns whether an expression is a fully evaluated number.
 
     That is an integer, a decimal, a fraction that is not an integer (reduced or not), or an integer
     or decimal times a power of ten, with at most one minus sign.
     """
-    is_negative = node[0] == "neg"
-    match node[1] if is_negative else node:
-        case ("num", _) | ("^", ("num", 10), ("num", _) | ("neg", ("num", _))):
+    is_negative = node.name == "neg"
+    match node.operands[0] if is_negative else node:
+        case Number() | Operation("^", (Number(10), Number() | Operation("neg", (Number(),)))):
             return True
-        case ("*" | "/", number, ("^", _, _) as power):
-            is_number = number[0] == "num" or (number[0] == "neg" and not is_negative)
-            return is_number and written_out(number) and written_out(power)
-        case ("/", above, below):
+        case Operation("*" | "/", (factor, Operation("^") as power)):
+            is_number = isinstance(factor, Number) or (factor.name == "neg" and not is_negative)
+            return is_number and written_out(factor) and written_out(power)
+        case Operation("/", (above, below)):
             numerator = _integer(above)
             denominator = _integer(below)
             if numerator is None or denominator is None:
@@ -149,37 +161,19 @@ def written_out(node: Node) -> bool:
     return False
 
 
-def _integer(node: Node) -> int | None:
+def _integer(node: Expression) -> int | None:
     """Returns the value of an integer, with or without a sign; None for anything else."""
     match node:
-        case ("neg", number):
-            value = _integer(number)
+        case Operation("neg", (positive,)):
+            value = _integer(positive)
             return None if value is None else -value
-        case ("num", Fraction(denominator=1) as value):
+        case Number(Fraction(denominator=1) as value):
             return int(value)
     return None
 
 
-def _without_remark(part: Tokens) -> Tokens:
-    """Returns a quantity without remarks about it: 18 eggs left, $5 each, 12 in all, 3/4 of the
-    cake.
-    """
-    share = matched(_SHARE, part)
-    if share and is_remark(share["whole"]):
-        return share["value"]
-    return (matched(_REMARK, part) or {"value": part})["value"]
-
-
-def _is_litre(part: Tokens) -> bool:
-    """Returns whether the last token is the unit of a number: 2l, but not 2w + 2l."""
-    *number, last = part
-    return last.text in _LITRES and all(
-        token.kind == "num" or token.text in _FRACTIONS for token in number
-    )
-
-
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
-    """Splits off the unit: a currency sign in front, or the text after the value."""
+    """Returns a value without its unit, and the unit: a currency in front, or the text after it."""
     front = matched(_MONEY, part)
     if front:
         currency = read_unit(front["currency"])
@@ -197,10 +191,13 @@ def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     has_angle = bool(_TRIGONOMETRIC & {*texts_of(part)})
     depth = 0
     for i, token in enumerate(part):
-        depth += step(token)
-        is_angle = token.text == DEGREE and has_angle
-        is_start = starts_unit(token, part[i - 1]) or _is_litre(part[: i + 1])
-        if i and depth == 0 and not is_angle and is_start:
+        depth += bracket_step(token)
+        if i == 0 or depth != 0 or (token.text == DEGREE and has_angle):
+            continue
+        # 2l is 2 litres, but 2w + 2l is an expression.
+        is_number = all(each.kind == "num" or each.text in _FRACTIONS for each in part[:i])
+        is_litre = is_number and token.text in _LITRES
+        if is_litre or starts_unit(token, part[i - 1]):
             unit = read_unit(part[i:], single=part[0].text == "1" and i == 1)
             if unit is not None:
                 return part[:i], unit

@@ -6,6 +6,7 @@ compare are never part of it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -62,6 +63,7 @@ for _value, _name in enumerate(_TENS.split(), 2):
     NUMBERS[_name] = 10 * _value
     for _unit in _SMALL.split()[1:10]:
         NUMBERS[f"{_name} {_unit}"] = 10 * _value + NUMBERS[_unit]
+# Words that name no thing.
 _GLUE = words("""
 a across after afterwards again all along also always am among an any are as at be because been
 behind beside besides between both by during each every for from gives had has have he her here
@@ -70,7 +72,7 @@ please remainder remainders shall she since so some somewhat such that the their
 there these they this those through throughout thus to together toward towards u upon upwards us
 was we were what where which while who whom whose why will with within would yes you your yours
 """)
-"""Words that name no thing."""
+# Words that hedge, deny, compare, state a verdict, another number or an operation.
 DOUBTS = words("""
 ? \\ne \\neg \\lnot \\approx about above against almost and anything approximate approximately
 around backwards base bases before below beneath but can can't cannot close correct could couldn't
@@ -90,7 +92,6 @@ times too trios triple true twelfth twelfths twenties twentieth twentieths twice
 unknown unless unlike unlikely unsure until unto up versus very via vs wasn't when whether without
 won't works wrong xor yet
 """)
-"""Words that hedge, deny, compare, state a verdict, another number or an operation."""
 _SCALES = {
     "dozen": "12", "hundred": "100", "thousand": "1e3", "million": "1e6", "billion": "1e9",
     "trillion": "1e12", "tenth": "0.1", "hundredth": "0.01", "thousandth": "0.001",
@@ -109,7 +110,9 @@ _ADJECTIVES = words(
 _AFTER = words("old long tall wide high deep apart away")
 PER = words("/ per a an each every")
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_IN_METRES = {"volume": (3, 1000), "area": (2, 1)}
+# A dimension as a power of another one, and its unit as a share of that one's: a litre is 1/1000 of
+# a cubic metre.
+_DERIVED = {"volume": ("length", 3, 1000), "area": ("length", 2, 1), "coin": ("dollar", 1, 1)}
 _NOTATIONS = tuple(
     (re.compile(pattern, re.IGNORECASE), text)
     for pattern, text in (
@@ -131,9 +134,6 @@ _NOTATIONS = tuple(
 )
 
 
-_FACTOR = re.compile(r"(?P<name>[^^]+)(?:\^(?P<exponent>-?[1-4]))?")
-
-
 class Unit(NamedTuple):
     """A unit: powers of its dimensions, sorted by name, and its size in their base units."""
 
@@ -143,26 +143,21 @@ class Unit(NamedTuple):
     """Whether its number counts coins: 5 dimes are not 5, and not $5."""
 
 
-def _table() -> dict[str, tuple[str, Fraction]]:
-    table: dict[str, tuple[str, Fraction]] = {}
-    for entry in _MEASURES.strip().replace("\n", ";").split(";"):
-        head, _, names = entry.partition(":")
-        dimension, size = head.split()
-        for name in names.split():
-            table[name] = (dimension, Fraction(size))
-    return table
-
-
-_TABLE = _table()
+_TABLE: dict[str, Unit] = {}
+for _entry in _MEASURES.strip().replace("\n", ";").split(";"):
+    _head, _, _names = _entry.partition(":")
+    _dimension, _size = _head.split()
+    _base, _power, _parts = _DERIVED.get(_dimension, (_dimension, 1, 1))
+    for _name in _names.split():
+        _TABLE[_name] = Unit(((_base, _power),), Fraction(_size) / _parts, _dimension == "coin")
 CURRENCIES = words("$ € £ ¥ ₹ ₩ usd eur gbp inr cny rmb jpy krw rs")
 _SIGNS = CURRENCIES | {"%", DEGREE}
+# Letters that are units after a space or a decimal; outside \\text, other letters are variables.
 _BARE = words("m g s h L")
-"""Letters that are units after a space or a decimal; outside \\text, other letters are
-variables."""
 
 
-def _named(text: str) -> tuple[str, Fraction] | None:
-    """Returns the dimension and the size of the unit with a name, or None."""
+def _named(text: str) -> Unit | None:
+    """Returns the unit with a name, or None."""
     if len(text) == 1:
         return _TABLE.get(text)
     lowered = text.lower()
@@ -192,14 +187,14 @@ def has_doubts(part: Sequence[Token]) -> bool:
     return any(token.text.lower() in DOUBTS for token in part)
 
 
-def _thing(text: str, single: bool) -> str:
-    """Returns the name of the thing that a noun denotes; "" for any other word. `single`: it may be
-    singular.
+def _thing(text: str, single: bool) -> Unit | None:
+    """Returns the unit that counts what a noun denotes; None for any other word. `single`: it may
+    be singular.
     """
     word = text.lower()
     is_plural = word in _PLURALS or _PLURAL.fullmatch(word)
     is_thing = is_plain(word) and (is_plural or (single and len(word) > 2))
-    return re.sub("(?:e?s|e)$", "", word) if is_thing else ""
+    return Unit(((re.sub("(?:e?s|e)$", "", word), 1),), Fraction(1)) if is_thing else None
 
 
 def starts_unit(token: Token, before: Token) -> bool:
@@ -213,8 +208,8 @@ def starts_unit(token: Token, before: Token) -> bool:
 
 
 def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
-    """Returns the unit formed by all of these tokens, or None. `single`: they follow a 1, as in 1
-    apple.
+    """Returns the unit that all of these tokens form, or None. `single`: they follow the number 1,
+    so that a thing may be singular.
     """
     text = written(part)
     for pattern, replacement in _NOTATIONS:
@@ -223,7 +218,7 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
     if of > 0 and is_remark(part[-len(text[of + 4 :].split()) :]):
         text = text[:of]  # 5 cups of brown sugar
     pieces = text.split()
-    powers: dict[str, int] = {}
+    powers: Counter[str] = Counter()
     size = Fraction(1)
     sign = 1
     power = 1
@@ -231,7 +226,7 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
     is_described = False
     is_coin = False
     for i, piece in enumerate(pieces):
-        factor = _FACTOR.fullmatch(piece)
+        factor = re.fullmatch(r"(?P<name>[^^]+)(?:\^(?P<exponent>-?[1-4]))?", piece)
         if factor is None:
             return None
         name = factor["name"]
@@ -248,26 +243,21 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
             power = _POWERS[word]
             continue
 
-        named = _named(name)
-        thing = "" if named else _thing(name, single or sign < 0)
-        if thing:
-            named = (thing, Fraction(1))
-            is_described = False
-        if named is None and not is_last and (is_plain(word) or word in _ADJECTIVES):
+        unit = _named(name)
+        if unit is None:
+            unit = _thing(name, single or sign < 0)
+            is_described = is_described and unit is None  # things may be: red apples
+        if unit is None and not is_last and (is_plain(word) or word in _ADJECTIVES):
             is_described = is_described or word not in _ADJECTIVES
             continue
-        if named is None or is_described:  # light years are not years
+        if unit is None or is_described:  # light years are not years
             return None
 
-        dimension, each = named
         raised = int(factor["exponent"] or 1) * sign * power
-        metres, parts = _IN_METRES.get(dimension, (1, 1))
-        size *= (each / parts) ** raised
-        is_coin = is_coin or dimension == "coin"
-        base = (
-            "length" if dimension in _IN_METRES else "dollar" if dimension == "coin" else dimension
-        )
-        powers[base] = powers.get(base, 0) + raised * metres
+        size *= unit.size**raised
+        is_coin = is_coin or unit.is_coin
+        for dimension, exponent in unit.dimensions:
+            powers[dimension] += exponent * raised
         power = 1
         is_complete = True
     dimensions = sorted((name, value) for name, value in powers.items() if value)
@@ -275,8 +265,8 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
 
 
 def ratio(expected: Unit | None, given: Unit | None) -> Fraction | None:
-    """Returns the factor from `given` to `expected`: 1 if one side has no unit, None for different
-    kinds.
+    """Returns the factor that converts `given` to `expected`: 100 from m to cm, 1 if a side has no
+    unit. Returns None if they measure different things.
     """
     if expected is None and given is not None and given.is_coin:
         return None
@@ -285,6 +275,5 @@ def ratio(expected: Unit | None, given: Unit | None) -> Fraction | None:
     if expected.dimensions == given.dimensions:
         return given.size / expected.size
     # units of length, area or volume that are not named
-    names = {name for name, _ in (*expected.dimensions, *given.dimensions)}
-    powers = {power for _, power in (*expected.dimensions, *given.dimensions)}
+    names, powers = map(set, zip(*expected.dimensions, *given.dimensions, strict=True))
     return Fraction(1) if names == {"unit", "length"} and len(powers) == 1 else None

@@ -2,14 +2,15 @@
 
 Rational values are exact. Others have 150 digits, or more when they are mixed with longer rational
 numbers, and are equal when they agree in all but the last 40. Expressions with unknowns are equal
-when their values at random points are. Only verdicts leave this module, never numbers, so that
-nobody mixes two precisions.
+when their values at random points are. This
+module returns verdicts, never rounded numbers, so that nobody mixes two precisions.
 """
 
 import math
 import operator
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -18,23 +19,31 @@ import mpmath
 from mpmath import mp
 from sympy import integer_nthroot
 
-from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.expressions import (
+    Expression,
+    Number,
+    Unknown,
+    number,
+    operation,
+    unknowns,
+)
 from services.reward.answers.notation import words
 
-INFINITY: Node = ("infty",)
-MINUS_INFINITY: Node = ("neg", INFINITY)
+INFINITY = operation("infty")
+MINUS_INFINITY = operation("neg", INFINITY)
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
+# Largest exponent of an unknown's value: its power is rounded.
 _MAX_EXPONENT = 10**15
-"""Largest exponent of an unknown's value: its power is rounded."""
 _DIGITS = 150
 _MAX_DIGITS = 3000
 _UNSURE_DIGITS = 40
 _SPARE_DIGITS = 60
 _POINTS = 10
 _ATTEMPTS = 24
+# Bits of an argument of a function; sin(10^3000) needs as many digits of pi.
 _MAX_MAGNITUDE = 10_000
-"""Bits of an argument of a function; sin(10^3000) needs as many digits of pi."""
+# Bits of an argument of a function that grows as exp does.
 _MAX_GROWTH = 40
 _MAX_COUNT = 5000
 
@@ -47,47 +56,41 @@ class Enormous(Undecided):
     """The value exceeds the bounds: it is no number that anyone writes as an answer."""
 
 
+# The values of two expressions at one point, and the largest term of their sums.
 Sample = tuple[Any, Any, Any]
-"""The values of two expressions at one point, and the largest term of their sums."""
 
 
-def _has(node: Node, kind: str) -> bool:
-    return node[0] == kind or any(_has(part, kind) for part in node[1:] if isinstance(part, tuple))
+def _is_complex(node: Expression) -> bool:
+    """Returns whether the imaginary unit occurs in an expression."""
+    return node == operation("i") or any(map(_is_complex, node.operands))
 
 
 def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
+@dataclass
 class _Evaluator:
     """Evaluates expressions at one point."""
 
-    def __init__(self, point: Mapping[str, Fraction], is_complex: bool) -> None:
-        self._point = point
-        self._complex = is_complex
-        self.largest: Any = mpmath.mpf(0)
-        """The largest term of any sum; rounding errors are relative to it."""
-        self.digits = _DIGITS
-        """Digits with which no exact number loses what tells it from another."""
+    point: Mapping[str, Fraction] = field(default_factory=dict)
+    is_complex: bool = False
+    largest: Any = 0
+    """The largest term of any sum; rounding errors are relative to it."""
+    digits: int = _DIGITS
+    """Digits with which no exact number is rounded to another one."""
 
-    def value(self, node: Node) -> Any:
+    def value(self, node: Expression) -> Any:
         """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no
         value.
         """
-        kind = node[0]
-        if kind == "num":
-            return node[1]
-        if kind == "sym" and node[1] in self._point:
-            return self._point[node[1]]
-        if kind in ("pi", "e"):
-            return +getattr(mpmath, kind)
-        if kind == "i":
-            return mpmath.mpc(0, 1)
-        if kind in ("infty", "sym"):
-            raise Undecided
-        operands = [self.value(part) for part in node[1:]]
         try:
-            return self._checked(self._apply(kind, operands))
+            if isinstance(node, Number):
+                return node.value
+            if isinstance(node, Unknown):
+                return self.point[node.name]
+            operands = [self.value(part) for part in node.operands]
+            return self._checked(self._apply(node.name, operands))
         except (ValueError, KeyError, ZeroDivisionError, OverflowError, TypeError) as error:
             raise Undecided from error
 
@@ -104,7 +107,7 @@ class _Evaluator:
         if isinstance(value, mpmath.mpc):
             if abs(value.imag) <= abs(value.real) * _rounding():
                 return value.real
-            if self._point and not self._complex:
+            if self.point and not self.is_complex:
                 raise Undecided
         return value
 
@@ -112,43 +115,46 @@ class _Evaluator:
         """Returns a value as an mpmath number, and counts the digits that it needs."""
         if not isinstance(value, Fraction):
             return value
+        # A bit has 0.3 decimal digits.
         self.digits = max(self.digits, _DIGITS + _bits(value) * 3 // 10 - _SPARE_DIGITS)
         return mpmath.mpf(value.numerator) / value.denominator
 
-    def _apply(self, kind: str, operands: list[Any]) -> Any:
-        exact = all(isinstance(value, Fraction) for value in operands)
-        if kind in ("^", "root"):
+    def _apply(self, name: str, operands: list[Any]) -> Any:
+        if name in ("^", "root"):
             base, exponent = operands
-            return self._power(base, exponent if kind == "^" else 1 / exponent)
-        if kind in _ARITHMETIC and exact:
-            return _ARITHMETIC[kind](*operands)
-        if kind in _EXACT and exact and (kind in _ROUNDING or _are_integers(operands)):
-            return Fraction(_EXACT[kind](*operands))
+            return self._power(base, exponent if name == "^" else 1 / exponent)
+        if all(isinstance(value, Fraction) for value in operands):
+            if name in _ARITHMETIC:
+                return _ARITHMETIC[name](*operands)
+            is_integer = all(value.denominator == 1 for value in operands)
+            if name in _EXACT and (is_integer or name in _ROUNDING):
+                return Fraction(_EXACT[name](*operands))
 
         reals = [self.real(value) for value in operands]
-        if kind in ("+", "-"):
-            self.largest = max(self.largest, *(abs(value) for value in reals))
-        if kind in _ARITHMETIC:
-            return _ARITHMETIC[kind](*reals)
-        limit = _MAX_GROWTH if kind in _GROWING else _MAX_MAGNITUDE
+        if name in _ARITHMETIC:
+            if name in ("+", "-"):
+                self.largest = max(self.largest, *map(abs, reals))
+            return _ARITHMETIC[name](*reals)
+        limit = _MAX_GROWTH if name in _GROWING else _MAX_MAGNITUDE
         if any(mpmath.mag(value) > limit for value in reals):
             raise Enormous
-        return _FUNCTIONS[kind](*reals)
+        return _FUNCTIONS[name](*reals)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
             try:
                 exact = _rational_power(base, exponent)
             except Enormous:
-                if not self._point or abs(exponent) > _MAX_EXPONENT:
+                if not self.point or abs(exponent) > _MAX_EXPONENT:
                     raise
                 return mpmath.power(self.real(base), self.real(exponent))
             if exact is not None:
                 return exact
 
+        # (-8)^(1/3) is -2 among real numbers; mpmath takes the complex root.
         is_negative = not isinstance(base, mpmath.mpc) and base < 0
         has_real_root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
-        if is_negative and has_real_root and not self._complex:
+        if is_negative and has_real_root and not self.is_complex:
             return (-1) ** exponent.numerator * self._power(-base, exponent)
         if abs(exponent) * (1 + abs(mpmath.log(abs(self.real(base)) or 1))) > _MAX_LOG:
             raise Enormous
@@ -162,22 +168,19 @@ def _rounding() -> Any:
 
 def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
     """Returns a power if it is rational, else None. Raises Enormous."""
-    if exponent.denominator == 1:
+    degree = exponent.denominator
+    if degree == 1:
         if _bits(base) * abs(exponent) > _MAX_BITS and abs(base) not in (0, 1):
             raise Enormous
         return base ** int(exponent)
-    if exponent.denominator >= 1000 or (base < 0 and exponent.denominator % 2 == 0):
+    if degree >= 1000 or (base < 0 and degree % 2 == 0):
         return None
-    above, is_root_above = integer_nthroot(abs(base.numerator), exponent.denominator)
-    below, is_root_below = integer_nthroot(base.denominator, exponent.denominator)
+    above, is_root_above = integer_nthroot(abs(base.numerator), degree)
+    below, is_root_below = integer_nthroot(base.denominator, degree)
     if not (is_root_above and is_root_below):
         return None
     root = Fraction(-above if base < 0 else above, below)
     return _rational_power(root, Fraction(exponent.numerator))
-
-
-def _are_integers(values: list[Fraction]) -> bool:
-    return all(value.denominator == 1 for value in values)
 
 
 def _factorial(n: Fraction, step: int = 1) -> int:
@@ -214,9 +217,13 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "double factorial": partial(_factorial, step=2),
     "binomial": _binomial,
 }
+# Functions of any rational numbers; the others are of integers.
 _ROUNDING = frozenset(("max", "min", "mod", "floor", "ceil"))
-"""Functions of any rational numbers; the others are of integers."""
+# Functions of real and complex numbers; infinity is none of them.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "pi": lambda: +mp.pi,
+    "e": lambda: +mp.e,
+    "i": lambda: mpmath.mpc(0, 1),
     "max": max,
     "min": min,
     "arcsin": mpmath.asin,
@@ -224,10 +231,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "arctan": mpmath.atan,
     "ln": mpmath.log,
 }
-_OF_MPMATH = words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial")
-for _name in _OF_MPMATH:
+for _name in words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial"):
     _FUNCTIONS[_name] = getattr(mpmath, _name)
-_GROWING = frozenset(("exp", "sinh", "cosh", "tanh", "coth", "factorial", "binomial"))
+_GROWING = words("exp sinh cosh tanh coth factorial binomial")
 
 
 def _agree(sample: Sample) -> bool:
@@ -240,14 +246,13 @@ def _close(a: Any, b: Any, largest: Any = 0) -> bool:
 
 
 def _compared(
-    a: Node,
-    b: Node,
+    a: Expression,
+    b: Expression,
     verdict: Callable[[list[Sample]], bool],
     is_plausible: Callable[[Sample], bool] = lambda _: True,
 ) -> bool:
-    """Returns the verdict on the values of two expressions at points where both have one: at one
-    point if there are no unknowns, and no further after one that is not plausible. Raises Undecided
-    for too few points.
+    """Returns the verdict on samples of two expressions, computed with as many digits as they need.
+    Raises Undecided if too few samples have values.
     """
     digits = _DIGITS
     while digits <= _MAX_DIGITS:
@@ -259,17 +264,23 @@ def _compared(
     raise Enormous
 
 
-def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[list[Sample], int]:
-    """Returns samples, and the digits that they need: fractions, or where one value is none, real
-    or complex numbers. Raises Undecided for too few of them.
+def _sampled(
+    a: Expression, b: Expression, is_plausible: Callable[[Sample], bool]
+) -> tuple[list[Sample], int]:
+    """Returns samples, and the digits that they need. Raises Undecided if too few have values.
+
+    Expressions without unknowns have one sample. Others have up to ten, at random points; the first
+    one that is not plausible is the last. Both values of a sample are fractions, or both real or
+    complex numbers.
     """
-    names = sorted(symbols(a) | symbols(b))
-    is_complex = _has(a, "i") or _has(b, "i")
+    names = sorted(unknowns(a) | unknowns(b))
+    is_complex = _is_complex(a) or _is_complex(b)
     rng = random.Random(7)
     samples: list[Sample] = []
     digits = _DIGITS
     failure = Undecided()
     for i in range(_ATTEMPTS if names else 1):
+        # Every other point is positive, where roots and logarithms exist.
         signs = (1,) if i % 2 == 0 else (-1, 1)
         point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
         evaluator = _Evaluator(point, is_complex)
@@ -293,7 +304,7 @@ def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[
     return samples, digits
 
 
-def same_value(a: Node, b: Node) -> bool:
+def same_value(a: Expression, b: Expression) -> bool:
     """Returns whether two expressions have the same value. Raises Undecided."""
     if a == b:
         return True
@@ -302,16 +313,15 @@ def same_value(a: Node, b: Node) -> bool:
     try:
         return _compared(a, b, lambda samples: all(map(_agree, samples)), is_plausible=_agree)
     except Enormous:
-        return (
-            False  # what is too large to be computed is not the other, which is written otherwise
-        )
+        # What is too large to be computed equals only what is written in the same way.
+        return False
 
 
-def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
+def same_ratio(a: Expression, b: Expression, is_positive: bool) -> bool:
     """Returns whether b is a multiple of a, by a positive number if `is_positive`."""
 
     def verdict(samples: list[Sample]) -> bool:
-        real = _Evaluator({}, is_complex=False).real
+        real = _Evaluator().real
         pairs = [(real(one), real(other)) for one, other, _ in samples]
         first, second = pairs[0]
         factor = first * second
@@ -325,36 +335,40 @@ def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
         return False
 
 
-def order(a: Node, b: Node) -> int:
+def _constant(node: Expression) -> Any:
+    """Returns the value of an expression without unknowns. Raises Undecided."""
+    with mp.workdps(_DIGITS):
+        return _Evaluator().value(node)
+
+
+def order(a: Expression, b: Expression) -> int:
     """Returns -1, 0 or 1 for a number that is less than, the same as or more than the other. Raises
     Undecided.
     """
     if same_value(a, b):
         return 0
-    infinite = {MINUS_INFINITY: -1, INFINITY: 1}
+    infinite: dict[Expression, int] = {MINUS_INFINITY: -1, INFINITY: 1}
     if a in infinite or b in infinite:
         return 1 if infinite.get(a, 0) > infinite.get(b, 0) else -1
-    with mp.workdps(_DIGITS):
-        difference = _Evaluator({}, is_complex=False).value(("-", a, b))
-        if isinstance(difference, mpmath.mpc):
-            raise Undecided
-        return -1 if difference < 0 else 1
+    difference = _constant(operation("-", a, b))
+    if isinstance(difference, mpmath.mpc):
+        raise Undecided
+    return -1 if difference < 0 else 1
 
 
-def simplified(node: Node) -> Node:
+def simplified(node: Expression) -> Expression:
     """Returns an expression as a number if its value is rational."""
     try:
-        with mp.workdps(_DIGITS):
-            value = _Evaluator({}, is_complex=False).value(node)
+        value = _constant(node)
     except Undecided:
         return node
-    return ("num", value) if isinstance(value, Fraction) else node
+    return Number(value) if isinstance(value, Fraction) else node
 
 
-def is_enormous(node: Node | None) -> bool:
+def is_enormous(node: Expression) -> bool:
     """Returns whether the value of an expression without unknowns exceeds the bounds."""
     try:
-        _Evaluator({}, is_complex=False).value(node or INFINITY)
+        _constant(node)
     except Enormous:
         return True
     except Undecided:
@@ -362,7 +376,7 @@ def is_enormous(node: Node | None) -> bool:
     return False
 
 
-def roughly(a: Node, b: Node) -> bool:
+def roughly(a: Expression, b: Expression) -> bool:
     """Returns whether two numbers differ by 5 % at most. Raises Undecided."""
-    twentieth = ("*", ("num", Fraction(1, 20)), ("abs", a))
-    return order(("abs", ("-", a, b)), twentieth) <= 0
+    tolerance = operation("*", number(Fraction(1, 20)), operation("abs", a))
+    return order(operation("abs", operation("-", a, b)), tolerance) <= 0

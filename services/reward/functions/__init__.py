@@ -9,4 +9,4 @@ from services.reward.functions.programs import CodeRewardFunction as CodeRewardF
 from services.reward.functions.text import FormatRewardFunction as FormatRewardFunction
 from services.reward.functions.text import LengthPenaltyFunction as LengthPenaltyFunction
 from services.reward.functions.text import RepetitionPenaltyFunction as RepetitionPenaltyFunction
-from services.reward.neural import RewardModelFunction as RewardModelFunction
+from services.reward.reward_model import RewardModelFunction as RewardModelFunction

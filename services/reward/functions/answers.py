@@ -9,24 +9,30 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from common.errors import ConfigError, InvalidInput
 from common.process.loop_thread import LoopThread
-from common.prompts.final_answers import MAX_ANSWER_CHARS
+from common.prompts.stated_answers import MAX_ANSWER_CHARS
 from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
-from common.wire.schemas import RewardItem
+from common.wire.schemas import RewardItem, RewardStatus
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
-from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
+from services.reward.functions.base import (
+    Completions,
+    DetailedRewardFunction,
+    Score,
+    column,
+    text_of,
+)
 from services.reward.hosts import ProcessHost
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
 _NO_VALUE = "it cannot be read as a value: only the same text matches it"
+# Address space of one worker.
 MEMORY_MB = 1024
-"""Address space of one worker."""
 
 
 class MathHost(ProcessHost):
@@ -35,6 +41,8 @@ class MathHost(ProcessHost):
 
     The owner enters and exits `pool`. Raises ConfigError when math-verify is not installed.
     """
+
+    verifies_answers = True
 
     def __init__(
         self, config: RewardSection, on_restart: Callable[[], None] = lambda: None
@@ -52,28 +60,29 @@ class MathHost(ProcessHost):
             "services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers
         )
         pool = WorkerPool(spec, config.workers, timeout_s=entry.timeout_s, on_restart=on_restart)
-        super().__init__("math", pool, check=_check_gold)
+        super().__init__("math", pool, gives_verdicts=True)
         self._require_stop = config.require_stop
-        self.gives_verdicts = True
-        self.verifies_answers = True
+
+    def check(self, item: RewardItem, where: str) -> None:
+        """Raises InvalidInput, also for a ground truth that states no answer."""
+        super().check(item, where)
+        _gold(item, where)
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
-        golds = [
-            _gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)
-        ]
+        golds = [_gold(item, f"items[{i}].") for i, item in enumerate(items)]
         scores: list[Score] = []
         hard: list[int] = []  # answers that the workers must compare
         read = 0
         for i, (item, gold) in enumerate(zip(items, golds, strict=True)):
             answer = extract_answer(item.response)
-            if answer is None:
-                scores.append(Score(0.0, "unparsable", correct=False))
-            else:
-                truncated = item.finish_reason == "length" and self._require_stop
-                right = False if truncated else same_answer(gold, answer)
-                if right is None:
-                    hard.append(i)
-                scores.append(_verdict(answer, bool(right)))
+            # With `require_stop`, a cut answer earns nothing, so no worker need compare it.
+            is_cut = item.finish_reason == "length" and self._require_stop
+            right = False if answer is None or is_cut else same_answer(gold, answer)
+            if right is None:
+                hard.append(i)
+            status: RewardStatus = "unparsable" if answer is None else "ok"
+            is_right = bool(right)
+            scores.append(Score(float(is_right), status, correct=is_right, answer=answer))
 
             read += len(item.response) + 100
             if read > _YIELD_CHARS:
@@ -91,41 +100,35 @@ class MathHost(ProcessHost):
 
     async def _compare(self, gold: str, answer: str, batch: object) -> Score:
         try:
-            found = await self.pool.call(json.dumps([gold, answer]).encode(), batch)
+            found = (await self.pool.call(json.dumps([gold, answer]).encode(), batch)).decode()
         except CallFailed as error:
             return Score(None, error.status, correct=False, answer=answer, reason=str(error))
 
-        if found == b"identical":
-            return Score(1.0, correct=True, answer=answer, reason=_NO_VALUE)
-        if found == b"unparsable":
-            return Score(0.0, "unparsable", correct=False, answer=answer)
-        if found == b"unevaluated":
-            return Score(0.0, "unevaluated", correct=False, answer=answer)
-        if found.startswith(b"error"):
-            return Score(None, "error", correct=False, answer=answer, reason=found.decode())
-        return _verdict(answer, found == b"right")
+        if found.startswith("error"):
+            return Score(None, "error", correct=False, answer=answer, reason=found)
+        is_right = found in ("right", "identical")
+        status = found if found in ("unparsable", "unevaluated") else "ok"
+        return Score(
+            float(is_right),
+            cast(RewardStatus, status),
+            correct=is_right,
+            answer=answer,
+            reason=_NO_VALUE if found == "identical" else "",
+        )
 
 
-def _verdict(answer: str, right: bool) -> Score:
-    return Score(float(right), correct=right, answer=answer)
-
-
-def _gold(ground_truth: str, field: str) -> str:
-    """Returns the answer stated by a ground truth. Raises InvalidInput naming `field`."""
-    gold = gold_answer(ground_truth)
+def _gold(item: RewardItem, where: str) -> str:
+    """Returns the answer stated by a ground truth. Raises InvalidInput."""
+    gold = gold_answer(item.ground_truth)
     if gold is None:
         raise InvalidInput(
             "the ground truth states no answer",
-            field=field,
-            value=ground_truth,
+            field=f"{where}ground_truth",
+            value=item.ground_truth,
             remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, "
             "or text with a \\boxed{} or #### answer",
         )
     return gold
-
-
-def _check_gold(item: RewardItem, where: str) -> None:
-    _gold(item.ground_truth, f"{where}ground_truth")
 
 
 class MathRewardFunction(DetailedRewardFunction):
@@ -160,17 +163,15 @@ class MathRewardFunction(DetailedRewardFunction):
                 str(error), field="workers, timeout_s", remedy="see RewardSection, MathReward"
             ) from None
         MathHost(self._config)  # raises now what is missing
-        self._graders: _Graders | None = None
+        self._host: MathHost | None = None
         self._lock = threading.Lock()
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns verdicts with their extracted answers. Raises InvalidInput for a `ground_truth`
         that states no answer.
         """
         golds = column(kwargs, "ground_truth", len(completions), self.name)
-        items: list[RewardItem] = []
-        for completion, gold in zip(completions, golds, strict=True):
-            text = text_of(completion)
+        for gold in golds:
             if isinstance(gold, list | tuple) and len(gold) != 1:
                 raise InvalidInput(
                     "the ground truth is a list, but not of one answer",
@@ -178,14 +179,22 @@ class MathRewardFunction(DetailedRewardFunction):
                     value=gold,
                     remedy="give one text, such as '1, 2' for two values",
                 )
-            items.append(RewardItem.model_construct(response=text, ground_truth=str(gold)))
-
+        items = [
+            RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))
+            for completion, gold in zip(completions, golds, strict=True)
+        ]
         with self._lock:
-            if self._graders is None:
-                self._graders = _Graders(self._config)
-                self._end = weakref.finalize(self, self._graders.loop.close)
-            graders = self._graders
-        return graders.loop.call(graders.host.score(items))
+            if self._host is None:
+                self._host = MathHost(self._config)
+                self._loop = LoopThread("math-graders")
+                self._loop.open()
+                # The workers live as long as the loop.
+                self._loop.start(_keep(self._host.pool))
+                self._end = weakref.finalize(self, self._loop.close)
+            # Taken inside the lock: `close` in another thread may drop them at any time.
+            host = self._host
+            loop = self._loop
+        return loop.call(host.score(items))
 
     def close(self) -> None:
         """Ends the worker processes; the next call starts new ones.
@@ -193,19 +202,9 @@ class MathRewardFunction(DetailedRewardFunction):
         They also end with this object, and with this process.
         """
         with self._lock:
-            if self._graders is not None:
+            if self._host is not None:
                 self._end()
-                self._graders = None
-
-
-class _Graders:
-    """The workers of a `MathRewardFunction`, which live as long as the loop."""
-
-    def __init__(self, config: RewardSection) -> None:
-        self.host = MathHost(config)
-        self.loop = LoopThread("math-graders")
-        self.loop.open()
-        self.loop.start(_keep(self.host.pool))
+                self._host = None
 
 
 async def _keep(pool: WorkerPool) -> None:

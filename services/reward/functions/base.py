@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, InvalidInput, shorten
+from common.process import daemon_threads
 from common.wire.schemas import RewardStatus
 
 _MAX_REASON_CHARS = 500
 _MAX_FRAMES = 8
-_HERE = Path(__file__).resolve().parents[1]
+_OURS = (
+    Path(__file__).resolve().parents[1],
+    Path(daemon_threads.__file__).resolve().parent,
+)
+"""Folders with the frames between a reward function of a user and its caller."""
 _LARGEST = 3e38  # of a float32, in which the trainer computes
+# `{"role": …, "content": …}`
 Message = dict[str, str]
-"""`{"role": …, "content": …}`"""
+# Completions of a call, each as a chat: the messages of an answer or an episode.
+Completions = list[list[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +56,8 @@ class Score:
 
 
 def own_copy(value: Any) -> Any:
-    """Returns a copy of a completion or column whose lists and dictionaries are new: a function may
-    change its arguments, and the next function, call or answer must not see that.
+    """Copies the lists and dictionaries of a completion or column. A function may change its
+    arguments, which the next function, call or answer must not see.
     """
     if isinstance(value, list):
         return [own_copy(each) for each in value]
@@ -60,14 +67,14 @@ def own_copy(value: Any) -> Any:
 
 
 class WrongScores(InvalidInput):
-    """A reward function returned something other than one number per completion, as it would for
-    any completions.
+    """A reward function did not return one number per completion. It would not for any other
+    completions either, so they are not tried one by one.
     """
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None if it is none or
-    exceeds float32.
+    """Converts a number of any type (NumPy, torch, Decimal, bool) to a float. Returns None if it is
+    no number or exceeds float32.
     """
     if isinstance(value, (str, bytes)):
         return None
@@ -112,7 +119,7 @@ class RewardFunction(ABC):
         """Name of its component in metrics and results."""
 
     @abstractmethod
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns one score for each completion, higher is better; NaN for one that could not be
         scored.
 
@@ -125,7 +132,7 @@ class RewardFunction(ABC):
                 that others have.
         """
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns the results of `__call__`, with verdicts and details if the function has them.
 
         Raises WrongScores when it does not return a number for every completion.
@@ -174,7 +181,11 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, WrongScores):
         return error.message
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(_HERE)]
+    users = [
+        frame
+        for frame in frames
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _OURS)
+    ]
     where = "".join(traceback.format_list((users or frames)[-_MAX_FRAMES:]))
     return f"{type(error).__name__}: {shorten(str(error), _MAX_REASON_CHARS)}\n{where}".rstrip()
 
@@ -182,23 +193,20 @@ def reason_of(error: Exception) -> str:
 class DetailedRewardFunction(RewardFunction):
     """Base class of functions whose `scores` contain more than numbers."""
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns the values of `scores`, NaN for None. Raises as `scores` does."""
         scores = self.scores(completions, **kwargs)
         return [math.nan if score.value is None else score.value for score in scores]
 
     @abstractmethod
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns a score for each completion."""
 
 
 def text_of(completion: Sequence[Message]) -> str:
     """Returns the text of a completion: its assistant messages, joined."""
-    texts: list[str] = []
-    for message in completion:
-        if message.get("role", "assistant") == "assistant":
-            texts.append(message["content"])
-    return "".join(texts)
+    own = [each for each in completion if each.get("role", "assistant") == "assistant"]
+    return "".join(message["content"] for message in own)
 
 
 def check_positive(**arguments: float) -> None:

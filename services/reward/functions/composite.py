@@ -7,22 +7,14 @@ from typing import Any, get_args
 from common.errors import ConfigError
 from common.wire.schemas import RewardStatus
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     RewardFunction,
     Score,
     own_copy,
 )
 
-_SEVERITY: tuple[RewardStatus, ...] = (
-    "died",
-    "error",
-    "timeout",
-    "unparsable",
-    "unevaluated",
-    "ok",
-    "inapplicable",
-)
+_SEVERITY = ("died", "error", "timeout", "unparsable", "unevaluated", "ok", "inapplicable")
 assert set(_SEVERITY) == set(get_args(RewardStatus))
 
 
@@ -41,6 +33,8 @@ class CompositeRewardFunction(DetailedRewardFunction):
         ConfigError: the number of weights is wrong, or two parts have the same name.
     """
 
+    name = "composite"
+
     def __init__(
         self,
         functions: Sequence[RewardFunction],
@@ -48,34 +42,22 @@ class CompositeRewardFunction(DetailedRewardFunction):
         name: str = "composite",
     ) -> None:
         weights = [1.0] * len(functions) if weights is None else list(weights)
-        if not functions or len(weights) != len(functions):
+        if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
             raise ConfigError(
-                f"there are {len(functions)} functions but {len(weights)} weights",
+                f"there are {len(functions)} functions, but not as many finite weights",
                 field="weights",
                 value=weights,
-                remedy="give at least one function, and one weight for each",
-            )
-        if not all(math.isfinite(weight) for weight in weights):
-            raise ConfigError(
-                "a weight is not a finite number",
-                field="weights",
-                value=weights,
-                remedy="give finite numbers",
+                remedy="give at least one function, and a finite weight for each",
             )
         names = [function.name for function in functions]
         check_names(names)
         self.functions = list(functions)
         self.weights = dict(zip(names, map(float, weights), strict=True))
-        self._name = name
+        self.name = name
         self.bounds_itself = all(function.bounds_itself for function in functions)
         self.gives_verdicts = any(function.gives_verdicts for function in functions)
 
-    @property
-    def name(self) -> str:
-        """Name of its component in metrics and results."""
-        return self._name
-
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns the weighted sums with their components. Raises what a part raises."""
         parts: list[dict[str, Score]] = [{} for _ in completions]
         for function in self.functions:
@@ -90,48 +72,35 @@ def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
 
     A part that does not apply is left out; if no part applies, the whole does not apply.
     """
-    applicable: dict[str, Score] = {}
-    components: dict[str, float | None] = {}
-    for name, part in parts.items():
-        if part.status == "inapplicable":
-            components[name] = None
-        else:
-            applicable[name] = part
+    applicable = {name: part for name, part in parts.items() if part.status != "inapplicable"}
+    components: dict[str, float | None] = dict.fromkeys(parts)
     if not applicable:
         return Score(
             None, "inapplicable", components=components, reason="no reward function applies to it"
         )
 
     total: float | None = 0.0
-    statuses: list[RewardStatus] = []
-    verdicts: list[bool] = []
-    answers: list[str] = []
-    reasons: list[str] = []
+    reason = ""
     for name, part in applicable.items():
         components[name] = part.value
         for inner, value in part.components.items():
             components[f"{name}/{inner}"] = value
-
-        statuses.append(part.status)
-        if part.correct is not None:
-            verdicts.append(part.correct)
-        if part.answer is not None:
-            answers.append(part.answer)
-        if part.value is None and part.reason:
-            reasons.append(f"{name}: {part.reason}")
-
+        if part.value is None:
+            reason = reason or (part.reason and f"{name}: {part.reason}")
         if part.value is None or total is None:
             total = None
         else:
             total += weights.get(name, 1.0) * part.value
 
+    verdicts = [part.correct for part in applicable.values() if part.correct is not None]
+    answers = [part.answer for part in applicable.values() if part.answer is not None]
     return Score(
         value=total,
-        status=min(statuses, key=_SEVERITY.index),
+        status=min((part.status for part in applicable.values()), key=_SEVERITY.index),
         correct=all(verdicts) if verdicts else None,
         answer=answers[0] if answers else None,
         components=components,
-        reason=reasons[0] if reasons else "",
+        reason=reason,
     )
 
 

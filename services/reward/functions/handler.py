@@ -29,7 +29,20 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
 
     def make() -> Callable[[str], str]:
         functions = [_made(target, spec) for target, spec in zip(targets, specs, strict=True)]
-        return lambda line: _handle(functions, json.loads(line))
+
+        def handle(line: str) -> str:
+            call = json.loads(line)
+            if "functions" in call:
+                return json.dumps([[each.name, each.gives_verdicts] for each in functions])
+            function = functions[call["function"]]
+            try:
+                scores = function.scores(call["completions"], **call["columns"])
+            except Exception as error:
+                always = isinstance(error, WrongScores)
+                return json.dumps({"error": reason_of(error), "always": always})
+            return json.dumps({"scores": list(map(asdict, scores))})
+
+        return handle
 
     return make
 
@@ -49,14 +62,3 @@ def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
             f"{spec['target']} is neither a RewardFunction nor a function of completions"
         )
     return PlainFunction(function)
-
-
-def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:
-    if "functions" in call:
-        return json.dumps([[each.name, each.gives_verdicts] for each in functions])
-    function = functions[call["function"]]
-    try:
-        scores = function.scores(call["completions"], **call["columns"])
-    except Exception as error:
-        return json.dumps({"error": reason_of(error), "always": isinstance(error, WrongScores)})
-    return json.dumps({"scores": [asdict(score) for score in scores]})

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from common.process.loop_thread import LoopThread
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     Score,
     WrongScores,
     text_of,
@@ -50,51 +50,31 @@ class PlainFunction(DetailedRewardFunction):
         log: log of the run, if there is one.
     """
 
+    name = ""
+
     def __init__(self, function: Function, name: str = "", log: FunctionLog | None = None) -> None:
         self._function = function
-        self._name = name or name_of(function)
+        self.name = name or name_of(function)
         self._log = log
         self._loop: LoopThread | None = None
         self.gives_verdicts = bool(getattr(_unwrapped(function), "gives_verdicts", False))
 
-        self._takes_all = False
-        """Whether the function has `**kwargs`."""
-        self._names: set[str] = set()
-        """Arguments that can be given by name."""
-        self._needed: list[str] = []
-        """Arguments without a default, in their order."""
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                self._takes_all = True
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                if parameter.kind is not parameter.POSITIONAL_ONLY:
-                    self._names.add(parameter.name)
-                if parameter.default is parameter.empty:
-                    self._needed.append(parameter.name)
+        self._signature = inspect.signature(function)
 
-    @property
-    def name(self) -> str:
-        """Name of its component in metrics and results."""
-        return self._name
-
-    def rename(self, name: str) -> None:
-        """Changes the name of its component, for when another function has the same name."""
-        self._name = name
-
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns what the function returns. Raises WrongScores for anything but a number or None
         for every completion.
         """
         chats = kwargs.pop("prompts", None) or [None] * len(completions)
         problems = kwargs.get("prompt") or [""] * len(completions)
-        prompts: list[Any] = []
-        answers: list[Any] = []
-        for chat, problem, completion in zip(chats, problems, completions, strict=True):
-            prompts.append(chat or problem)
-            answers.append(completion if chat else text_of(completion))
+        prompts = [chat or problem for chat, problem in zip(chats, problems, strict=True)]
+        answers: list[Any] = [
+            completion if chat else text_of(completion)
+            for chat, completion in zip(chats, completions, strict=True)
+        ]
 
         available = {**kwargs, "prompts": prompts, "completions": answers}
-        if "answer" in self._names and "ground_truth" in kwargs:
+        if "answer" in self._signature.parameters and "ground_truth" in kwargs:
             # Loaders keep only the final answer.
             available.setdefault("answer", kwargs["ground_truth"])
         extra: dict[str, list[Any]] = {}
@@ -113,35 +93,33 @@ class PlainFunction(DetailedRewardFunction):
 
     def _accepted(self, available: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments that the function takes. Raises WrongScores when one is missing."""
-        for name in self._needed:
-            if name not in available:
-                raise WrongScores(
-                    f"the reward function {self.name} needs the argument {name}; "
-                    f"there are {', '.join(sorted(available))}",
-                    field=self.name,
-                    remedy=f"give the data set a column {name}, or the argument a default",
-                )
-        if self._takes_all:
-            return available
-        return {name: value for name, value in available.items() if name in self._names}
+        parameters = self._signature.parameters
+        accepted = {name: value for name, value in available.items() if name in parameters}
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            accepted = available
+        try:
+            self._signature.bind(**accepted)
+        except TypeError as error:
+            raise WrongScores(
+                f"the reward function {self.name} is {error}; "
+                f"there are {', '.join(sorted(available))}",
+                field=self.name,
+                remedy="give the data set a column of this name, or the argument a default",
+            ) from None
+        return accepted
 
-    def checked(self, values: Any, count: int) -> list[Score]:
-        """Returns scores for values; None means that the function does not apply. Raises
-        WrongScores.
-        """
-        if hasattr(values, "__iter__") and not isinstance(values, str | bytes | dict):
-            values = list(values)
-        scores = super().checked(values, count)
-        for i, value in enumerate(values):
-            if value is None:
-                scores[i] = Score(None, "inapplicable")
-        return scores
+    def _score_of(self, value: Any) -> Score:
+        """Returns the score for a value; None means that the function does not apply."""
+        return Score(None, "inapplicable") if value is None else super()._score_of(value)
 
     def _rows(
         self, prompts: list[Any], completions: list[Any], extra: dict[str, list[Any]]
     ) -> list[dict[str, Any]]:
-        columns = {name: list(values) for name, values in extra.items()}
-        for name, values in columns.items():
+        rows: list[dict[str, Any]] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            rows.append({"function": self.name, "prompt": prompt, "completion": completion})
+        for name, given in extra.items():
+            values = list(given)
             if len(values) != len(completions):
                 raise WrongScores(
                     f"the reward function {self.name} gave log_extra {len(values)} values of "
@@ -149,12 +127,8 @@ class PlainFunction(DetailedRewardFunction):
                     field=self.name,
                     remedy="give log_extra one value for each completion",
                 )
-
-        rows: list[dict[str, Any]] = []
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            row = {"function": self.name, "prompt": prompt, "completion": completion}
-            row |= {name: values[i] for name, values in columns.items()}
-            rows.append(row)
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
         return rows
 
     def _awaited(self, values: Awaitable[Any]) -> Any:

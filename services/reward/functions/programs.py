@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from common.process.daemon_threads import DaemonThreads
 from common.prompts.answer_text import without_thoughts
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     Score,
     check_positive,
     column,
@@ -20,8 +20,8 @@ from services.sandbox.case_formats import parse_cases
 from services.sandbox.cases import Case, CaseResult
 from services.sandbox.sandbox import Limits, Sandbox, SandboxFault, SandboxKind
 
+# Longer programs are ignored.
 MAX_SOURCE_CHARS = 100_000
-"""Longer programs are ignored."""
 # Possessive, so that the text after a fence is scanned only once, however long it is. A block that
 # is labelled as Python may begin after text on its line.
 _FENCE = re.compile(
@@ -30,9 +30,9 @@ _FENCE = re.compile(
     re.MULTILINE,
 )
 _MARKER = re.compile(r"<(/?\w+)>")
+# Stands for the `<` of a marker that is part of a program.
 _LITERAL = "<\0"
-"""Stands for the `<` of a marker that is part of a program."""
-_PYTHON = re.compile(r"\W*(?:(py|python)[\d.]*\W*)?", re.IGNORECASE)
+_PYTHON = re.compile(r"\W*(?:(?:py|python)[\d.]*\W*)?", re.IGNORECASE)
 _DEFINED = re.compile(
     r"^(?:async[ \t]+)?(?:def|class)[ \t]+(?!test)(\w+)", re.MULTILINE | re.IGNORECASE
 )
@@ -58,7 +58,7 @@ class CodeRewardFunction(DetailedRewardFunction):
     failure of the sandbox itself, or a machine too busy to run the program, gives no score.
 
     Args:
-        timeout: seconds of computing or waiting for one case; all cases of a program share five
+        timeout_s: seconds of computing or waiting for one case; all cases of a program share five
             times as much.
         partial_credit: reward the share of the cases that pass; every case then runs.
         slots: maximum concurrent programs; the number of processors when None.
@@ -79,7 +79,7 @@ class CodeRewardFunction(DetailedRewardFunction):
 
     def __init__(
         self,
-        timeout: float = 5.0,
+        timeout_s: float = 5.0,
         partial_credit: bool = False,
         *,
         slots: int | None = None,
@@ -90,12 +90,14 @@ class CodeRewardFunction(DetailedRewardFunction):
     ) -> None:
         self.slots = slots or os.cpu_count() or 1
         self.partial_credit = partial_credit
-        check_positive(timeout=timeout, slots=self.slots, memory_mb=memory_mb, output_kb=output_kb)
-        limits = Limits(timeout, memory_mb, output_kb)
+        check_positive(
+            timeout_s=timeout_s, slots=self.slots, memory_mb=memory_mb, output_kb=output_kb
+        )
+        limits = Limits(timeout_s, memory_mb, output_kb)
         self._sandbox = Sandbox(limits, self.slots, sandbox, python=python)
         self._threads = DaemonThreads(self.slots, "sandbox")
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns scores in [0, 1]; `answer` is the outcome of every case. Raises InvalidInput for
         invalid `test_cases`.
         """
@@ -159,21 +161,11 @@ def extract_program(response: str, reads_input: bool = True) -> str | None:
     closed one. A response without any block counts when all of it is Python.
     """
     answer = without_thoughts(_with_literals(response)).replace(_LITERAL, "<")
-    programs: list[str] = []
-    others: list[str] = []
-    truncated: list[str] = []
-    for block in _blocks(answer):
-        language = _PYTHON.fullmatch(block.language)
-        if language is None:
-            continue
-        if not block.is_closed:
-            truncated.append(block.text)
-        elif language[1] or _DEFINED.search(block.text) or _IMPORTED.search(block.text):
-            programs.append(block.text)
-        else:
-            others.append(block.text)
-
-    source = _assembled(programs or others or truncated or _unfenced(answer), reads_input)
+    blocks = [block for block in _blocks(answer) if _PYTHON.fullmatch(block.language)]
+    closed = [block for block in blocks if block.is_closed]
+    programs = [block for block in closed if _holds_program(block)]
+    texts = [block.text for block in programs or closed or blocks]
+    source = _assembled(texts or _unfenced(answer), reads_input)
     return source if source.strip() and len(source) <= MAX_SOURCE_CHARS else None
 
 
@@ -186,6 +178,12 @@ class _Block(NamedTuple):
     start: int
     end: int
     is_closed: bool
+
+
+def _holds_program(block: _Block) -> bool:
+    """Returns whether a block is labelled as Python, or defines or imports something."""
+    is_labelled = "py" in block.language.lower()
+    return is_labelled or bool(_DEFINED.search(block.text) or _IMPORTED.search(block.text))
 
 
 def _blocks(text: str) -> Iterator[_Block]:
@@ -203,10 +201,10 @@ def _blocks(text: str) -> Iterator[_Block]:
 
 def _block(text: str, opening: re.Match[str], end: int, *, is_closed: bool) -> _Block:
     start = min(opening.end() + 1, end)
-    content = _unindented(text[start:end], opening["indent"])
+    indent = re.compile(f"^{opening['indent']}", re.MULTILINE)
     return _Block(
         language=opening["language"],
-        text=content,
+        text=indent.sub("", text[start:end]),
         start=start,
         end=end,
         is_closed=is_closed,
@@ -214,12 +212,11 @@ def _block(text: str, opening: re.Match[str], end: int, *, is_closed: bool) -> _
 
 
 def _with_literals(response: str) -> str:
-    """Returns a response in which markers of thoughts that are part of a program do not count."""
+    """Hides marks such as <think> that are text of a program, which end or begin no thought."""
     parts: list[str] = []
     done = 0
-    for block in _blocks(response) if _MARKER.search(response) else ():
-        is_program = block.is_closed and _MARKER.search(block.text) and _is_python(block.text)
-        if is_program:
+    for block in _blocks(response):
+        if block.is_closed and _MARKER.search(block.text) and _is_python(block.text):
             parts.append(response[done : block.start])
             parts.append(_MARKER.sub(_LITERAL + r"\1>", response[block.start : block.end]))
             done = block.end
@@ -227,7 +224,7 @@ def _with_literals(response: str) -> str:
 
 
 def _unfenced(answer: str) -> list[str]:
-    """Returns a response that is nothing but a program."""
+    """Returns a response without any block as its only block, if all of it is a program."""
     source = answer.strip()
     has_code = _DEFINED.search(source) or _IMPORTED.search(source) or _PRINTS.search(source)
     return [source] if has_code and _is_python(source) else []
@@ -244,18 +241,12 @@ def _is_python(source: str) -> bool:
 
 
 def _closes(opening: re.Match[str], fence: re.Match[str]) -> bool:
-    """Whether a fence closes a block: as long as its opening, without a language, and no deeper."""
+    """Returns whether a fence closes a block: as long as its opening, without a language, and
+    indented by at most three columns more.
+    """
     is_long_enough = fence["marks"].startswith(opening["marks"])
-    return is_long_enough and not fence["language"] and _depth(fence) <= _depth(opening) + 3
-
-
-def _depth(fence: re.Match[str]) -> int:
-    return len(fence["indent"].expandtabs(4))
-
-
-def _unindented(source: str, indent: str) -> str:
-    """Returns the content of a block without the indentation of its fence."""
-    return re.sub(rf"^{indent}", "", source, flags=re.MULTILINE) if indent else source
+    deeper = len(fence["indent"].expandtabs(4)) - len(opening["indent"].expandtabs(4))
+    return is_long_enough and not fence["language"] and deeper <= 3
 
 
 def _assembled(blocks: list[str], reads_input: bool) -> str:
@@ -270,35 +261,26 @@ def _assembled(blocks: list[str], reads_input: bool) -> str:
     last = len(programs) - 1
     while last > 0 and not _DEFINED.search(programs[last]):
         earlier = programs[:last]
-        if reads_input and _reads_input_alone(programs[last], earlier):
-            break
-        if not _calls(programs[last], earlier):
+        # Unless only it reads the input of the tests.
+        reads_alone = _INPUT.search(programs[last]) and not any(map(_INPUT.search, earlier))
+        if (reads_input and reads_alone) or not _calls(programs[last], earlier):
             break
         last -= 1
 
     parts = [programs[last]]
-    needed = _used(programs[last]) - _bound(programs[last])
+    needed = {*_NAME.findall(programs[last])} - _bound(programs[last])
     for block in reversed(programs[:last]):
         names = _bound(block)
         if names & needed:
             parts.insert(0, block)
-            needed = (needed | _used(block)) - names
+            needed = (needed.union(_NAME.findall(block))) - names
     return "\n".join(parts)
 
 
-def _reads_input_alone(block: str, earlier: list[str]) -> bool:
-    """Whether a block reads the input of the tests, and none before it does."""
-    return bool(_INPUT.search(block)) and not any(_INPUT.search(other) for other in earlier)
-
-
 def _calls(block: str, earlier: list[str]) -> bool:
-    """Whether a block uses a name that an earlier one defines and it does not bind itself."""
+    """Returns whether a block uses a name that only an earlier one defines."""
     defined = {name for other in earlier for name in _DEFINED.findall(other)}
-    return bool((defined - _bound(block)) & _used(block))
-
-
-def _used(source: str) -> set[str]:
-    return set(_NAME.findall(source))
+    return bool((defined - _bound(block)) & {*_NAME.findall(block)})
 
 
 def _bound(source: str) -> set[str]:

@@ -7,8 +7,8 @@ import regex
 
 from common.errors import ConfigError
 from services.reward.functions.base import (
+    Completions,
     DetailedRewardFunction,
-    Message,
     RewardFunction,
     Score,
     check_positive,
@@ -33,8 +33,8 @@ class FormatRewardFunction(DetailedRewardFunction):
     closing mark, the opening one counts as written, since chat templates end prompts with it.
 
     Args:
-        required_patterns: regular expressions, searched anywhere in the text.
-        forbidden_patterns: regular expressions, searched anywhere in the text.
+        required: regular expressions, searched anywhere in the text.
+        forbidden: regular expressions, searched anywhere in the text.
 
     Raises:
         ConfigError: a pattern is not a regular expression, or there is none at all.
@@ -42,19 +42,17 @@ class FormatRewardFunction(DetailedRewardFunction):
 
     name = "format"
 
-    def __init__(
-        self, required_patterns: Sequence[str] = (), forbidden_patterns: Sequence[str] = ()
-    ) -> None:
-        if not required_patterns and not forbidden_patterns:
+    def __init__(self, required: Sequence[str] = (), forbidden: Sequence[str] = ()) -> None:
+        if not required and not forbidden:
             raise ConfigError(
                 "the format reward has no pattern",
-                field="required_patterns",
+                field="required",
                 remedy="give at least one pattern",
             )
-        self._required = _compiled("required_patterns", required_patterns)
-        self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
+        self._required = _compiled("required", required)
+        self._forbidden = _compiled("forbidden", forbidden)
 
-    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
         """Returns 1.0 or 0.0 for each completion, no value if a pattern takes too long."""
         return [self._score(text_of(completion)) for completion in completions]
 
@@ -114,13 +112,13 @@ class LengthPenaltyFunction(RewardFunction):
         self._soft = soft_chars
         self._hard = hard_chars
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in [-1, 0] for each completion."""
-        return [self._penalty(len(text_of(completion))) for completion in completions]
-
-    def _penalty(self, chars: int) -> float:
-        share = (chars - self._soft) / (self._hard - self._soft)
-        return -min(1.0, max(0.0, share))
+        penalties: list[float] = []
+        for completion in completions:
+            share = (len(text_of(completion)) - self._soft) / (self._hard - self._soft)
+            penalties.append(-min(1.0, max(0.0, share)))
+        return penalties
 
 
 class RepetitionPenaltyFunction(RewardFunction):
@@ -137,46 +135,33 @@ class RepetitionPenaltyFunction(RewardFunction):
         check_positive(ngram=ngram)
         self._ngram = ngram
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in (-1, 0] for each completion."""
-        return [-self._repeated_share(text_of(completion)) for completion in completions]
-
-    def _repeated_share(self, text: str) -> float:
-        """Returns the share of the n-grams that stood in the text before."""
-        words = self._words(text)
-        total = len(words) - self._ngram + 1
-        if total < 1:
-            return 0.0
-        distinct = {hash(tuple(words[i : i + self._ngram])) for i in range(total)}
-        return 1 - len(distinct) / total
+        penalties: list[float] = []
+        for completion in completions:
+            words = self._words(text_of(completion))
+            total = len(words) - self._ngram + 1
+            # Hashes, because n-grams of a long text would take n times its memory.
+            ngrams = {hash(tuple(words[i : i + self._ngram])) for i in range(total)}
+            penalties.append(len(ngrams) / total - 1 if total > 0 else 0.0)
+        return penalties
 
     def _words(self, text: str) -> list[str]:
         words: list[str] = []
         for word in _WORD.findall(text):
-            if len(word) > 5 * self._ngram:
-                words += word  # its characters
-            else:
-                words.append(word)
+            words += word if len(word) > 5 * self._ngram else [word]
         return words
 
 
-def _compiled(field: str, patterns: Sequence[str]) -> list[regex.Pattern[str]]:
-    if isinstance(patterns, str):
+def _compiled(argument: str, patterns: Sequence[str]) -> list[regex.Pattern[str]]:
+    try:
+        if isinstance(patterns, str):
+            raise TypeError("a single text and no list")
+        return [regex.compile(pattern, regex.DOTALL | regex.MULTILINE) for pattern in patterns]
+    except (TypeError, regex.error) as error:
         raise ConfigError(
-            f"{field} is a single text",
-            field=field,
-            value=patterns,
-            remedy="give a list of patterns",
-        )
-    compiled = []
-    for pattern in patterns:
-        try:
-            compiled.append(regex.compile(pattern, regex.DOTALL | regex.MULTILINE))
-        except regex.error as error:
-            raise ConfigError(
-                f"not a regular expression: {error}",
-                field=field,
-                value=pattern,
-                remedy="correct the pattern",
-            ) from None
-    return compiled
+            f"not a list of regular expressions: {error}",
+            field=f"reward.functions.format.{argument}",
+            value=getattr(error, "pattern", patterns),
+            remedy="correct the pattern",
+        ) from None

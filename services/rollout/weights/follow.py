@@ -5,7 +5,6 @@ and `transfer` send them.
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -23,18 +22,13 @@ from common.process.progress import Progress, bounded
 from common.settings.config import Config
 from common.wire.schemas import WeightManifest
 from services.rollout.engine_client import EngineClient, adapters_kept, released_memory
-from services.rollout.loops import wait_event
-from services.rollout.nodes import EngineNodes
-from services.rollout.process import Supervised
+from services.rollout.engine_nodes import EngineNodes
+from services.rollout.loops import RateLimitedWarnings, wait_event
 from services.rollout.state import NodeState
+from services.rollout.supervision import SupervisedProcess
 from services.rollout.weights.receive import BroadcastReceiver
-from services.rollout.weights.store import (
-    Download,
-    TrainerClient,
-    WeightId,
-    WeightsGone,
-    WeightStore,
-)
+from services.rollout.weights.store import WeightStore
+from services.rollout.weights.trainer_client import TrainerClient, WeightId, WeightsGone
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
@@ -63,7 +57,7 @@ class WeightFollower:
         *,
         trainer: TrainerClient,
         api: EngineClient,
-        engine: Supervised,
+        engine: SupervisedProcess,
         changed: Callable[[], None],
         name: str,
         metrics: Metrics,
@@ -86,13 +80,10 @@ class WeightFollower:
         self.refused: WeightId | None = None
         """The newest weights that an engine did not load: none starts with them, as a start
         compares files with nothing, and would accept what a load refuses."""
-        self.received: tuple[WeightId, str] | None = None
-        """The weights that the engine received by broadcast, and their checksum."""
         self._process_id = secrets.token_hex(4)
         self._failed_broadcasts = 0
         self._lost_downloads = 0
         """Interrupted downloads in a row."""
-        self._download = Download(0)
         self._loading: asyncio.Task[str] | None = None
         self._partial = False
         """Whether the engine may hold part of a version."""
@@ -127,7 +118,7 @@ class WeightFollower:
         """What the node does to get to the wanted version; empty when it does nothing."""
         if not self._state.updating:
             return ""
-        return "the engine loads them" if self._loading else str(self._download)
+        return "the engine loads them" if self._loading else str(self._store.download)
 
     def engine_up(self) -> None:
         """Continues loading once the engine is healthy."""
@@ -137,7 +128,6 @@ class WeightFollower:
         """Cancels a load into an engine that has ended."""
         self._receiver.reset()
         self._partial = False
-        self.received = None
         self._api.asleep = []
         if self._loading is not None:
             self._loading.cancel()
@@ -168,13 +158,15 @@ class WeightFollower:
         deadline_s = self._poll_s + (3 if self._shared_memory else 10)
         while True:
             manifest = await self._ask(self._poll_s, deadline_s)
+            # With shared GPUs, a trainer that does not answer may be starting and need them.
             if self._shared_memory and (manifest is None or manifest.asleep):
                 await self._release_memory()
                 if manifest is None or not self._state.asleep:
                     await asyncio.sleep(0.2)
                 continue
 
-            if manifest is None or self._is_served(manifest):
+            is_served = manifest is not None and WeightId.of(manifest) == self._state.serves
+            if manifest is None or (is_served and not self._api.asleep):
                 await asyncio.sleep(0.2)
                 continue
 
@@ -183,12 +175,10 @@ class WeightFollower:
                 self._gpus_free.set()
             if self._state.serves == self._state.wanted:
                 continue
+            # It failed, or the engine is down: it tries again later, or when the engine is up.
             self._wake.clear()
             pause = max(0.2, self._state.backoff_s) if self._engine.up else 2.0
             await wait_event(self._wake, pause)
-
-    def _is_served(self, manifest: WeightManifest) -> bool:
-        return WeightId.of(manifest) == self._state.serves and not self._api.asleep
 
     async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
         """Returns the trainer's newest version; None when it has none or does not answer."""
@@ -247,8 +237,6 @@ class WeightFollower:
 
     async def _update(self, manifest: WeightManifest) -> None:
         wanted = WeightId.of(manifest)
-        if wanted != self._state.wanted:
-            self._download = Download(sum(file.size for file in manifest.files))
         self._state.wanted = wanted
         self._state.updating = True
         self._state.asleep = False
@@ -264,9 +252,8 @@ class WeightFollower:
                 manifest = await self._with_files()
                 wanted = WeightId.of(manifest)
                 self._state.wanted = wanted
-                self._download = Download(sum(file.size for file in manifest.files))
-            self._nodes.want(manifest)
-            path = await self._store.fetch(manifest, self._trainer, self._download)
+            self._nodes.want(manifest)  # so that the other nodes fetch at the same time
+            path = await self._store.fetch(manifest)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest = (manifest, path)
             self._lost_downloads = 0
@@ -333,16 +320,14 @@ class WeightFollower:
         start = self._engine.starts
         try:
             work = self._receiver.receive(manifest, broadcast)
-            checksum = await self._into_engine("broadcast", work)
-            if checksum is not None:
-                self.received = (wanted, checksum)
+            if await self._into_engine("broadcast", work) is not None:
                 self._update_done(wanted)
                 return True
         except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
             self._partial = True
             self._failed(wanted, "broadcast", error)
 
-        self._failed_broadcasts += 1
+        self._failed_broadcasts += 1  # another incarnation: the next group is a new one
         self._changed()
         if self._is_still_up(start) and not await self._receiver.abandon(broadcast):
             self._engine.restart(
@@ -355,18 +340,13 @@ class WeightFollower:
         """Loads this version into the engine and returns its name. Raises ServiceError when the
         engine refuses.
         """
-        if manifest.kind == "adapter":
-            # Small: its time does not depend on its size.
-            await self._api.load_adapter(
-                path, manifest, keep=self._adapters_kept, timeout_s=self._stuck_after_s
-            )
-        else:
-            await self._api.load(
-                path,
-                str(manifest.version),
-                timeout_s=math.inf,  # `_into_engine` ends it without progress
-                whole=not self._partial,
-            )
+        await self._api.load_version(
+            manifest,
+            path,
+            keep=self._adapters_kept,
+            timeout_s=self._stuck_after_s,
+            whole=not self._partial,
+        )
         return path.name
 
     async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
@@ -419,23 +399,10 @@ class WeightFollower:
         log.error("this node is stale and receives no traffic: %s", reason, extra=facts)
         if stage == "load":
             self.refused = wanted
+        # An engine that went on would serve a mixture of two versions, or nothing at all.
         if stage == "load" and (self._partial or self._api.asleep):
             self._engine.restart(f"it may hold a part of a version; {reason}")
         elif self._state.must_restart:
             self._engine.restart(
                 f"restarted after {self._state.failed_loads} failed weight updates; {reason}"
             )
-
-
-class RateLimitedWarnings:
-    """Logs repeated warnings at most once a minute per topic and level."""
-
-    def __init__(self) -> None:
-        self._logged: dict[tuple[str, int], float] = {}
-
-    def warn(self, topic: str, text: str, level: int = logging.WARNING) -> None:
-        """Logs `text` unless this topic was logged at this level in the last minute."""
-        now = time.monotonic()
-        if now - self._logged.get((topic, level), -60.0) >= 60:
-            self._logged[topic, level] = now
-            log.log(level, "%s", text)

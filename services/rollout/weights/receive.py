@@ -9,7 +9,7 @@ import math
 from common.errors import ServiceError
 from common.wire.schemas import Broadcast, WeightChecksums, WeightManifest
 from services.rollout.engine_client import EngineClient
-from services.rollout.weights.store import TrainerClient
+from services.rollout.weights.trainer_client import TrainerClient
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
@@ -43,7 +43,7 @@ class BroadcastReceiver:
         self._group = None
 
     async def receive(self, manifest: WeightManifest, broadcast: Broadcast) -> str:
-        """Receives a version and returns the verified checksum of the engine's weights.
+        """Receives a version and returns how it was verified.
 
         Raises ServiceError when the engine refuses, the trainer withdraws, or the checksums differ.
         """
@@ -86,6 +86,7 @@ class BroadcastReceiver:
     async def _receive(self, version: int, broadcast: Broadcast) -> str:
         await self._join(broadcast)
         self.received += 1
+        # No answer may mix two versions without saying so: requests wait until the last tensor.
         await self._api.pause()
         await self._api.control("/begin_weight_update", {}, _UNBOUNDED)
 
@@ -102,13 +103,14 @@ class BroadcastReceiver:
         await self._api.control("/end_weight_update", {}, _UNBOUNDED)
         self.received += 1
 
+        # SGLang skips tensors whose names it does not know, and says nothing.
         sums = WeightChecksums(worker=self._name, ranks=await self._api.checksums(_UNBOUNDED))
         self.received += 1
         verdict = await self._trainer.verify(version, sums, _UNBOUNDED)
         log.info("weights %d arrived by broadcast; comparison: %s", version, verdict.compared)
         await self._api.resume()
         await self._api.confirm(str(version))
-        return verdict.checksum
+        return verdict.compared
 
     async def _join(self, broadcast: Broadcast) -> None:
         if self._group == broadcast.group:

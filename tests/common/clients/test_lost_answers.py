@@ -30,7 +30,7 @@ from common.wire.schemas import (
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
-from services.rollout.weights.store import TrainerClient
+from services.rollout.weights.trainer_client import TrainerClient
 from tests.support.processes.lossy_proxy import LossyProxy
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard

@@ -72,6 +72,7 @@ async def test_experts_are_not_requested_otherwise() -> None:
         (encoded([1, 2, 3, -1]), "numbers from -1 to 3"),
         (encoded([1, 2, 3, 1 << 16]), "numbers from 1 to 65536"),
         ("no base64", "unusable experts"),
+        (encoded([0] * 2 * _COMPUTED), "did not record the experts"),
     ],
 )
 async def test_unusable_experts_are_refused(experts: str | None, reason: str) -> None:

@@ -73,7 +73,7 @@ def test_a_process_cannot_lock_a_directory_twice(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_BEAT_S", 0.05), ("_STALE_S", 1.0), ("_SETTLE_S", 0.2)):
+    for name, value in (("_BEAT_S", 0.05), ("_STALE_S", 1.0)):
         monkeypatch.setattr(run_lock, name, value)
 
 
@@ -118,45 +118,9 @@ def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
         monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
         first._beat()  # the run wakes up
         with pytest.raises(
-            ServiceError, match=r"was suspended, and run second \(process .* took over"
+            ServiceError, match=r"was suspended or slow, and run second \(process .* took over"
         ):
             first.check()
-
-
-@pytest.mark.usefixtures("quick", "unreachable")
-def test_one_of_two_waiting_runs_gets_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_lock, "_SETTLE_S", 2.0)
-    dead = {
-        "run": "dead",
-        "host": "h",
-        "pid": 1,
-        "since": "s",
-        "machine": "m",
-        "token": "t",
-        "beat": 3,
-    }
-    (tmp_path / LOCK).write_text(json.dumps(dead).ljust(512))
-    said: list[str] = []
-    ended = threading.Event()
-
-    def try_it(name: str) -> None:
-        try:
-            with RunLock(tmp_path, name):
-                said.append("has it")
-                ended.wait(400)
-        except ConfigError as error:
-            said.append(str(error))
-            ended.set()
-
-    threads = [threading.Thread(target=try_it, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert said[0] == "has it" or said[1] == "has it"
-    assert sum("is using this directory" in text for text in said) == 1
 
 
 def test_a_damaged_lock_file_blocks_nobody(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from learning.saving import Snapshot
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.replay.buffer import ReplayBuffer
-from services.rollout.weights.store import TrainerClient, WeightStore
+from services.rollout.weights.store import WeightStore
+from services.rollout.weights.trainer_client import TrainerClient
 from trainer.backends.server import create_trainer_app
 from trainer.observe.run_dir import Recorder, read_lines
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, newest
@@ -157,9 +158,9 @@ async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
             served += [prompt["id"] for prompt in response.json()["prompts"]]
             number += 1
         error = response.json()["error"]
-        assert (response.status_code, error["field"]) == (503, "state_dir")
-        assert "stream.db" in error["value"]
-        assert "no prompt was handed out" in error["remedy"]
+        assert (response.status_code, error["code"]) == (507, "disk_full")
+        assert (error["field"], "stream.db" in error["value"]) == ("state_dir", True)
+        assert "nothing was changed" in error["message"]
         disk.free()
         served += [prompt.id for prompt in (await client.prompts(5, "last")).prompts]
     assert len(served) == len(set(served))
@@ -185,7 +186,6 @@ def test_weights_of_the_trainer(disk: Disk) -> None:
 
 async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
     board = WeightBoard(tmp_path / "published")
-    store = WeightStore(disk.path / "node")
     transport = httpx.ASGITransport(create_trainer_app(board, Metrics("trainer")))
 
     def publish(version: int, rows: int) -> WeightManifest:
@@ -195,12 +195,13 @@ async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
         return made
 
     async with TrainerClient("trainer", "http://t", transport=transport) as client:
-        first = await store.fetch(publish(1, 1000), client)
+        store = WeightStore(disk.path / "node", client)
+        first = await store.fetch(publish(1, 1000))
         with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
-            await store.fetch(publish(2, 3000), client)
+            await store.fetch(publish(2, 3000))
         assert (caught.value.code, caught.value.value) == ("disk_full", str(store.directory))
         assert list(store.directory.iterdir()) == [first]
-        third = await store.fetch(publish(3, 200), client)
+        third = await store.fetch(publish(3, 200))
         assert sorted(path.name for path in store.directory.iterdir()) == [first.name, third.name]
 
 

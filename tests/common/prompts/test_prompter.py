@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import ConfigError
-from common.prompts.prompter import Prompter, PromptStyle, prompt_ids, prompt_text
+from common.prompts.prompter import Prompter, PromptStyle, prompt_text
 from common.settings.config import from_mapping
 from common.wire.schemas import Prompt
 
@@ -139,15 +139,15 @@ def test_a_plain_prompt_has_one_start_token_and_no_end_token(end: bool) -> None:
     useful."""
     made = tokenizer(end=end)
     plain, marked = (
-        prompt_ids([PROMPT], style(), made)[0],
-        prompt_ids([PROMPT], style(data__prompt_template="<s>{question}"), made)[0],
+        Prompter(made, style(**settings), []).token_ids(PROMPT)
+        for settings in ({}, {"data__prompt_template": "<s>{question}"})
     )
     assert plain == marked == [0, *made("2 + 3?", add_special_tokens=False).input_ids]
 
 
 def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
     made = tokenizer("<s>" + THINKING)
-    assert prompt_ids([PROMPT], style(), made)[0].count(0) == 1
+    assert Prompter(made, style(), []).token_ids(PROMPT).count(0) == 1
 
 
 @pytest.mark.parametrize(

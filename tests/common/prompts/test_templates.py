@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.prompts.templates import columns_of, fill, filled
+from common.prompts.templates import filled
 from common.settings.config import Config, from_mapping, load
-from common.settings.prompt_templates import NAMED
+from common.settings.prompt_templates import NAMED, placeholders
 from common.wire.schemas import Prompt
 
 PROMPT = Prompt(
@@ -56,7 +56,8 @@ def test_prompt_template_equals_plain_replacement_on_random_texts() -> None:
         expected = "".join(
             {"{question}": "Q{level}", "{level}": "5"}.get(part, part) for part in parts
         )
-        assert fill("".join(parts), "Q{level}", {"level": 5}) == expected
+        prompt = PROMPT.model_copy(update={"prompt": "Q{level}"})
+        assert filled("".join(parts), prompt) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_prompt_template_names_the_column(template: str, words: tuple[str, ...])
 
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_named_templates_contain_only_the_question(name: str) -> None:
-    assert columns_of(NAMED[name]) == []
+    assert set(placeholders(NAMED[name])) == {"question"}
     assert "17 eggs" in filled(
         from_mapping({"data.prompt_template": name}).data.prompt_template,
         PROMPT.model_copy(update={"prompt": "17 eggs"}),

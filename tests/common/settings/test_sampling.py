@@ -15,14 +15,18 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
 @pytest.mark.parametrize(
     ("settings", "field", "words"),
     [
-        ({"sampling.top_p": 0}, "sampling.top_p", ("too small", "above 0")),
-        ({"sampling.top_p": 1.1}, "sampling.top_p", ("too large",)),
-        ({"sampling.top_k": 0}, "sampling.top_k", ("too small",)),
-        ({"sampling.top_k": 1}, "sampling.top_k", ("too small",)),
-        ({"sampling.min_p": 1}, "sampling.min_p", ("too large", "below 1")),
-        ({"sampling.min_p": -0.1}, "sampling.min_p", ("too small",)),
-        ({"sampling.stop": [""]}, "sampling.stop", ("this is empty",)),
-        ({"sampling.stop_token_ids": [-1]}, "sampling.stop_token_ids", ("too small",)),
+        ({"sampling.top_p": 0}, "sampling.top_p", ("greater than 0",)),
+        ({"sampling.top_p": 1.1}, "sampling.top_p", ("less than or equal to 1",)),
+        ({"sampling.top_k": 0}, "sampling.top_k", ("greater than 1",)),
+        ({"sampling.top_k": 1}, "sampling.top_k", ("greater than 1",)),
+        ({"sampling.min_p": 1}, "sampling.min_p", ("less than 1",)),
+        ({"sampling.min_p": -0.1}, "sampling.min_p", ("greater than or equal to 0",)),
+        ({"sampling.stop": [""]}, "sampling.stop", ("at least 1 character",)),
+        (
+            {"sampling.stop_token_ids": [-1]},
+            "sampling.stop_token_ids",
+            ("greater than or equal to 0",),
+        ),
         (
             {"sampling.min_new_tokens": 600},
             "sampling.min_new_tokens",
@@ -48,6 +52,14 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
             {"trainer.routing_replay": True, **OLD_ROUTER},
             "trainer.routing_replay",
             ("sglang-router removes", "leave rollout.router or"),
+        ),
+        (
+            {
+                "trainer.routing_replay": True,
+                "rollout.engine_args": ["--moe-runner-backend", "triton_kernel"],
+            },
+            "trainer.routing_replay",
+            ("triton_kernel do not record", "or name triton"),
         ),
         (
             {"trainer.routing_replay": True, "reproducible": True, **EMBEDDED},

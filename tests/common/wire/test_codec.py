@@ -19,8 +19,8 @@ from common.wire.codec import (
     encode,
     encode_groups,
     from_plain,
-    group_json,
     parse_json,
+    plain,
 )
 from common.wire.schemas import FLOAT32_MAX, Completion, Group, Groups, SampledGroups, TakenGroups
 
@@ -99,12 +99,12 @@ def one() -> Group:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(groups, max_size=3))
 def test_groups_survive_msgpack_and_json(items: list[Group]) -> None:
-    plain = [group_json(group) for group in items]
+    contents = [plain(group) for group in items]
     decoded = decode_groups(encode_groups(items))
-    assert [group_json(group) for group in decoded] == plain
+    assert [plain(group) for group in decoded] == contents
     assert [
-        group_json(decode_json(json.dumps(content).encode(), Group)) for content in plain
-    ] == plain
+        plain(decode_json(json.dumps(content).encode(), Group)) for content in contents
+    ] == contents
     for before, after in zip(items, decoded, strict=True):
         for a, b in zip(before.completions, after.completions, strict=True):
             assert (b.token_ids.dtype.name, b.logprobs.dtype.name) == ("int32", "float32")
@@ -188,7 +188,7 @@ BAD_FIELDS: list[tuple[str, object]] = [
 
 
 def changed(path: str, value: object) -> dict[str, Any]:
-    content = copy.deepcopy(group_json(one()))
+    content = copy.deepcopy(plain(one()))
     target: Any = content
     *parents, last = path.replace("[", ".").replace("]", "").split(".")
     for key in parents:
@@ -217,7 +217,7 @@ def test_text_that_is_not_utf_8_is_refused(text: str) -> None:
 
 
 def test_texts_may_be_left_out_of_a_body() -> None:
-    content = group_json(one())
+    content = plain(one())
     for name in ("prompt_id", "prompt", "ground_truth"):
         del content[name]
     del content["completions"][0]["text"]
@@ -244,7 +244,7 @@ def test_an_error_has_the_reason_and_the_value() -> None:
 
 @pytest.mark.parametrize("missing", ["id", "completions", "prompt_token_ids"])
 def test_a_missing_field_is_named(missing: str) -> None:
-    content = group_json(one())
+    content = plain(one())
     del content[missing]
     with pytest.raises(InvalidInput, match=missing):
         from_plain(content, Group)
@@ -307,26 +307,8 @@ def test_deep_nesting_is_refused() -> None:
         decode_groups(b"\x91" * 100_000)
 
 
-@pytest.mark.parametrize(
-    ("body", "field", "value"),
-    [
-        ('{"temperature": NaN}', "temperature", "NaN"),
-        (
-            '{"items": [{"score": 1}, {"id": "a", "score": -Infinity}]}',
-            "items[1].score",
-            "-Infinity",
-        ),
-        ('{"a": {"b": {}}, "c": [[], [1, "x, ]}", Infinity]]}', "c[1][2]", "Infinity"),
-        ('{"say \\"hi\\"": NaN}', 'say "hi"', "NaN"),
-        ("[NaN]", "[0]", "NaN"),
-        ("NaN", "body", "NaN"),
-        ('{"a": "NaN", "b" 1}', "body", None),
-    ],
-)
-def test_a_number_that_json_does_not_have_is_named_with_its_place(
-    body: str, field: str, value: str | None
-) -> None:
-    with pytest.raises(InvalidInput) as caught:
+@pytest.mark.parametrize("body", ['{"temperature": NaN}', "[-Infinity]", '{"a": "NaN", "b" 1}'])
+def test_what_is_no_json_is_refused_with_its_place(body: str) -> None:
+    with pytest.raises(InvalidInput, match="line 1 column") as caught:
         parse_json(body.encode())
-    assert caught.value.field == field
-    assert caught.value.value == value
+    assert caught.value.field == "body"

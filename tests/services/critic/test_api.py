@@ -157,9 +157,7 @@ async def test_a_repeated_update_is_applied_once(client: CriticClient) -> None:
 
 
 async def test_call_meant_for_another_critic_is_a_conflict(client: CriticClient) -> None:
-    with pytest.raises(
-        ServiceError, match=r"the critic is not that of any run, not at step 0 of run a"
-    ) as error:
+    with pytest.raises(ServiceError, match=r"not at step 0 of run a") as error:
         await client.update("a", 0, seed=0, rows=make_rows(2))
     assert (error.value.status, error.value.field, error.value.value) == (409, "run_id", "a")
     assert error.value.remedy == "POST /restore"
@@ -211,13 +209,13 @@ async def test_restoring_an_unsaved_step_fails_and_changes_nothing(client: Criti
     await client.restore("a", 0)
     await client.update("a", 0, seed=0, rows=make_rows(6))
     await client.save("a", 1, keep=1)
-    with pytest.raises(ServiceError, match="no critic was saved here at step 7") as error:
+    with pytest.raises(ServiceError, match="none was saved here") as error:
         await client.restore("a", 7)
     assert (error.value.status, error.value.field, error.value.value) == (404, "step", "7")
-    assert "volume for STATE_DIR" in str(error.value.remedy)
+    assert "on a volume of critic-server" in str(error.value.remedy)
     with pytest.raises(ServiceError, match="belongs to run a") as error:
         await client.restore("b", 1, saved_by="elsewhere")
-    assert (error.value.status, error.value.field) == (404, "saved_by")
+    assert (error.value.status, error.value.field) == (404, "step")
     assert (await client.status()).run_id == "a"
 
 
@@ -281,7 +279,7 @@ BAD_UPDATES: list[tuple[str, Any, str]] = [
     ("prompt_ids", b"abc", "rows[1].prompt_ids"),
     ("completion_ids", [], "rows[1].completion_ids"),
     ("completion_ids", None, "rows[1].completion_ids"),
-    ("prompt_ids", [VOCABULARY], "rows[1].prompt_ids"),
+    ("prompt_ids", [VOCABULARY], "rows[1]"),
     ("prompt_ids", [-1], "rows[1].prompt_ids[0]"),
     ("prompt_ids", [2**31], "rows[1].prompt_ids[0]"),
     ("prompt_ids", [5] * 600, "rows[1]"),
@@ -314,7 +312,7 @@ async def test_bad_input_is_named_and_changes_nothing(client: CriticClient) -> N
         ({"sequences": 5}, "sequences"),
         (
             {"sequences": [{"prompt_ids": [1], "completion_ids": [VOCABULARY]}]},
-            "sequences[0].completion_ids",
+            "sequences[0]",
         ),
         (
             {"sequences": [{"prompt_ids": [1], "completion_ids": [1], "weight": 1.0}]},

@@ -37,7 +37,7 @@ async def test_critic_reports_a_kill_9_and_continues_from_its_checkpoint(
         process.kill()
         process.wait()
         start()
-        with pytest.raises(ServiceError, match="not that of any run") as error:
+        with pytest.raises(ServiceError, match="not at step") as error:
             await client.update("a", 3, seed=3, rows=make_rows(6, seed=3))
         assert error.value.status == 409
         assert (await client.restore("b", 2, saved_by="a")).step == 2

@@ -127,7 +127,7 @@ def test_a_critic_server_gives_what_the_trainer_would_compute_itself(
         with pytest.raises(ConfigError, match="holds no critic"):
             remote(config, place, "third").restore(tmp_path)
         shutil.rmtree(config.state_dir / "critic")
-        with pytest.raises(ServiceError, match="no critic was saved here at step 2") as missing:
+        with pytest.raises(ServiceError, match="no critic of step 2") as missing:
             remote(config, place, "third").restore(tmp_path / "checkpoint")
         assert missing.value.status == 404
 

@@ -284,7 +284,7 @@ def test_the_operator_names_the_function_by_its_import_path(
 
     assert [prompt.prompt for prompt in prompts("maps_of_mine:swap")] == ["p1"]
     assert "the function returned 'p0'" in refused(lambda: prompts("maps_of_mine:one"))
-    assert "the module has no such name" in refused(lambda: prompts("maps_of_mine:absent"))
+    assert "has no attribute 'absent'" in refused(lambda: prompts("maps_of_mine:absent"))
     assert "it is of type int" in refused(lambda: prompts("maps_of_mine:NUMBER"))
     assert "cannot be imported" in refused(lambda: prompts("no_such_module:f"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.prompts.final_answers import last_box
+from common.prompts.stated_answers import last_box
 from common.settings.sections import DataSection
 from services.data.loaders import GSM8KLoader, MATHLoader, load_split
 from services.data.loaders_math import level_number

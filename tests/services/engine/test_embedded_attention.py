@@ -112,7 +112,7 @@ def test_embedded_logprobs_beyond_the_window_equal_a_plain_forward(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     jobs = [
-        GenerationJob(str(i), ids, SamplingParams(max_new_tokens=30 - i, seed=i), n=2)
+        GenerationJob(str(i), ids, SamplingParams(max_new_tokens=30 - i, sampling_seed=i), n=2)
         for i, ids in enumerate(prompts())
     ]
     with running(Model(directory, CONTEXT)) as engine:
@@ -133,7 +133,7 @@ def test_embedded_greedy_beyond_the_window_equals_generate(
     directory = write(tmp_path / kind, tokenizer_dir, kind)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     jobs = [
-        GenerationJob(str(i), ids, SamplingParams(40, temperature=0.0))
+        GenerationJob(str(i), ids, SamplingParams(max_new_tokens=40, temperature=0.0))
         for i, ids in enumerate(prompts())
     ]
     with running(Model(directory, CONTEXT)) as engine:

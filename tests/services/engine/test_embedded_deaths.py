@@ -182,7 +182,7 @@ async def test_a_broken_call_is_answered_with_the_death_that_it_caused(model_dir
             "engine", "http://in-process", transport=httpx.ASGITransport(app)
         ) as client:
             with pytest.raises(ServiceLost, match="ZeroDivisionError"):
-                await client.request("GET", "/ready")
+                await client.request("POST", "/continue_generation", json={})
 
 
 def test_embedded_a_supervised_engine_ends_its_process_before_anybody_learns_of_its_death(

@@ -47,11 +47,15 @@ def running(
 
 
 def job(prompt: list[int], n: int = 1, **options: Any) -> GenerationJob:
-    return GenerationJob(f"job-{random.random()}", prompt, SamplingParams(**options), n)
+    returns_kept = options.pop("returns_kept", False)
+    sampling = SamplingParams(**options)
+    return GenerationJob(f"job-{random.random()}", prompt, sampling, n, returns_kept=returns_kept)
 
 
 def group(n: int = 8, seed: int = 5, **options: Any) -> GenerationJob:
-    return job(PROMPT, n, **{"seed": seed, "max_new_tokens": 60, "temperature": 0.9, **options})
+    return job(
+        PROMPT, n, **{"sampling_seed": seed, "max_new_tokens": 60, "temperature": 0.9, **options}
+    )
 
 
 def mates(count: int, seed: int) -> list[GenerationJob]:
@@ -101,7 +105,9 @@ def test_deterministic_answers_are_those_of_a_request_alone(
 def test_deterministic_completions_of_a_group_equal_single_requests(model_dir: Path) -> None:
     with running(model_dir) as engine:
         together = answers(engine, group(n=8), mates(5, 1))
-        singles = [answers(engine, group(n=1, seed=sample_seed(5, i)), [])[0] for i in range(8)]
+        singles = [
+            answers(engine, group(n=1, sampling_seed=sample_seed(5, i)), [])[0] for i in range(8)
+        ]
     assert together == singles
     assert len({tuple(tokens) for tokens, _, _ in together}) == 8
 

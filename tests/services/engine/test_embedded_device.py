@@ -44,7 +44,10 @@ def jobs() -> list[GenerationJob]:
     ]
     return [
         GenerationJob(
-            str(i), list(range(10, 13 + 9 * i)), SamplingParams(30 + 7 * i, seed=i, **each), n=3
+            str(i),
+            list(range(10, 13 + 9 * i)),
+            SamplingParams(max_new_tokens=30 + 7 * i, sampling_seed=i, **each),
+            n=3,
         )
         for i, each in enumerate(options)
     ]

@@ -101,7 +101,7 @@ def test_embedded_greedy_equals_generate(engine: Engine, model_dir: Path) -> Non
     chosen = prompts(12)
     found = run(
         engine,
-        *(job(prompt, temperature=0.0, max_new_tokens=30, stop_ids=(2,)) for prompt in chosen),
+        *(job(prompt, temperature=0.0, max_new_tokens=30, stop_token_ids=[2]) for prompt in chosen),
     )
     for prompt, (sequence,) in zip(chosen, found, strict=True):
         ids = torch.tensor([prompt])
@@ -118,23 +118,24 @@ def test_embedded_greedy_equals_generate(engine: Engine, model_dir: Path) -> Non
 
 def test_embedded_seeds_repeat_whatever_else_is_in_the_batch(engine: Engine) -> None:
     chosen = [20, 30, 40]
-    (alone,) = run(engine, job(chosen, n=4, seed=5, max_new_tokens=40))
+    (alone,) = run(engine, job(chosen, n=4, sampling_seed=5, max_new_tokens=40))
     mates = [job(prompt, n=2, max_new_tokens=25, top_p=0.5) for prompt in prompts(8)]
-    crowd = job(chosen, n=4, seed=5, max_new_tokens=40)
+    crowd = job(chosen, n=4, sampling_seed=5, max_new_tokens=40)
     with held(engine):
         engine.submit(mates)
         until(lambda: engine.running > 0)
         engine.submit([crowd])
     crowded = crowd.done.result(LIMIT_S)
     assert [sequence.tokens for sequence in alone] == [sequence.tokens for sequence in crowded]
-    (other,) = run(engine, job(chosen, n=4, seed=6, max_new_tokens=40))
+    (other,) = run(engine, job(chosen, n=4, sampling_seed=6, max_new_tokens=40))
     assert [sequence.tokens for sequence in other] != [sequence.tokens for sequence in alone]
 
 
 def test_embedded_eight_samples_equal_eight_single_requests(engine: Engine) -> None:
-    (group,) = run(engine, job([50, 60], n=8, seed=9, max_new_tokens=20))
+    (group,) = run(engine, job([50, 60], n=8, sampling_seed=9, max_new_tokens=20))
     singles = run(
-        engine, *(job([50, 60], seed=sample_seed(9, i), max_new_tokens=20) for i in range(8))
+        engine,
+        *(job([50, 60], sampling_seed=sample_seed(9, i), max_new_tokens=20) for i in range(8)),
     )
     assert [sequence.tokens for sequence in group] == [single[0].tokens for single in singles]
     assert len({tuple(sequence.tokens) for sequence in group}) == 8
@@ -147,7 +148,7 @@ def test_embedded_without_seeds_completions_differ_between_requests(engine: Engi
 
 
 def test_embedded_more_samples_than_rows_are_all_answered(engine: Engine) -> None:
-    (found,) = run(engine, job([50, 60], n=70, seed=1, max_new_tokens=5))
+    (found,) = run(engine, job([50, 60], n=70, sampling_seed=1, max_new_tokens=5))
     assert [len(sequence.tokens) for sequence in found] == [5] * 70
     assert engine.running == engine.waiting == 0
 
@@ -157,7 +158,7 @@ def test_embedded_stop_tokens(engine: Engine) -> None:
     ((free,),) = run(engine, job([20, 21], **options))
     stop = free.tokens[3]
     at = free.tokens.index(stop)
-    ((stopped,),) = run(engine, job([20, 21], stop_ids=(stop,), **options))
+    ((stopped,),) = run(engine, job([20, 21], stop_token_ids=[stop], **options))
     assert stopped.tokens == free.tokens[: at + 1]
     assert stopped.finish == {"type": "stop", "matched": stop}
     tokenizer = engine.model.tokenizer
@@ -167,8 +168,8 @@ def test_embedded_stop_tokens(engine: Engine) -> None:
 
 
 def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine) -> None:
-    (calm,) = run(engine, job([20, 21], n=6, seed=3, max_new_tokens=150))
-    disturbed = job([20, 21], n=6, seed=3, max_new_tokens=150)
+    (calm,) = run(engine, job([20, 21], n=6, sampling_seed=3, max_new_tokens=150))
+    disturbed = job([20, 21], n=6, sampling_seed=3, max_new_tokens=150)
     with held(engine):
         engine.submit([disturbed])
         until(lambda: engine.running == 6)
@@ -182,7 +183,10 @@ def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine) -> No
 
 
 def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
-    victim, other = job([20], n=4, max_new_tokens=200), job([21], n=4, max_new_tokens=60, seed=1)
+    victim, other = (
+        job([20], n=4, max_new_tokens=200),
+        job([21], n=4, max_new_tokens=60, sampling_seed=1),
+    )
     with held(engine):
         engine.submit([victim, other])
         until(lambda: engine.running == 8)
@@ -194,7 +198,7 @@ def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
         "abort"
     }
     assert [len(sequence.tokens) for sequence in other.done.result(LIMIT_S)] == [60] * 4
-    (again,) = run(engine, job([21], n=4, max_new_tokens=60, seed=1))
+    (again,) = run(engine, job([21], n=4, max_new_tokens=60, sampling_seed=1))
     assert [sequence.tokens for sequence in again] == [
         sequence.tokens for sequence in other.sequences
     ]
@@ -205,7 +209,7 @@ def test_embedded_an_update_changes_the_numbers_and_the_version(
 ) -> None:
     new = write_model(tmp_path / "new", seed=1)
     engine.call(lambda scheduler: scheduler.pause()).result(LIMIT_S)
-    waiting = job([20, 21, 22], n=2, seed=1, max_new_tokens=20)
+    waiting = job([20, 21, 22], n=2, sampling_seed=1, max_new_tokens=20)
     engine.submit([waiting])
     update_weights(engine, new, "1").result(LIMIT_S)
     engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
@@ -263,7 +267,7 @@ def test_embedded_a_damaged_file_is_refused(
 def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows(
     engine: Engine,
 ) -> None:
-    chosen = job([20, 21], n=3, seed=2, max_new_tokens=10)
+    chosen = job([20, 21], n=3, sampling_seed=2, max_new_tokens=10)
     (before,) = run(engine, chosen)
     weight = engine.model.module.model.norm.weight
     good = weight.clone()
@@ -274,7 +278,7 @@ def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows
     with pytest.raises(LogitsNotFinite):
         run(engine, job([20, 21], n=3, max_new_tokens=10))
     weight.data.copy_(good)
-    (after,) = run(engine, job([20, 21], n=3, seed=2, max_new_tokens=10))
+    (after,) = run(engine, job([20, 21], n=3, sampling_seed=2, max_new_tokens=10))
     assert [sequence.tokens for sequence in after] == [sequence.tokens for sequence in before]
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.engine.engine import Engine
-from services.engine.jobs import GenerationJob
+from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
 from services.engine.protocol import BadRequest, GenerateBody, answer
 from tests.support.engines.engines import write_model
@@ -51,11 +51,13 @@ def jobs(engine: Engine, tokens: int = 12, **more: Any) -> list[GenerationJob]:
     """Submits a request for three completions of each prompt."""
     body = GenerateBody(
         input_ids=PROMPTS,
-        sampling_params={"n": 3, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": 3},
+        sampling_params=SamplingParams(
+            n=3, max_new_tokens=tokens, ignore_eos=True, sampling_seed=3
+        ),
         return_logprob=True,
         **more,
     )
-    made = body.jobs(engine.model)
+    made = body.jobs(body.prompts(engine.model), engine.model)
     engine.submit(made)
     return made
 
@@ -111,19 +113,20 @@ def test_what_is_computed_again_has_new_experts(engine: Engine, mixtures: list[P
         assert all(len(sequence.versions) == 2 for sequence in job.sequences)
 
 
-def test_experts_are_refused_by_what_has_none(dense: Path, mixtures: list[Path]) -> None:
+def test_experts_are_refused_by_what_has_none(dense: Path) -> None:
     models = {
         "no layer with experts": Model(dense, 128),
-        "a deterministic engine": Model(mixtures[0], 128, deterministic=True),
+        "a deterministic engine": Model(dense, 128, deterministic=True),
     }
     body = GenerateBody(input_ids=[20, 21], return_routed_experts=True)
     for reason, model in models.items():
+        model.reserve(4)  # which tries it
         with pytest.raises(BadRequest, match=reason) as refused:
-            body.jobs(model)
+            body.jobs([[20, 21]], model)
         assert refused.value.field == "return_routed_experts"
 
 
 def test_a_part_of_the_experts_is_refused(dense: Path) -> None:
     body = GenerateBody.model_validate({"input_ids": [20, 21], "routed_experts_start_len": 1})
     with pytest.raises(BadRequest, match="routed_experts_start_len"):
-        body.jobs(Model(dense, 128))
+        body.prompts(Model(dense, 128))

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from common.errors import ConfigError
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Episode
 from services.environment import program_runner
 from services.environment.programs import Folders
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.integration
 
 
 async def play(server: Served, mode: str, **limits: Any) -> Episode:
-    request = request_for(server.service.environment.name, mode, **limits)
+    request = request_for(server.service.runner.name, mode, **limits)
     request.request_id = f"r{len(server.service._requests)}"
     (episode,) = await server.client.episodes(request)
     return episode
@@ -320,14 +320,14 @@ async def test_an_agent_behind_a_url() -> None:
         served(f"agent:{url}/ok", lambda _: "3") as server,
         serving(agent_app(told, release), sock),
     ):
-        kind: Any = server.service.environment
+        kind: Any = server.service.runner
         for mode, (status, reward, detail) in ANSWERS.items():
-            kind._url = f"{url}/{mode}"
+            kind._server._fixed_url = f"{url}/{mode}"
             episode = await play(server, "number", deadline_s=2 if mode == "hangs" else 100)
             assert (mode, episode.status, episode.reward) == (mode, status, reward)
             assert detail in episode.detail
         assert told[0]["ground_truth"] == "3"
-        kind._url = "http://127.0.0.1:1/away"
+        kind._server._fixed_url = "http://127.0.0.1:1/away"
         episode = await play(server, "number")
         assert (episode.status, episode.reward) == ("died", None)
         assert "did not answer: ConnectError" in episode.detail
@@ -338,13 +338,13 @@ WRONG = {
     "agent:": "there is no command",
     "agent:no-such-program --flag": "there is no program no-such-program",
     "agent:sh -c 'open": "this is not a command: No closing quotation",
-    "agent:http://": "this is not a URL",
-    "agent:http://[": "this is not a URL",
+    "agent:http://": "there is no program http://",
+    "agent:http://[": "there is no program http://",
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_command_that_cannot_be_run_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=WRONG[name]) as caught:
-        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "", RuntimeSection())
     assert caught.value.field == "environment.name"

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.environment.call_formats import FORMATS
-from services.environment.parsing import parse_answer
+from services.environment.call_formats import FORMATS, parse_answer
 
 
 def _tool(name: str, definitions: dict[str, Any] | None = None, **properties: Any) -> Any:

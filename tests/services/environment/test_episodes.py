@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, ServiceError
-from common.settings.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire import codec
 from common.wire.schemas import Episodes
 from services.environment import service
@@ -64,7 +64,7 @@ async def test_every_episode_of_a_group_has_its_own_environment_and_seed() -> No
 
 async def test_an_episode_that_changes_its_columns_changes_nothing_for_its_siblings() -> None:
     async with served(Deck, lambda _: "done") as server:
-        request = request_for(server.service.environment.name, n=3)
+        request = request_for(server.service.runner.name, n=3)
         request.task.columns["cards"] = [[1], [2]]
         episodes = await server.client.episodes(request)
         assert [episode.reward for episode in episodes] == [3.0, 3.0, 3.0]
@@ -96,7 +96,7 @@ async def test_several_turns_without_tools() -> None:
 
 async def test_answer_without_get_reward_is_left_to_be_graded() -> None:
     async with served(Ungraded, lambda _: "7") as server:
-        (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+        (episode,) = await server.client.episodes(request_for(server.service.runner.name))
         assert (episode.status, episode.reward, episode.answer) == ("ok", None, "7")
 
 
@@ -234,7 +234,7 @@ async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None
 
     environment = Environment.of(Slow, "python:slow:Slow")
     async with served(Calculator, lambda _: call("wait")) as server:
-        server.service.environment = ClassRunner(environment, 1)
+        server.service.runner = ClassRunner(environment, 1)
         running = asyncio.create_task(server.client.episodes(request_for("python:slow:Slow")))
         await begun.wait()
         assert len(server.service._sessions) == 1
@@ -474,9 +474,9 @@ async def test_methods_of_every_kind_are_tools(tool: str, result: str) -> None:
         return "done" if "<tool_response>" in text else call(tool, a=21)
 
     async with served(Kinds, reply) as server:
-        schema = server.service.environment.tools[tool]["function"]["parameters"]
+        schema = server.service.runner.tools[tool]["function"]["parameters"]
         assert list(schema["properties"]) == ["a"]
-        (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+        (episode,) = await server.client.episodes(request_for(server.service.runner.name))
         assert f"<tool_response>\n{result}\n</tool_response>" in episode.sequences[0].text
 
 
@@ -485,8 +485,8 @@ WRONG = {
     f"python:{__name__}:Close": "a tool named close",
     f"python:{__name__}:TurnRewards": "a tool named get_turn_rewards",
     "gym:CartPole": "there is no environment",
-    "python:tests.support.environments.environments:Nothing": "the module has no such name",
-    "python:no_such_package.Class": "cannot be imported",
+    "python:tests.support.environments.environments:Nothing": "has no attribute 'Nothing'",
+    "python:no_such_package:Class": "cannot be imported",
     f"python:{__name__}:NoReset": "is not a class of environments",
     f"python:{__name__}:Undescribed": "the tool act",
     "python:json:dumps": "is not a class of environments",
@@ -496,15 +496,8 @@ WRONG = {
 @pytest.mark.parametrize(("name", "reason"), WRONG.items(), ids=WRONG)
 def test_a_wrong_environment_is_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "", RuntimeSection())
     assert caught.value.field == "environment.name"
-
-
-def test_a_dot_may_stand_before_the_class() -> None:
-    assert (
-        Environment.load("python:tests.support.environments.environments.Calculator").make
-        is Calculator
-    )
 
 
 PROGRAMS = {
@@ -529,3 +522,20 @@ async def test_the_built_in_tool_runs_programs_in_the_sandbox() -> None:
         )
         missing = [name for name, text in texts.items() if text not in episode.sequences[0].text]
         assert missing == [], episode.sequences[0].text
+
+
+class Judged(Calculator):
+    """Declares verdicts, but gives rewards for single answers too."""
+
+    gives_verdicts = True
+
+    def get_turn_rewards(self) -> list[float]:
+        """Half a point for the only answer."""
+        return [0.5]
+
+
+async def test_a_reward_that_is_no_verdict_is_an_error_where_verdicts_are_declared() -> None:
+    async with served(Judged, lambda _: "3") as server:
+        (episode,) = await server.client.episodes(request_for(server.service.runner.name))
+        assert (episode.status, episode.reward) == ("error", None)
+        assert "gives_verdicts" in episode.detail

@@ -18,10 +18,9 @@ from common.clients.rollout import RolloutClient
 from common.errors import ConfigError, InvalidInput
 from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection
-from services.environment.call_formats import FORMATS
+from services.environment.call_formats import FORMATS, parse_answer
 from services.environment.environments import Environment
 from services.environment.messages import parse_messages
-from services.environment.parsing import parse_answer
 from services.environment.service import EpisodeService
 from services.environment.template import Template
 from tests.support.models.trap_models import CHATML, trap_session

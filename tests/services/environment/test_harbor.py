@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from common.settings.sections import HARBOR_COLUMN
 from services.environment.harbor import HarborTask
 from services.environment.outcome import EpisodeFailed
+from services.environment.runtimes.runtime import Spec
 
 HELLO = """\
 version = "1.0"
@@ -66,32 +68,36 @@ def write(folder: Path, toml: str) -> Path:
 
 
 def test_a_task_of_the_first_format(tmp_path: Path) -> None:
-    task = HarborTask.read(write(tmp_path, HELLO))
-    assert (task.image, task.workdir, task.env) == ("registry.example/hello:1", "", {})
-    assert (task.cpus, task.memory_mb) == (2, 2048)
-    assert (task.timeout_s, task.grader_timeout_s) == (90, 120)
-    assert (task.is_shared, task.artifacts, task.grader_env) == (False, (), {})
+    task = HarborTask.read({HARBOR_COLUMN: str(write(tmp_path, HELLO))})
+    spec = task.spec(Spec(lifetime_s=1))
+    assert (spec.image, spec.workdir, spec.env) == ("registry.example/hello:1", "", {})
+    assert (spec.cpus, spec.memory_mb) == (2, 2048)
+    assert (task.settings.agent.timeout_sec, task.settings.verifier.timeout_sec) == (90, 120)
+    assert (task.settings.verifier.environment_mode, task.settings.artifacts) == ("", [])
 
 
 def test_a_task_of_the_current_format(tmp_path: Path) -> None:
-    task = HarborTask.read(write(tmp_path, LATER))
-    assert (task.image, task.workdir, task.env) == ("", "/srv", {"GREETING": "hello"})
-    assert (task.cpus, task.memory_mb) == (None, 512)
-    assert (task.timeout_s, task.grader_timeout_s) == (float("inf"), 600)
-    assert (task.is_shared, task.grader_env) == (True, {"STRICT": "1"})
-    assert task.artifacts == ("/srv/out", "/srv/db")
+    task = HarborTask.read({HARBOR_COLUMN: str(write(tmp_path, LATER))})
+    spec = task.spec(Spec(lifetime_s=1, image="registry.example/{task}"))
+    assert (spec.image, spec.workdir) == (f"registry.example/{tmp_path.name}", "/srv")
+    assert (spec.cpus, spec.memory_mb, spec.env) == (None, 512, {"GREETING": "hello"})
+    assert (task.settings.agent.timeout_sec, task.settings.verifier.timeout_sec) == (None, 600)
+    verifier = task.settings.verifier
+    assert (verifier.environment_mode, verifier.env) == ("shared", {"STRICT": "1"})
+    sources = [getattr(each, "source", each) for each in task.settings.artifacts]
+    assert sources == ["/srv/out", "/srv/db"]
 
 
 REFUSED: dict[str, Any] = {
-    '[[steps]]\nname = "one"': "it uses steps",
-    '[environment]\nos = "windows"': "it uses environment.os",
-    "[environment]\ngpus = 1": "it uses environment.gpus",
-    '[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"': "environment.mcp_servers",
-    '[environment.healthcheck]\ncommand = "true"': "it uses environment.healthcheck",
-    '[agent]\nuser = "agent"': "it uses agent.user",
-    "[verifier]\nuser = 1000\n[verifier.environment]\ncpus = 1": "verifier.user, verifier.env",
-    '[verifier.env]\nKEY = "${OPENAI_API_KEY}"': "its variable KEY is",
-    '[environment.env]\nA = "${A:-b}"': "its variable A is",
+    '[[steps]]\nname = "one"': "$.steps",
+    '[environment]\nos = "windows"': "$.environment.os",
+    "[environment]\ngpus = 1": "$.environment.gpus",
+    '[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"': "$.environment.mcp_servers",
+    '[environment.healthcheck]\ncommand = "true"': "$.environment.healthcheck",
+    '[agent]\nuser = "agent"': "$.agent.user",
+    "[verifier]\nuser = 1000\n[verifier.environment]\ncpus = 1": "$.verifier.",
+    '[verifier.env]\nKEY = "${OPENAI_API_KEY}"': "the variable KEY of",
+    '[environment.env]\nA = "${A:-b}"': "the variable A of",
     "[environment": "is not a task of Harbor",
     "environment = 3": "is not a task of Harbor",
     '[environment]\nmemory = "much"': "is not a task of Harbor",
@@ -101,19 +107,19 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("toml", REFUSED)
 def test_what_episodes_cannot_play_is_refused(toml: str, tmp_path: Path) -> None:
     with pytest.raises(EpisodeFailed) as caught:
-        HarborTask.read(write(tmp_path, toml))
+        HarborTask.read({HARBOR_COLUMN: str(write(tmp_path, toml))})
     assert REFUSED[toml] in str(caught.value)
 
 
 def test_a_folder_that_is_no_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EpisodeFailed, match="is not a task of Harbor"):
-        HarborTask.read(tmp_path)
+        HarborTask.read({HARBOR_COLUMN: str(tmp_path)})
     write(tmp_path, "")
     (tmp_path / "environment").mkdir()
     (tmp_path / "environment" / "docker-compose.yaml").touch()
-    with pytest.raises(EpisodeFailed, match=r"uses environment/docker-compose.yaml"):
-        HarborTask.read(tmp_path)
+    with pytest.raises(EpisodeFailed, match=r"has environment/docker-compose.yaml"):
+        HarborTask.read({HARBOR_COLUMN: str(tmp_path)})
     (tmp_path / "environment" / "docker-compose.yaml").unlink()
     (tmp_path / "tests" / "test.sh").unlink()
-    with pytest.raises(EpisodeFailed, match=r"it has no tests/test.sh"):
-        HarborTask.read(tmp_path)
+    with pytest.raises(EpisodeFailed, match=r"has no tests/test.sh"):
+        HarborTask.read({HARBOR_COLUMN: str(tmp_path)})

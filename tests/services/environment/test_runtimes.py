@@ -112,7 +112,7 @@ def saying(*commands: str) -> Callable[[str], str]:
 
 
 async def play(server: Served, folder: Path, **limits: Any) -> Episode:
-    request = request_for(server.service.environment.name, REPAIR.instruction, **limits)
+    request = request_for(server.service.runner.name, REPAIR.instruction, **limits)
     request.request_id = f"r{len(server.service._requests)}"
     request.task.columns = {"harbor_task": str(folder)}
     request.sampling.max_new_tokens = 3000

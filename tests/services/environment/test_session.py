@@ -11,7 +11,7 @@ import pytest
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError, InvalidInput
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence
-from services.environment.messages import History, parse_messages
+from services.environment.messages import parse_messages
 from services.environment.session import (
     CallAnswer,
     LimitReached,
@@ -605,21 +605,6 @@ def test_a_conversation_may_have_thousands_of_turns() -> None:
     assert len(found.tokens) == 2 * turns
     (sequence,) = tree.sequences()
     assert int(sequence.mask.sum()) == turns
-
-
-def test_only_new_messages_of_a_history_are_parsed() -> None:
-    history = History()
-    call: dict[str, Any] = {"role": "assistant", "tool_calls": [tool_call({"flag": True})]}
-    first = parse_messages([user("a"), call, user("b")], history=history)
-    second = parse_messages([user("a"), call, user("b"), user("c")], history=history)
-    assert [new is old for new, old in zip(second, first, strict=False)] == [True] * 3
-    assert second[3].content == "c"
-
-    rewritten = call | {"tool_calls": [tool_call({"flag": 1})]}
-    third = parse_messages([user("a"), rewritten, user("b")], history=history)
-    assert third[0] is first[0]
-    assert third[1].tool_calls[0]["function"]["arguments"]["flag"] is not True
-    assert parse_messages([user("a")], history=history) == [first[0]]
 
 
 def tool_call(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 
 from services.http.app import create_app, listen, serving
-from services.http.delivery import Delivery, connection_of
+from services.http.connections import connection_of
+from services.http.delivery import Delivery
 from tests.support.processes.certificates import Certificates, make_certificates
 
 pytestmark = pytest.mark.integration

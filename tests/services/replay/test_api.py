@@ -29,12 +29,12 @@ def test_joined_groups_equal_the_wire_encoding(make_group: MakeGroup) -> None:
 
 async def test_a_person_adds_and_reads_json(client: ReplayClient, make_group: MakeGroup) -> None:
     group = make_group("a/b ü", version=2)
-    body = json.dumps({"groups": [codec.group_json(group)]})
+    body = json.dumps({"groups": [codec.plain(group)]})
     answer = await client.request("POST", "/groups", content=body, headers=JSON)
     assert answer.json() == {"added": 1, "duplicates": 0}
     shown = (await client.request("GET", "/groups/a/b ü")).json()
     assert shown["completions"][0]["logprobs"] == [-1.5, -0.875, -0.25]
-    assert shown == json.loads(json.dumps(codec.group_json(group)))
+    assert shown == json.loads(json.dumps(codec.plain(group)))
     (listed,) = (await client.request("GET", "/groups", params={"limit": 5})).json()["groups"]
     assert (listed["id"], listed["state"], listed["mean_reward"], listed["completions"]) == (
         group.id,
@@ -157,7 +157,7 @@ async def test_trap_lone_experiences_are_never_trained_on(
 def broken(make_group: MakeGroup, where: str, value: object) -> dict[str, object]:
     """Returns a good group as JSON, with one field of the group or of its first completion
     replaced."""
-    content = codec.group_json(make_group("a"))
+    content = codec.plain(make_group("a"))
     target = content if where in content else content["completions"][0]
     target[where] = value
     return {"groups": [content]}
@@ -375,9 +375,7 @@ async def test_sqlite_error_is_reported(
     )
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (500, "storage_failed")
-    assert error["message"].endswith(
-        "nothing was changed: attempt to write a readonly database (SQLITE_READONLY)"
-    )
+    assert "readonly database" in error["message"]
 
 
 async def test_flush_moves_everything_into_the_file(

@@ -211,16 +211,11 @@ def test_a_damaged_store_is_named_at_start(
     path = tmp_path / "replay" / "replay.db"
     stored(path, make_group)
     damage(path)
-    with pytest.raises(ConfigError, match="replay store cannot be read") as error:
+    with pytest.raises(ConfigError) as error:
         ReplayBuffer(ReplaySection(), path)
-    assert error.value.field == "state_dir"
+    assert (error.value.code, error.value.field) == ("damaged", "state_dir")
     assert error.value.value == str(path)
-    reason = error.value.message.removeprefix("the replay store cannot be read: ")
-    assert reason.isprintable(), "one line"
-    assert any(
-        words in reason
-        for words in ("malformed", "layout is 0", "not a database", "Page ", "is gone")
-    )
+    assert error.value.message.isprintable(), "one line"
 
 
 def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGroup) -> None:
@@ -229,7 +224,7 @@ def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGr
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 2")
     db.close()
-    with pytest.raises(ConfigError, match="its layout is 2, this program reads 4") as error:
+    with pytest.raises(ConfigError, match="its layout is 2, this program reads 5") as error:
         ReplayBuffer(ReplaySection(), path)
     assert (error.value.field, error.value.value) == ("state_dir", str(path))
 
@@ -250,7 +245,7 @@ def test_a_crash_while_the_file_is_made_leaves_no_damaged_store(
 def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "replay" / "replay.db"
     first = ReplayBuffer(ReplaySection(), path)
-    with pytest.raises(ConfigError, match="in use by another process"):
+    with pytest.raises(ConfigError, match="end the other process"):
         ReplayBuffer(ReplaySection(), path)
     first.close()
 

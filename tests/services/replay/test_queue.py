@@ -402,20 +402,20 @@ def test_a_copy_of_a_take_that_arrives_after_its_end_leases_nothing(
     copied = take(2, "run-1-take-1", run_id="run-1", min_version=1)
     if end == "empty":
         assert buffer.take(copied) is None
-        assert buffer.end_take(copied.request_id).evicted == 1
+        assert buffer.store.end_take(copied.request_id).evicted == 1
     else:
         buffer.add([make_group("a", 1), make_group("b", 1)])
         taken = buffer.take(copied)
         assert taken is not None
         assert ids(unpack_groups(taken.blobs)) == ["a", "b"]
     if end == "acknowledged":
-        buffer.ack(["a", "b"])
+        buffer.store.ack(["a", "b"])
     elif end == "expired":
         now = 601.0
     elif end == "reset":
         buffer.reset_fresh()
     elif end == "cleared":
-        buffer.clear()
+        buffer.store.clear()
     buffer.add([make_group("c", 2), make_group("d", 2)])
     if restart:
         buffer.close()

@@ -253,8 +253,8 @@ async def test_new_groups_get_the_largest_priority_seen(
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        ('{"ids":["g0"],"priorities":[NaN]}', "priorities[0]"),
-        ('{"ids":["g0"],"priorities":[Infinity]}', "priorities[0]"),
+        ('{"ids":["g0"],"priorities":[NaN]}', "neither NaN nor Infinity"),
+        ('{"ids":["g0"],"priorities":[Infinity]}', "neither NaN nor Infinity"),
         ('{"ids":["g0"],"priorities":[-1]}', "priorities"),
         ('{"ids":["g0"],"priorities":[1,2]}', "priorities"),
         ('{"ids":["g0"],"priorities":["high"]}', "priorities"),

@@ -11,7 +11,7 @@ from tests.support.services.sandbox import code_function, sandboxes
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=1, memory_mb=256, slots=2, partial_credit=True)
+    return code_function(timeout_s=1, memory_mb=256, slots=2, partial_credit=True)
 
 
 @pytest.fixture

@@ -97,7 +97,6 @@ async def test_stats_and_metrics_count_by_status() -> None:
             "error": 0,
             "inapplicable": 0,
         }
-        assert stats["worker_restarts"] == 1
         page = (await http.get("/metrics")).text
         assert 'rlhf_reward_answers_total{status="timeout"} 1.0' in page
         assert "rlhf_reward_worker_restarts_total 1.0" in page
@@ -116,8 +115,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/reward", {"json": {**GOOD, "ground_truth": "x" * 2000}}, 422, "ground_truth"),
     ("/reward", {"json": {**GOOD, "finish_reason": "never"}}, 422, "finish_reason"),
     ("/reward", {"json": {**GOOD, "typo": 1}}, 422, "typo"),
-    ("/reward", raw('{"response": NaN, "ground_truth": "5"}'), 422, "response"),
-    ("/reward", raw('{"response": Infinity, "ground_truth": "5"}'), 422, "response"),
+    ("/reward", raw('{"response": NaN, "ground_truth": "5"}'), 422, "body"),
+    ("/reward", raw('{"response": Infinity, "ground_truth": "5"}'), 422, "body"),
     ("/reward", raw(b'{"response": "\xff\xfe", "ground_truth": "5"}'), 422, "body"),
     ("/reward", raw('{"response": "\\ud800", "ground_truth": "5"}'), 422, "body"),
     ("/reward", raw("{"), 422, ""),

@@ -9,11 +9,9 @@ import pytest
 
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
-from services.reward.answers.equivalence import verdict
-from services.reward.answers.exact import same_answer
-from services.reward.answers.extract import extract_answer, gold_answer
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 from tests.support.paths import ROOT
+from tests.support.services.verdicts import graded
 
 
 def lines(name: str) -> dict[str, list[dict[str, Any]]]:
@@ -25,24 +23,13 @@ def lines(name: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def graded(text: str, gold: str) -> str:
-    expected = gold_answer(gold)
-    answer = extract_answer(text)
-    if expected is None or answer is None:
-        return "unparsable"
-    same = same_answer(expected, answer)
-    if same is None:
-        return verdict(expected, answer)
-    return "right" if same else "wrong"
-
-
 @pytest.mark.parametrize(
     ("kind", "rows"), [*lines("as_written").items(), *lines("reported").items()]
 )
 def test_answers_as_they_are_written(kind: str, rows: list[dict[str, Any]]) -> None:
     wrong = []
     for row in rows:
-        found = graded(row["text"], row["gold"])
+        found = graded(row["gold"], row["text"])
         # A reported answer may repeat a gold that is no value, such as 1, 2, ..., n.
         accepted = ("right", "identical") if "source" in row else ("right",)
         if (found in accepted) is not row["right"]:
@@ -58,7 +45,7 @@ async def test_ground_truths_that_are_no_value_are_refused(
     kind: str, rows: list[dict[str, Any]]
 ) -> None:
     items = [RewardItem.model_construct(response="", ground_truth=row["gold"]) for row in rows]
-    async with RewardScorer(RewardSection(workers=1)) as scorer:
+    async with RewardService(RewardSection(workers=1)) as scorer:
         found = await scorer.check_ground_truths(items)
     refused = {rows[problem.index]["gold"] for problem in found.problems}
     expected = {row["gold"] for row in rows} if kind == "refused" else set()

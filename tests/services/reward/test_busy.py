@@ -17,7 +17,7 @@ from services.reward.fair_slots import FairSlots
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.hosts import ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 from tests.support.services.sandbox import code_function
 
 BOMB = "\\sum_{i=1}^{1000000000} \\frac{1}{i}"
@@ -139,8 +139,8 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 @pytest.fixture
-async def grader() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(
+async def grader() -> AsyncIterator[RewardService]:
+    async with RewardService(
         RewardSection(workers=2, functions=[MathReward(timeout_s=0.5)])
     ) as started:
         await started.ready()
@@ -150,7 +150,7 @@ async def grader() -> AsyncIterator[RewardScorer]:
 @pytest.mark.slow
 @pytest.mark.integration
 async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(
-    grader: RewardScorer,
+    grader: RewardService,
 ) -> None:
     items = [hard(i) for i in range(40)]
     for i in range(10):
@@ -164,7 +164,7 @@ async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(
 
 @pytest.mark.integration
 @pytest.mark.slow
-async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScorer) -> None:
+async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardService) -> None:
     """Twenty bombs arrive in one request or in twenty: another caller gets its answers while most
     bombs still wait."""
     for requests in (1, 20):
@@ -182,7 +182,7 @@ async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScor
 
 
 @pytest.mark.integration
-async def test_a_spare_worker_takes_the_place_of_a_killed_one(grader: RewardScorer) -> None:
+async def test_a_spare_worker_takes_the_place_of_a_killed_one(grader: RewardService) -> None:
     pool = grader._pools[0]
     for _ in range(40_000):
         if pool._idle.qsize() == 4:
@@ -228,7 +228,7 @@ def test_a_busy_machine_fails_no_program() -> None:
     cases = [{"input": "", "output": "1"}]
     burn = "import time\nwhile time.process_time() < {}: pass\nprint(1)"
     allowed = os.sched_getaffinity(0)
-    short, tiny = code_function(timeout=1.5), code_function(timeout=0.2, slots=1)
+    short, tiny = code_function(timeout_s=1.5), code_function(timeout_s=0.2, slots=1)
     try:
         os.sched_setaffinity(0, {min(allowed)})
         with busy_loops(20):

@@ -99,7 +99,7 @@ CHEATS = {
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=5, partial_credit=True, slots=1)
+    return code_function(timeout_s=5, partial_credit=True, slots=1)
 
 
 def passed(code: CodeRewardFunction, source: str, tests: list[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from services.reward.functions import (
     RewardFunction,
 )
 from services.reward.functions.handler import prepare
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 pytestmark = pytest.mark.integration
 
@@ -47,7 +47,7 @@ async def test_functions_are_weighed_and_reported_by_name() -> None:
             {"name": KEYWORD, "weight": -0.25},
         ]
     )
-    async with RewardScorer(config) as scorer:
+    async with RewardService(config) as scorer:
         await scorer.ready()
         thought, bare = await scorer.score(
             [
@@ -68,7 +68,7 @@ async def test_a_task_has_its_own_functions() -> None:
             {"name": KEYWORD, "tasks": ["words", "both"]},
         ]
     )
-    async with RewardScorer(config) as scorer:
+    async with RewardService(config) as scorer:
         results = await scorer.score(
             [
                 item("5"),
@@ -93,14 +93,14 @@ async def test_a_task_has_its_own_functions() -> None:
 
 
 async def test_a_task_is_ignored_where_no_task_is_named() -> None:
-    async with RewardScorer(RewardSection()) as scorer:
+    async with RewardService(RewardSection()) as scorer:
         [result] = await scorer.score([item("5", task="algebra")])
     assert result.reward == 1.0
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def moody() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(
+async def moody() -> AsyncIterator[RewardService]:
+    async with RewardService(
         RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=2)
     ) as scorer:
         yield scorer
@@ -108,7 +108,7 @@ async def moody() -> AsyncIterator[RewardScorer]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("bad", ["raise", "hang", "die", "nan", "inf"])
-async def test_one_bad_item_never_harms_the_others(bad: str, moody: RewardScorer) -> None:
+async def test_one_bad_item_never_harms_the_others(bad: str, moody: RewardService) -> None:
     results = await moody.score([item("5"), item(bad), item("5"), item("6")])
     status = {"hang": "timeout", "die": "died"}.get(bad, "error")
     assert [outcome(result) for result in results] == [
@@ -123,7 +123,7 @@ async def test_one_bad_item_never_harms_the_others(bad: str, moody: RewardScorer
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_hang_is_bounded_and_large_batches_are_spread(
-    moody: RewardScorer, monkeypatch: pytest.MonkeyPatch
+    moody: RewardService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.reward.hosts.CALL_ITEMS", 2)
     results = await moody.score([item("hang"), *[item("fine")] * 99])
@@ -131,7 +131,7 @@ async def test_a_hang_is_bounded_and_large_batches_are_spread(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_custom_functions_may_read_standard_input_and_print(moody: RewardScorer) -> None:
+async def test_custom_functions_may_read_standard_input_and_print(moody: RewardService) -> None:
     [result] = await moody.score([item("fine", read=True)])
     assert result.status == "error", "there is nothing to read: EOFError, not a hang"
 
@@ -168,15 +168,18 @@ def test_a_function_that_does_not_work_is_refused_at_the_start() -> None:
     ("functions", "message"),
     [
         ("nothing", "there is no nothing"),
-        ("[]", "this has 0 values"),
+        ("[]", "at least 1 item"),
         ("[5]", "neither the name of a function .* value: 5"),
         ("format", "give it `required` or `forbidden`"),
         ("math,math", "reward.functions has math twice"),
         ('{"name": "math", "tasks": []}', "reward.functions.math.tasks"),
         ('{"name": "math", "weight": "x"}', "reward.functions.math.weight · value: x"),
         ('{"name": "length", "soft_chars": 9000}', "soft_chars 9000"),
-        ('{"name": "code", "timeout": 2}', "code has no argument timeout .* timeout_s"),
-        ('{"name": "a.b:C", "timeout": 2}', "own has no argument timeout"),
+        (
+            '{"name": "code", "timeout": 2}',
+            "no setting reward.functions.code.timeout .*reward.functions.code.timeout_s",
+        ),
+        ('{"name": "a.b:C", "timeout": 2}', "no setting reward.functions.own.timeout"),
         ('{"weight": 2}', "a mapping with its name"),
     ],
 )
@@ -268,7 +271,7 @@ async def test_callers_own_objects_score_every_item_in_a_thread(maths: MathRewar
 
 
 async def test_without_a_verifying_function_nothing_is_called_correct() -> None:
-    async with RewardScorer(RewardSection(), functions=[Closure(0.0)]) as scorer:
+    async with RewardService(RewardSection(), functions=[Closure(0.0)]) as scorer:
         results = await scorer.score([item("x"), item("")])
     assert [(result.correct, result.verified) for result in results] == [(False, False)] * 2
 
@@ -276,14 +279,14 @@ async def test_without_a_verifying_function_nothing_is_called_correct() -> None:
 async def test_an_answer_cut_off_earns_nothing_from_any_function_when_stopping_is_required() -> (
     None
 ):
-    async with RewardScorer(RewardSection(require_stop=True), functions=[Closure(1.0)]) as scorer:
+    async with RewardService(RewardSection(require_stop=True), functions=[Closure(1.0)]) as scorer:
         cut = RewardItem(response="x", ground_truth="", finish_reason="length")
         [result] = await scorer.score([cut])
     assert (result.reward, result.correct, result.components) == (0.0, False, {"closure": 2.0})
 
 
 async def test_a_cancelled_request_leaves_nothing_unfinished() -> None:
-    async with RewardScorer(RewardSection(functions=[MOODY], function_timeout_s=100)) as scorer:
+    async with RewardService(RewardSection(functions=[MOODY], function_timeout_s=100)) as scorer:
         await scorer.ready()
         task = asyncio.create_task(scorer.score([item("hang")] * 3))
         await asyncio.sleep(0.3)

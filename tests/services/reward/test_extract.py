@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.prompts.final_answers import MAX_ANSWER_CHARS, clean
+from common.prompts.stated_answers import MAX_ANSWER_CHARS, clean
 from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 

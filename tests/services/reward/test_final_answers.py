@@ -10,7 +10,7 @@ import pytest
 from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem, RewardResult
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -130,7 +130,7 @@ HONEST = (
 async def graded(cases: Sequence[tuple[str, str]]) -> list[RewardResult]:
     items = [RewardItem(response=text, ground_truth=gold) for text, gold in cases]
     results: list[RewardResult] = []
-    async with RewardScorer(RewardSection(functions=[MathReward(timeout_s=20)])) as grader:
+    async with RewardService(RewardSection(functions=[MathReward(timeout_s=20)])) as grader:
         for i in range(0, len(items), MAX_BATCH_ITEMS):
             results += await grader.score(items[i : i + MAX_BATCH_ITEMS])
     return results

@@ -254,7 +254,7 @@ def g(mock, x):
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=5, partial_credit=True, slots=1)
+    return code_function(timeout_s=5, partial_credit=True, slots=1)
 
 
 def run(code: CodeRewardFunction, source: str) -> list[CaseResult]:
@@ -346,6 +346,18 @@ def test_a_function_with_the_name_of_a_builtin_is_tested(
 
     assert [result.status for result in code.results(honest, tests)] == ["passed", "passed"]
     assert [result.status for result in code.results(program, tests)] == ["error", "error"]
+
+
+def test_what_judges_a_function_with_the_name_of_a_builtin_is_the_library(
+    code: CodeRewardFunction,
+) -> None:
+    test = "assert isclose(sum([0.1, 0.2]), 0.3)"
+    right = "def sum(x):\n    a, b = x\n    return a + b"
+    wrong = "def sum(x): return 0"
+
+    assert [code.results(each, [test])[0].status for each in (right, wrong)] == ["passed", "error"]
+    judged = "def isclose(a, b): return True"
+    assert code.results(f"{wrong}\n{judged}", [test])[0].status == "error"
 
 
 def test_a_forged_line_defines_only_what_was_asked_for(code: CodeRewardFunction) -> None:

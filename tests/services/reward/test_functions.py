@@ -162,7 +162,7 @@ def test_format_wants_every_required_and_no_forbidden_pattern() -> None:
     assert function(chats("a\nb\n", "a", "a\nb\nc\nd", "a\nb\nc")) == [1.0, 0.0, 0.0, 1.0]
     with pytest.raises(ConfigError, match="regular expression"):
         FormatRewardFunction(["("])
-    with pytest.raises(ConfigError, match="list of patterns"):
+    with pytest.raises(ConfigError, match="list of regular expressions"):
         FormatRewardFunction("<think>")
     with pytest.raises(ConfigError, match="no pattern"):
         FormatRewardFunction()

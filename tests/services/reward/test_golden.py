@@ -9,7 +9,7 @@ from common.settings.sections import RewardSection
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 from tests.support.paths import ROOT, SHARED_DATA
 
 pytestmark = pytest.mark.integration
@@ -39,7 +39,7 @@ async def test_golden_cases() -> None:
     items = [
         RewardItem(response=case["response"], ground_truth=case["ground_truth"]) for case in cases
     ]
-    async with RewardScorer(RewardSection(functions=[MathReward(timeout_s=20)])) as grader:
+    async with RewardService(RewardSection(functions=[MathReward(timeout_s=20)])) as grader:
         results = await grader.score(items)
     wrong = [
         f"{case['why']}: {case['response']!r} against {case['ground_truth']!r} gave {result}"
@@ -88,7 +88,7 @@ async def test_real_math500_golds_verify_against_themselves_and_gold_plus_one_ne
         ]
         items += [RewardItem(response=response, ground_truth=gold) for response, _ in answers]
         right += [correct for _, correct in answers]
-    async with RewardScorer(RewardSection(functions=[MathReward(timeout_s=30)])) as grader:
+    async with RewardService(RewardSection(functions=[MathReward(timeout_s=30)])) as grader:
         parts = [items[i : i + MAX_BATCH_ITEMS] for i in range(0, len(items), MAX_BATCH_ITEMS)]
         results = [result for part in parts for result in await grader.score(part)]
     assert len(items) == 500 * (1 + 2 * len(NOTATIONS))

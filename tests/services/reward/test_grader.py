@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from common.errors import NotReady, ServiceLost, TooLarge
+from common.errors import NotReady, ServiceLost
 from common.settings.rewards import MathReward
 from common.settings.sections import RewardSection
-from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
+from common.wire.schemas import RewardItem
 from services.reward.pool import CallFailed
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 pytestmark = pytest.mark.integration
 
@@ -121,8 +121,8 @@ async def until(condition: object, limit_s: float = 400) -> None:
 
 
 @pytest.fixture
-async def grader() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(
+async def grader() -> AsyncIterator[RewardService]:
+    async with RewardService(
         RewardSection(workers=2, functions=[MathReward(timeout_s=100)])
     ) as started:
         assert started.not_ready()
@@ -134,7 +134,7 @@ async def grader() -> AsyncIterator[RewardScorer]:
 
 @pytest.mark.slow
 async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(workers=2, functions=[MathReward(timeout_s=0.5)])
     ) as grader:
         await grader.ready()
@@ -171,7 +171,7 @@ async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right
 async def test_a_cut_completion_earns_nothing_when_stopping_is_required(
     require_stop: bool, reward: float
 ) -> None:
-    grader = RewardScorer(RewardSection(require_stop=require_stop))  # a number needs no worker
+    grader = RewardService(RewardSection(require_stop=require_stop))  # a number needs no worker
     item = RewardItem(response="\\boxed{18}", ground_truth="18", finish_reason="length")
     [result] = await grader.score([item])
     [stopped] = await grader.score([boxed("18")])
@@ -179,16 +179,11 @@ async def test_a_cut_completion_earns_nothing_when_stopping_is_required(
     assert stopped.reward == 1.0
 
 
-async def test_too_many_items_are_refused() -> None:
-    with pytest.raises(TooLarge, match=f"at most {MAX_BATCH_ITEMS} items"):
-        await RewardScorer(RewardSection()).score([boxed("18")] * (MAX_BATCH_ITEMS + 1))
-
-
 async def test_more_waiting_answers_than_the_queue_holds_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.reward.hosts.QUEUE_LIMIT", 8)
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(workers=1, functions=[MathReward(timeout_s=30)])
     ) as grader:
         await grader.ready()
@@ -204,7 +199,7 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused(
 
 
 async def test_cancelling_frees_the_workers() -> None:
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(workers=2, functions=[MathReward(timeout_s=100)])
     ) as grader:
         await grader.ready()
@@ -221,7 +216,7 @@ async def test_cancelling_frees_the_workers() -> None:
 
 
 async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
-    grader: RewardScorer,
+    grader: RewardService,
 ) -> None:
     await until(lambda: len(workers()) == 4)  # two of them are spares
     victims = workers()
@@ -231,13 +226,13 @@ async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
     results = await grader.score([boxed("x+1", "1+x")] * 4)
     assert [result.status for result in results] == ["ok"] * 4
     assert all(result.correct for result in results)
-    assert grader.stats()["worker_restarts"] >= 2
+    assert grader._restarts._value.get() >= 2
 
 
 async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_another_worker() -> (
     None
 ):
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
     ) as grader:
         await grader.ready()
@@ -252,11 +247,11 @@ async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_a
             victim.kill()
         [result] = await task
         assert (result.status, result.correct) == ("ok", True)
-        assert grader.stats()["worker_restarts"] == 2
+        assert grader._restarts._value.get() == 2
 
 
 async def test_a_worker_killed_while_it_starts_fails_no_answer() -> None:
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
     ) as grader:
         await grader.ready()
@@ -277,7 +272,7 @@ async def test_a_worker_killed_while_it_starts_fails_no_answer() -> None:
 
 
 async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
     ) as grader:
         await grader.ready()
@@ -292,7 +287,7 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
     assert (good.status, good.correct) == ("ok", True)
 
 
-async def test_the_process_that_forks_graders_is_replaced_too(grader: RewardScorer) -> None:
+async def test_the_process_that_forks_graders_is_replaced_too(grader: RewardService) -> None:
     parents = {worker.ppid() for worker in workers()}
     for process in [*parents, *(worker.pid for worker in workers())]:
         os.kill(process, signal.SIGKILL)
@@ -302,7 +297,7 @@ async def test_the_process_that_forks_graders_is_replaced_too(grader: RewardScor
 
 
 async def test_graders_lost_while_no_file_can_be_opened_are_replaced_afterwards(
-    grader: RewardScorer, caplog: pytest.LogCaptureFixture
+    grader: RewardService, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The task that starts them must outlive the fault: every later answer waits for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -326,7 +321,7 @@ async def test_graders_that_never_start_fail_every_answer(
     broken.write_text("raise SystemExit('no math-verify here')\n")
     monkeypatch.setattr("services.reward.pool._SCRIPT", broken)
     monkeypatch.setattr("services.reward.pool._RETRY_S", 0.01)
-    async with RewardScorer(RewardSection(workers=1)) as scorer:
+    async with RewardService(RewardSection(workers=1)) as scorer:
         results = await scorer.score([boxed("x+1", "1+x"), boxed("x+2", "1+x")])
         assert isinstance(scorer.not_ready(), ServiceLost)
     assert [(result.status, result.reward) for result in results] == [("died", None)] * 2
@@ -337,7 +332,7 @@ async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.reward.functions.answers.MEMORY_MB", 256)
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(workers=1, functions=[MathReward(timeout_s=60)])
     ) as grader:
         bomb, good = await grader.score([boxed(ENORMOUS_SUM), boxed("x+1", "1+x")])

@@ -20,7 +20,7 @@ def test_the_environment_of_the_server_is_hidden(
     names = ("API_TOKEN", "HF_TOKEN", "JUDGE_API_KEY", "SOME_API_KEY")
     for name in names:
         monkeypatch.setenv(name, "a-very-secret-value")
-    code = code_function(timeout=10, memory_mb=256, slots=1, partial_credit=True, sandbox=kind)
+    code = code_function(timeout_s=10, memory_mb=256, slots=1, partial_credit=True, sandbox=kind)
     pattern = "/proc/*/environ" if kind == "bubblewrap" else "/proc/self/environ"
     source = (
         "import os, glob\ntext = repr(dict(os.environ))\n"

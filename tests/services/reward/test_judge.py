@@ -18,7 +18,7 @@ from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.functions import JudgeRewardFunction
 from services.reward.functions.judge import parse_score
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 Reply = tuple[int, dict[str, str], str]
 
@@ -242,7 +242,7 @@ def test_missing_endpoint_is_an_error(endpoint: Endpoint) -> None:
     ids=range(30),
 )
 def test_parse_score(reply: str, score: float | None) -> None:
-    assert parse_score(reply, 10) == score
+    assert parse_score(reply) == score
 
 
 VERDICTS: list[tuple[str, float | None]] = [
@@ -328,7 +328,7 @@ VERDICTS: list[tuple[str, float | None]] = [
 
 @pytest.mark.parametrize(("reply", "score"), VERDICTS, ids=range(len(VERDICTS)))
 def test_a_verdict_is_said_once_and_outside_thoughts(reply: str, score: float | None) -> None:
-    assert parse_score(reply, 10) == score
+    assert parse_score(reply) == score
 
 
 def finished(reason: object, content: object = "Score: 10", **message: object) -> Reply:
@@ -389,11 +389,11 @@ def test_a_reply_that_is_cut_gives_no_verdict(endpoint: Endpoint) -> None:
 def test_settings_without_a_valid_judge_are_refused() -> None:
     with pytest.raises(ConfigError, match="the judge needs the URL"):
         JudgeRewardFunction("localhost", "big")
-    with pytest.raises(ConfigError, match="scale"):
-        JudgeRewardFunction("http://x", "big", scale=0)
     with pytest.raises(ConfigError, match=r"required.*reward\.functions\.judge\.url"):
         load(["--reward.functions", "judge"], {})
-    with pytest.raises(ConfigError, match=r"judge has no argument urll.*did you mean url"):
+    with pytest.raises(
+        ConfigError, match=r"no setting reward.functions.judge.urll.*did you mean .*url"
+    ):
         load(["--reward.functions", '{"name": "judge", "model": "m", "url": "u", "urll": "x"}'], {})
     with pytest.raises(InvalidInput, match="prompt"):
         JudgeRewardFunction("http://x", "big")(chats("x"))
@@ -408,7 +408,7 @@ async def test_the_judge_in_the_reward_server(
     config = RewardSection(
         functions=["math", JudgeReward(url=endpoint.url, model="big", weight=0.5)],
     )
-    async with RewardScorer(config) as scorer:
+    async with RewardService(config) as scorer:
         items = [
             RewardItem(prompt="p", response=text, ground_truth="5") for text in ("good 5", "bad 5")
         ]

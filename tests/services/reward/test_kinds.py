@@ -10,11 +10,10 @@ import pytest
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.answers import equivalence
-from services.reward.answers.equivalence import prepare, verdict
-from services.reward.answers.exact import same_answer
-from services.reward.answers.extract import gold_answer
-from services.reward.scorer import RewardScorer
+from services.reward.answers.equivalence import prepare
+from services.reward.service import RewardService
 from tests.support.paths import ROOT
+from tests.support.services.verdicts import compared
 
 KINDS = ROOT / "tests" / "golden" / "kinds.jsonl"
 HEDGED = {
@@ -34,15 +33,6 @@ PHRASES = (
 )  # fmt: skip
 
 
-def graded(gold: str, answer: str) -> str:
-    expected = gold_answer(gold)
-    assert expected is not None
-    same = same_answer(expected, answer)
-    if same is None:
-        return verdict(expected, answer)
-    return "right" if same else "wrong"
-
-
 def cases() -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for line in KINDS.read_text(encoding="utf-8").splitlines():
@@ -55,7 +45,7 @@ def cases() -> dict[str, list[dict[str, Any]]]:
 def test_kind(kind: str, rows: list[dict[str, Any]]) -> None:
     wrong = []
     for row in rows:
-        found = graded(row["gold"], row["answer"])
+        found = compared(row["gold"], row["answer"])
         if (found == "right") is not row["correct"]:
             wrong.append((row["gold"], row["answer"], found))
     assert not wrong, wrong
@@ -63,7 +53,7 @@ def test_kind(kind: str, rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("gold", "phrase"), list(product(HEDGED, PHRASES)))
 def test_hedge_in_a_box_earns_nothing(gold: str, phrase: str) -> None:
-    assert graded(gold, phrase.format(*HEDGED[gold])) != "right"
+    assert compared(gold, phrase.format(*HEDGED[gold])) != "right"
 
 
 def test_an_exception_of_the_grader_is_an_error_with_its_place(
@@ -79,7 +69,7 @@ def test_an_exception_of_the_grader_is_an_error_with_its_place(
 
 @pytest.mark.integration
 async def test_an_error_of_the_grader_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with RewardScorer(RewardSection(workers=1)) as grader:
+    async with RewardService(RewardSection(workers=1)) as grader:
         [pool] = grader._pools
 
         async def broken(*_: object) -> bytes:

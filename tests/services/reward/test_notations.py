@@ -11,11 +11,12 @@ from itertools import combinations
 
 import pytest
 
-from common.prompts.final_answers import MAX_ANSWER_CHARS
+from common.prompts.stated_answers import MAX_ANSWER_CHARS
 from services.reward.answers.equivalence import verdict
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from tests.support.paths import ROOT, SHARED_DATA
+from tests.support.services.verdicts import graded
 
 NOTATIONS = ROOT / "tests" / "golden" / "notations.jsonl"
 GSM8K, MATH500 = SHARED_DATA / "gsm8k", SHARED_DATA / "math500" / "test.jsonl"
@@ -26,16 +27,6 @@ FORMS = (
     "The answer is ${}$.",
     "So it must be:\n\n#### **${}$**",
 )
-
-
-def graded(gold: str, response: str) -> str:
-    """Returns the verdict on a response: right, wrong, unparsable or unevaluated."""
-    expected, answer = gold_answer(gold), extract_answer(response)
-    assert expected is not None
-    if answer is None:
-        return "unparsable"
-    same = same_answer(expected, answer)
-    return verdict(expected, answer) if same is None else "right" if same else "wrong"
 
 
 def boxed(gold: str, answer: str) -> str:

@@ -11,7 +11,7 @@ from common.wire.schemas import RewardItem
 from services.reward.functions.base import Message, Score, WrongScores
 from services.reward.functions.composite import CompositeRewardFunction, combine
 from services.reward.functions.plain import PlainFunction, name_of, numbered
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 
 CHATS: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in ("one", "three")]
 COLUMNS: dict[str, Any] = {"prompt": ["a?", "b?"], "ground_truth": ["1", "2"], "level": [3, None]}
@@ -90,7 +90,7 @@ def test_async_functions_share_a_loop_of_their_own() -> None:
     [
         (
             lambda completions, solution: [],
-            r"needs the argument solution; there are completions, ground_truth, level",
+            r"missing a required argument: 'solution'; there are completions, ground_truth, level",
         ),
         (lambda completions: [1.0], r"returned 1 scores for 2 completions"),
         (lambda completions: None, r"returned None"),
@@ -140,7 +140,7 @@ def test_names() -> None:
 
 @pytest.mark.integration
 async def test_a_plain_function_by_its_import_path_grades_on_a_cluster() -> None:
-    async with RewardScorer(
+    async with RewardService(
         RewardSection(functions=["tests.support.services.own_rewards:plain_length"], workers=1)
     ) as scorer:
         found = await scorer.score(
@@ -164,7 +164,7 @@ async def test_a_call_that_fails_once_is_repeated_one_by_one_and_said(
         return [float(len(text)) for text in completions]
 
     items = [RewardItem(response=text, ground_truth="") for text in ("four", "three")]
-    async with RewardScorer(RewardSection(), functions=[PlainFunction(length)]) as scorer:
+    async with RewardService(RewardSection(), functions=[PlainFunction(length)]) as scorer:
         found = await scorer.score(items)
     assert [result.reward for result in found] == [4.0, 5.0]
     assert (
@@ -197,7 +197,7 @@ async def test_a_function_that_changes_its_arguments_changes_nothing_for_others(
     apart = [PlainFunction(last_step), PlainFunction(as_written)]
     together = [CompositeRewardFunction([PlainFunction(last_step), PlainFunction(as_written)])]
     for functions in (apart, together):
-        async with RewardScorer(RewardSection(), functions=functions) as scorer:
+        async with RewardService(RewardSection(), functions=functions) as scorer:
             found = [await scorer.score([item, item]) for _ in range(2)]
         assert [result.reward for results in found for result in results] == [2.0] * 4
     assert columns["steps"] == ["2+3", "5"]

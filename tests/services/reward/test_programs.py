@@ -21,7 +21,7 @@ from common.wire.schemas import RewardItem
 from services.reward.app import create_reward_app
 from services.reward.functions import CodeRewardFunction
 from services.reward.functions.programs import extract_program
-from services.reward.scorer import RewardScorer
+from services.reward.service import RewardService
 from services.sandbox import command, sandbox
 from services.sandbox.case_formats import parse_cases
 from tests.support.services.sandbox import code_function
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=5, partial_credit=True)
+    return code_function(timeout_s=5, partial_credit=True)
 
 
 F = "```python\ndef f(x):\n    return x\n```"
@@ -343,7 +343,7 @@ def test_large_values_pass_through(
 def test_what_is_over_the_limit_of_output_has_a_status_that_says_so(
     program: str, case: Any
 ) -> None:
-    small = code_function(timeout=5, slots=1, output_kb=2)
+    small = code_function(timeout_s=5, slots=1, output_kb=2)
     [result] = small.results(program, [case])
 
     assert result.status == "output"
@@ -360,7 +360,7 @@ def test_what_is_over_the_limit_of_output_has_a_status_that_says_so(
     ],
 )
 def test_a_case_that_expects_more_than_the_limit_is_refused(case: Any) -> None:
-    small = code_function(timeout=5, slots=1, output_kb=2)
+    small = code_function(timeout_s=5, slots=1, output_kb=2)
     with pytest.raises(
         InvalidInput, match=r"over the limit of 2048|more than 100 levels"
     ) as caught:
@@ -415,7 +415,7 @@ def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
         block("print([0, 1, 0, 3][int(input())])"),
         [{"role": "assistant", "content": "no"}],
     ]
-    whole = code_function(timeout=3, slots=1)
+    whole = code_function(timeout_s=3, slots=1)
     assert code(chats, test_cases=cases) == [pytest.approx(2 / 3), 1.0, 0.0]
     scores = whole.scores(chats, test_cases=cases)
     assert [(score.value, score.correct, score.status, score.answer) for score in scores] == [
@@ -426,7 +426,7 @@ def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
 
 
 def test_the_time_of_all_cases_is_bounded_too() -> None:
-    code = code_function(timeout=0.2, partial_credit=True)
+    code = code_function(timeout_s=0.2, partial_credit=True)
     results = code.results("while True: pass", [{"input": "", "output": ""}] * 20)
     assert [result.status for result in results[:5]] == [
         "timeout"
@@ -569,7 +569,7 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
 
 
 def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
-    code = CodeRewardFunction(timeout=0.5, sandbox="none", slots=2)
+    code = CodeRewardFunction(timeout_s=0.5, sandbox="none", slots=2)
     cases = [[{"input": "", "output": "1"}]] * 3
     right, endless, wrong = code(
         [block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases
@@ -626,5 +626,5 @@ async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.A
 
 async def test_a_server_without_code_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    async with RewardScorer(RewardSection()) as scorer:
+    async with RewardService(RewardSection()) as scorer:
         assert (await scorer.score([RewardItem(response="5", ground_truth="5")]))[0].correct

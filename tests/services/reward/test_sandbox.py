@@ -182,7 +182,7 @@ def test_a_program_reaches_nothing_of_its_other_cases(code: CodeRewardFunction) 
 
 @pytest.mark.slow
 def test_hostile_programs_beside_good_ones_change_no_verdict() -> None:
-    code = code_function(timeout=2, memory_mb=256, slots=4)
+    code = code_function(timeout_s=2, memory_mb=256, slots=4)
     bombs = ["while True: pass", "x = []\nwhile True: x.append(bytearray(1 << 20))", "import os\nwhile True: os.fork()",
              "while True: print('x' * 1000)"]  # fmt: skip
     texts, right = [], []
@@ -197,7 +197,7 @@ def test_hostile_programs_beside_good_ones_change_no_verdict() -> None:
 def test_eighty_programs_at_once_share_eight_slots_and_none_fails() -> None:
     """Zombies count against a user's process limit: with one user for all slots, a third of the
     programs failed."""
-    code = code_function(timeout=20, slots=8)
+    code = code_function(timeout_s=20, slots=8)
     chats = [[{"role": "assistant", "content": f"```\nprint({i})\n```"}] for i in range(80)]
     assert (
         code(chats, test_cases=[[{"input": "", "output": str(i)}] for i in range(80)]) == [1.0] * 80
@@ -207,7 +207,7 @@ def test_eighty_programs_at_once_share_eight_slots_and_none_fails() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give every slot a user of its own")
 def test_every_slot_has_a_user_of_its_own() -> None:
     """The kernel does not apply the process limit to root."""
-    code = code_function(timeout=20, slots=3)
+    code = code_function(timeout_s=20, slots=3)
     chats = [[{"role": "assistant", "content": "```\nimport time\ntime.sleep(1.5)\n```"}]] * 3
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(code, chats, test_cases=[[{"input": "", "output": ""}]] * 3)

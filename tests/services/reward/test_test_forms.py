@@ -86,6 +86,10 @@ def extend(items):
 def pow(x, n):
     return 2 * x ** n
 
+def positive(x):
+    assert x > 0, "not positive"
+    return 2 * x
+
 def double(x):
     if x < 0:
         raise ValueError("negative")
@@ -346,6 +350,12 @@ def test_double():
     "an import of a dotted module": "import src.app\nassert src.app.double(2) == 4 and True",
     "an import by the name of a module of Python": "from code import double\nassert double(2) == 4",
     "an import of everything": "from solution import *\nassert double(2) == 4 and True",
+    "an import of everything, and names of the test": """
+from solution import *
+
+result = double(2)
+assert result == 4
+""",
     "the path of the test": """
 import os
 import sys
@@ -481,6 +491,19 @@ try:
 except AssertionError:
     print("wrong")
     raise
+""",
+    "two right answers": """
+try:
+    assert double(2) == 0
+except AssertionError:
+    assert double(2) == 4
+""",
+    "a check of the program that a test catches": """
+try:
+    positive(0)
+except AssertionError:
+    pass
+assert positive(2) == 4
 """,
     "a call of a coroutine function": {"function": "later", "args": [2], "output": 4},
     "LiveCodeBench": {
@@ -761,7 +784,7 @@ def test_number_of_tests():
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=5)
+    return code_function(timeout_s=5)
 
 
 def score(code: CodeRewardFunction, program: str, cases: Any, **columns: Any) -> float | None:
@@ -802,9 +825,14 @@ def test_an_assert_that_is_always_true_is_refused(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", SWALLOWED)
-def test_an_assert_whose_failure_is_caught_is_refused(form: str) -> None:
-    with pytest.raises(InvalidInput, match="nobody learns that `"):
-        parse_cases([SWALLOWED[form]])
+def test_a_failed_check_fails_the_test_although_a_handler_catches_it(
+    code: CodeRewardFunction, form: str
+) -> None:
+    test = SWALLOWED[form]
+    raises = "def double(x):\n    if x < 0:\n        raise ValueError(x)\n    return 2 * x"
+
+    assert score(code, raises, [test]) == 1.0
+    assert score(code, "def double(x):\n    return 2 * x + 1", [test]) == 0.0
 
 
 @pytest.mark.parametrize("form", SKIPPED)
@@ -847,7 +875,7 @@ def test_a_package_that_programs_lack_is_refused(code: CodeRewardFunction, test:
 
 def test_arrays_are_compared_where_programs_have_numpy() -> None:
     code = CodeRewardFunction(
-        timeout=30, partial_credit=True, slots=1, memory_mb=8192, python=sys.executable,
+        timeout_s=30, partial_credit=True, slots=1, memory_mb=8192, python=sys.executable,
         sandbox="none",
     )  # fmt: skip
     tests = [

@@ -19,7 +19,7 @@ from common.settings.config import load
 from common.wire.schemas import WeightManifest, adapter_name
 from services.rollout.engine_client import EngineClient, engine_command, released_memory
 from services.rollout.state import NodeState
-from services.rollout.weights.store import WeightId
+from services.rollout.weights.trainer_client import WeightId
 from tests.support.engines.strict_sglang import StrictSGLang
 
 LIMIT_S = 10.0

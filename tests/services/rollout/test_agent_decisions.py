@@ -16,7 +16,7 @@ from common.settings.sections import ModelSection, RolloutSection, TrainerSectio
 from services.rollout.engine_client import engine_command
 from services.rollout.router import RouterClient, chosen_router, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
-from services.rollout.weights.store import WeightId
+from services.rollout.weights.trainer_client import WeightId
 
 V1, V2 = WeightId("a", 1), WeightId("a", 2)
 
@@ -231,6 +231,8 @@ def test_sglang_records_experts_only_for_routing_replay(replays: bool, tmp_path:
     config = Config(rollout=rollout, trainer=TrainerSection(routing_replay=replays))
     command = engine_command(config, Topology(), "m", "default")
     assert ("--enable-return-routed-experts" in command) is replays
+    # Kernels that choose the experts themselves leave no record of them.
+    assert (pairs(command).get("--moe-runner-backend") == "triton") is replays
 
 
 def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:

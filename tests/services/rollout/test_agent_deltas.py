@@ -4,6 +4,7 @@ whole file."""
 import logging
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,8 @@ from common.process.metrics import Metrics
 from common.weights.checksums import checksum
 from common.weights.deltas import BadDelta, apply_delta, write_delta
 from common.wire.schemas import WeightManifest
-from services.rollout.weights.store import TrainerClient, WeightStore
+from services.rollout.weights.store import WeightStore
+from services.rollout.weights.trainer_client import TrainerClient
 from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.tensor_file import write_tensors
@@ -89,17 +91,17 @@ async def client(trainer: Trainer) -> AsyncIterator[TrainerClient]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "node")
+def store(tmp_path: Path, client: TrainerClient) -> WeightStore:
+    return WeightStore(tmp_path / "node", client)
 
 
 async def test_a_node_that_holds_the_version_before_fetches_a_tenth_of_the_bytes(
     trainer: Trainer, client: TrainerClient, store: WeightStore
 ) -> None:
-    await store.fetch(trainer.publish(1, 1.0), client)
+    await store.fetch(trainer.publish(1, 1.0))
     for version in range(2, 5):
         trainer.paths, trainer.bytes = [], 0
-        path = await store.fetch(trainer.publish(version, 0.02), client)
+        path = await store.fetch(trainer.publish(version, 0.02))
         assert trainer.paths == [DELTA]
         assert trainer.bytes < 0.1 * trainer.file(version).stat().st_size
         assert (path / FILE).read_bytes() == trainer.file(version).read_bytes()
@@ -109,12 +111,12 @@ async def test_a_node_that_holds_the_version_before_fetches_a_tenth_of_the_bytes
 async def test_a_node_that_is_behind_and_one_that_has_just_come_fetch_the_whole(
     trainer: Trainer, client: TrainerClient, store: WeightStore, tmp_path: Path
 ) -> None:
-    await store.fetch(trainer.publish(1, 1.0), client)
+    await store.fetch(trainer.publish(1, 1.0))
     trainer.publish(2, 0.02)
     manifest = trainer.publish(3, 0.02)
-    for node in (store, WeightStore(tmp_path / "new")):
+    for node in (store, WeightStore(tmp_path / "new", client)):
         trainer.paths = []
-        path = await node.fetch(manifest, client)
+        path = await node.fetch(manifest)
         assert trainer.paths == [FILE]
         assert checksum(path / FILE) == checksum(trainer.file(3))
 
@@ -136,7 +138,7 @@ async def test_a_wrong_delta_is_never_loaded(
     damage: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    base = await store.fetch(trainer.publish(1, 1.0), client)
+    base = await store.fetch(trainer.publish(1, 1.0))
     manifest = trainer.publish(2, 0.02)
     [file] = manifest.files
     assert file.delta
@@ -157,7 +159,7 @@ async def test_a_wrong_delta_is_never_loaded(
         if damage == "manifest":
             file.delta = file.delta.model_copy(update={"xxh3": checksum(trainer.file(2, DELTA))})
     with caplog.at_level(logging.ERROR):
-        path = await store.fetch(manifest, client)
+        path = await store.fetch(manifest)
     assert checksum(path / FILE) == file.xxh3
     assert "is unusable, the whole file replaces it" in caplog.text
     assert trainer.paths[-1] == FILE
@@ -167,9 +169,9 @@ async def test_a_shared_directory_is_read_in_place_until_there_are_deltas(
     trainer: Trainer, client: TrainerClient, store: WeightStore
 ) -> None:
     trainer.shared = True
-    assert await store.fetch(trainer.publish(1, 1.0), client) == trainer.file(1).parent
+    assert await store.fetch(trainer.publish(1, 1.0)) == trainer.file(1).parent
     for version in (2, 3):
-        path = await store.fetch(trainer.publish(version, 0.02), client)
+        path = await store.fetch(trainer.publish(version, 0.02))
         assert path.parent == store.directory
         assert checksum(path / FILE) == checksum(trainer.file(version))
         shutil.rmtree(trainer.file(version - 1).parent)
@@ -212,8 +214,9 @@ def test_any_file_comes_back_from_its_delta(
             delta.write_bytes(
                 delta.read_bytes()[: data.draw(st.integers(0, delta.stat().st_size - 1), "cut at")]
             )
-            with pytest.raises(BadDelta):
-                apply_delta(old, delta, made)
+            with suppress(BadDelta):  # or the checksum shows it
+                if apply_delta(old, delta, made) == checksum(new):
+                    assert made.read_bytes() == new.read_bytes()
 
 
 async def test_large_files_are_written_over_those_of_the_version_that_was_removed(
@@ -226,7 +229,7 @@ async def test_large_files_are_written_over_those_of_the_version_that_was_remove
     for version, changed in enumerate([1.0, 1.0, 1.0, 1.0, 0.02, 0.02, 1.0, 1.0, 0.02], 1):
         if version == 7:
             trainer.weights["c"] = trainer.weights["c"][:900].clone()
-        path = await store.fetch(trainer.publish(version, changed), client)
+        path = await store.fetch(trainer.publish(version, changed))
         assert checksum(path / FILE) == checksum(trainer.file(version))
         inodes[0].add(trainer.file(version).stat().st_ino)
         inodes[1].add((path / FILE).stat().st_ino)

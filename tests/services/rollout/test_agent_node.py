@@ -262,7 +262,6 @@ def test_every_way_delivers_the_same_tensors(both: SyncedNodes, way: str) -> Non
     info = httpx.get(f"{both.nodes[0].engine_url}/model_info", timeout=10, trust_env=False).json()
     if way != "distributed":  # a broadcast leaves the path as it was
         assert (str(both.board.directory) in info["model_path"]) is (way == "shared")
-    assert all(bool(report.checksum) is (way == "distributed") for report in both.reports())
     assert both.fenced == []
 
 

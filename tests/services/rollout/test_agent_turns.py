@@ -63,7 +63,8 @@ def says(cluster: Cluster, state: str) -> bool:
 def generating(node: Node) -> bool | None:
     """Returns whether the engine generates, or None without an engine."""
     with suppress(httpx.TransportError):
-        return httpx.get(node.engine_url + "/ready", timeout=10, trust_env=False).is_success
+        answer = httpx.get(node.engine_url + "/server_info", timeout=10, trust_env=False)
+        return not answer.json()["internal_states"][0]["paused"]
     return None
 
 
@@ -165,6 +166,7 @@ def test_a_trainer_does_not_update_beside_an_engine_that_keeps_its_memory(tmp_pa
             )
         )
         with pytest.raises(
-            PublishFailed, match=rf"have not released their memory.*rollout-server-0 \({state}\)"
+            PublishFailed,
+            match=rf"have not released their memory.*rollout-server-0 \({state}, weights 1\)",
         ):
             board.sleep(0.1)

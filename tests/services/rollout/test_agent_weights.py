@@ -14,13 +14,13 @@ from common.process.metrics import Metrics
 from common.process.storage import StorageFailed
 from common.weights.checksums import Hasher
 from common.wire.schemas import Broadcast, WeightFile, WeightManifest
-from services.rollout.weights.store import (
+from services.rollout.weights.store import WeightStore
+from services.rollout.weights.trainer_client import (
     CorruptWeights,
     Download,
     TrainerClient,
     WeightId,
     WeightsGone,
-    WeightStore,
 )
 from trainer.backends.server import create_trainer_app
 from trainer.weights.board import WeightBoard
@@ -74,8 +74,8 @@ async def client(transport: Recorder) -> AsyncIterator[TrainerClient]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "node")
+def store(tmp_path: Path, client: TrainerClient) -> WeightStore:
+    return WeightStore(tmp_path / "node", client)
 
 
 async def test_latest_is_none_before_the_first_version(
@@ -97,7 +97,7 @@ async def test_version_is_downloaded_verified_and_complete(
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:
     contents = {"config.json": b"{}", "model.safetensors": b"w" * 3_000_000, "empty": b""}
-    path = await store.fetch(publish(board, 12, contents), client)
+    path = await store.fetch(publish(board, 12, contents))
     assert path.name == "v000012"
     assert {name: (path / name).read_bytes() for name in contents} == contents
     assert not list(store.directory.glob("*.partial"))
@@ -106,9 +106,9 @@ async def test_version_is_downloaded_verified_and_complete(
 async def test_unchanged_files_are_linked_and_not_downloaded_again(
     client: TrainerClient, board: WeightBoard, store: WeightStore, transport: Recorder
 ) -> None:
-    first = await store.fetch(publish(board, 1, {"config.json": b"{}", "w": b"one"}), client)
+    first = await store.fetch(publish(board, 1, {"config.json": b"{}", "w": b"one"}))
     transport.paths.clear()
-    second = await store.fetch(publish(board, 2, {"config.json": b"{}", "w": b"two"}), client)
+    second = await store.fetch(publish(board, 2, {"config.json": b"{}", "w": b"two"}))
     assert transport.paths == ["/weights/2/files/w"]
     assert (first / "config.json").samefile(second / "config.json")
     assert (first / "w").read_bytes() == b"one"
@@ -117,15 +117,15 @@ async def test_unchanged_files_are_linked_and_not_downloaded_again(
 async def test_corrupted_file_is_refused_and_leaves_nothing(
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:
-    good = await store.fetch(publish(board, 1, {"w": b"one"}), client)
+    good = await store.fetch(publish(board, 1, {"w": b"one"}))
     manifest = publish(board, 2, {"w": b"two"})
     for content in (b"TWO", b"twotwo", b"t"):
         board_file(board, 2, "w").write_bytes(content)
         with pytest.raises(CorruptWeights, match=r"checksum|bytes"):
-            await store.fetch(manifest, client)
+            await store.fetch(manifest)
         assert sorted(store.directory.iterdir()) == [good]
     board_file(board, 2, "w").write_bytes(b"two")
-    assert ((await store.fetch(manifest, client)) / "w").read_bytes() == b"two"
+    assert ((await store.fetch(manifest)) / "w").read_bytes() == b"two"
 
 
 async def test_pruned_version_is_told_apart_from_a_bad_one(
@@ -134,22 +134,22 @@ async def test_pruned_version_is_told_apart_from_a_bad_one(
     manifest = publish(board, 1, {"w": b"one"})
     board_file(board, 1, "w").unlink()
     with pytest.raises(WeightsGone):
-        await store.fetch(manifest, client)
+        await store.fetch(manifest)
 
 
 async def test_two_newest_versions_are_kept(
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:
     for version in range(1, 6):
-        await store.fetch(publish(board, version, {"w": b"%d" % version}), client)
+        await store.fetch(publish(board, version, {"w": b"%d" % version}))
     assert sorted(path.name for path in store.directory.iterdir()) == ["v000004", "v000005"]
 
 
 async def test_same_version_of_another_run_replaces_the_weights(
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:
-    await store.fetch(publish(board, 3, {"w": b"old", "same": b"s"}), client)
-    path = await store.fetch(publish(board, 3, {"w": b"new", "same": b"s"}, run_id="b"), client)
+    await store.fetch(publish(board, 3, {"w": b"old", "same": b"s"}))
+    path = await store.fetch(publish(board, 3, {"w": b"new", "same": b"s"}, run_id="b"))
     assert (path / "w").read_bytes() == b"new"
     assert (path / "same").read_bytes() == b"s"
     assert [entry.name for entry in store.directory.iterdir()] == ["v000003"]
@@ -159,13 +159,13 @@ async def test_weights_that_an_engine_starts_from_are_verified_again(
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:
     manifest = publish(board, 1, {"w": b"one"})
-    path = await store.fetch(manifest, client)
+    path = await store.fetch(manifest)
     assert store.hold(path)
     assert await store.verify(manifest, path)
     (path / "w").write_bytes(b"onE")
     assert not await store.verify(manifest, path)
     assert not store.hold(path)
-    assert (await store.fetch(manifest, client) / "w").read_bytes() == b"one"
+    assert (await store.fetch(manifest) / "w").read_bytes() == b"one"
 
 
 @pytest.mark.parametrize("deleted", ["", "v000001", "v000001/w"])
@@ -175,13 +175,13 @@ async def test_deleted_directories_of_a_node_are_made_again(
 ) -> None:
     contents = {"config.json": b"{}", "w": b"one"}
     manifest = publish(board, 1, contents)
-    await store.fetch(manifest, client)
+    await store.fetch(manifest)
     path = store.directory / deleted
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     if version == 2:
         contents["w"] = b"two"
         manifest = publish(board, 2, contents)
-    fetched = await store.fetch(manifest, client)
+    fetched = await store.fetch(manifest)
     assert {name: (fetched / name).read_bytes() for name in contents} == contents
 
 
@@ -197,10 +197,10 @@ async def test_weights_whose_broadcast_is_withdrawn_stay_where_an_engine_reads_t
         "backend": "gloo",
     }
     sent = Broadcast.model_validate(plan | {"ranks": {}, "incarnations": {}, "buckets": []})
-    path = await store.fetch(manifest.model_copy(update={"broadcast": sent}), client)
+    path = await store.fetch(manifest.model_copy(update={"broadcast": sent}))
     assert store.hold(path)
     inode = path.stat().st_ino
-    assert await store.fetch(manifest, client) == path
+    assert await store.fetch(manifest) == path
     assert path.stat().st_ino == inode
 
 
@@ -209,14 +209,14 @@ async def test_what_an_earlier_process_left_is_removed(
 ) -> None:
     """A kill or a bad disk may leave a file of the right size with wrong content."""
     manifest = publish(board, 1, {"w": b"one"})
-    path = await store.fetch(manifest, client)
+    path = await store.fetch(manifest)
     (path / "w").write_bytes(b"onE")
     half = store.directory / "v000002.partial"
     half.mkdir()
     transport.paths.clear()
-    again = WeightStore(store.directory)
+    again = WeightStore(store.directory, client)
     assert not half.exists()
-    assert await again.fetch(manifest, client) == path
+    assert await again.fetch(manifest) == path
     assert (path / "w").read_bytes() == b"one"
 
 
@@ -231,11 +231,11 @@ def test_names_cannot_leave_the_directory(name: str) -> None:
 async def test_name_given_twice_never_writes_into_an_older_version(
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:
-    first = await store.fetch(publish(board, 1, {"w": b"one"}), client)
+    first = await store.fetch(publish(board, 1, {"w": b"one"}))
     manifest = publish(board, 2, {"w": b"two"})
     one = WeightFile(name="w", size=3, xxh3=Hasher(b"one").hexdigest())
     with pytest.raises(StorageFailed, match="exists"):
-        await store.fetch(manifest.model_copy(update={"files": [one, *manifest.files]}), client)
+        await store.fetch(manifest.model_copy(update={"files": [one, *manifest.files]}))
     assert (first / "w").read_bytes() == b"one"
 
 

@@ -23,8 +23,8 @@ from common.wire.schemas import (
     WeightManifest,
 )
 from services.rollout.engine_client import engine_command
-from services.rollout.member import make_readable
-from services.rollout.nodes import EngineNodes, NodeCannotStart
+from services.rollout.engine_nodes import EngineNodes, NodeCannotStart
+from services.rollout.further_node import make_readable
 
 OTHERS = ["rollout-server-1", "rollout-server-2"]
 START = EngineStart(id="a", dist_init_addr="head:1", model_path="m", weight_version="default")

@@ -17,7 +17,7 @@ from common.wire.schemas import WeightManifest, WorkerReport
 from learning.weight_group import digest
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.receive import BroadcastReceiver
-from services.rollout.weights.store import TrainerClient
+from services.rollout.weights.trainer_client import TrainerClient
 from tests.support.engines.strict_sglang import StrictSGLang
 from tests.support.paths import ROOT
 from trainer.backends.server import create_trainer_app

@@ -293,8 +293,6 @@ class PaperUpdate:
                 objective = torch.where(advantage < 0, torch.maximum(objective, least), objective)
         if decoupled:
             log_weight = row.start - row.sampled
-            if settings.correction_level == "sequence":
-                log_weight = log_weight.sum().expand_as(log_weight)
             weight, cap = torch.exp(log_weight), settings.correction_cap
             if settings.rollout_correction == "truncate":
                 objective = objective * torch.clamp(weight, max=cap)

@@ -30,7 +30,7 @@ import yaml
 
 from common.errors import ConfigError
 from common.process.cli import CommandParser, fail
-from jobgroup.spec import assignment, known_variable
+from jobgroup.spec import assignments, known_variable
 from tests.support.jobgroups.fit import Placed, missing, problems, warnings
 from tests.support.paths import ROOT
 
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     groups = {}
     try:
-        env = [assignment(text, "--env") for text in options.env]
+        env = list(assignments(options.env, "--env").items())
         for path in options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml")):
             name = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
             groups[name] = _read(path)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.errors import ServiceError
 from common.wire.schemas import Completion, EpisodeLimits, FinishReason, Int32
-from services.environment.session import Session, SessionSettings
+from services.environment.session import Session
 from services.environment.template import Template
 
 END = "<|endoftext|>"
@@ -117,6 +117,7 @@ def trap_session(
     tokenizer = trap_tokenizer(template)
     answers = [letters(tokenizer, each) if isinstance(each, str) else each for each in script]
     engine = ScriptedEngine(answers, tokenizer.eos_token_id)
-    settings = SessionSettings(most, limits or EpisodeLimits())
     template_of_model = Template(tokenizer, [tokenizer.eos_token_id])
-    return Session("s", template_of_model, engine, settings=settings), engine, tokenizer
+    limits = limits or EpisodeLimits()
+    session = Session("s", template_of_model, engine, limits=limits, max_new_tokens=most)
+    return session, engine, tokenizer

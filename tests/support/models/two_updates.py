@@ -72,6 +72,7 @@ async def two_updates(
                 completion.weight_version for group in groups for completion in group.completions
             } == {version}
             found.append(policy.update(prepared(policy, groups)).metrics)
+            policy.step += 1
             write_version(policy.weights(), static, workplace / "weights", "run", version + 1)
             await control.load(
                 workplace / "weights" / version_name(version + 1), str(version + 1), 60

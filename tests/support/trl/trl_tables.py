@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from trainer.api.trl import NO_EFFECT, Argument
+from trainer.api.trl import Argument, Effect
 
 
 def table(arguments: Mapping[str, Argument]) -> str:
@@ -10,13 +10,11 @@ def table(arguments: Mapping[str, Argument]) -> str:
     rows = ["| TRL | here | remark |", "|---|---|---|"]
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, argument in sorted(arguments.items()):
-        if argument.ours in ("", NO_EFFECT):
-            kind = "no effect" if argument.ours else "refused"
-            if argument.is_said:
-                kind = "no effect, said"
-            reasons.setdefault((kind, argument.remark), []).append(f"`{name}`")
-        else:
+        if argument.effect is Effect.USED:
             rows.append(f"| `{name}` | `{argument.ours}` | {argument.remark} |")
+        else:
+            key = (argument.effect.value, argument.remark)
+            reasons.setdefault(key, []).append(f"`{name}`")
     if len(rows) == 2:
         rows = []
     for kind in ("no effect, said", "no effect", "refused"):

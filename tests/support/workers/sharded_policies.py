@@ -72,6 +72,7 @@ def learned(
         if policy.scorer.routers is not None:
             batch = with_experts(batch, policy.scorer.routers)
         metrics = policy.update(prepared(policy, batch, reference=reference)).metrics
+        policy.step += 1
         reference.refresh(policy)
         found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
         if parked:

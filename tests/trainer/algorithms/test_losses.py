@@ -1,6 +1,7 @@
 """Policy loss and KL estimators against hand-computed numbers."""
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.settings.algorithm import AlgorithmSection
 from trainer.algorithms.losses import (
     Aggregation,
+    PolicyLoss,
     TokenTerms,
     adapted_kl_coef,
     cispo,
@@ -17,10 +20,34 @@ from trainer.algorithms.losses import (
     importance_correction,
     kl_divergence,
     off_policy_mask,
-    probability_ratio,
+    ratio_of,
     row_ratio,
     token_coefficients,
 )
+
+ROWS = torch.tensor([0, 0, 1, 1, 1])
+
+
+def terms(
+    logprobs: torch.Tensor,
+    rollout: torch.Tensor,
+    advantages: torch.Tensor,
+    old: torch.Tensor | None = None,
+) -> TokenTerms:
+    """Returns the tokens of two completions, of 2 and 3 tokens, by default with a ratio of 1."""
+    return TokenTerms(
+        logprobs=logprobs,
+        old_logprobs=logprobs if old is None else old,
+        rollout_logprobs=rollout,
+        advantages=advantages,
+        row_of_token=ROWS[: len(logprobs)],
+        row_count=2,
+    )
+
+
+def surrogate(ratio: torch.Tensor, advantages: list[float], **settings: float) -> PolicyLoss:
+    tokens = terms(ratio, ratio, torch.tensor(advantages))
+    return clipped_surrogate(ratio, tokens, AlgorithmSection(**settings))
 
 
 @pytest.mark.parametrize(
@@ -38,8 +65,8 @@ def test_clipped_surrogate_hand_computed(
     ratio: float, advantage: float, loss: float, clipped: float
 ) -> None:
     behaviour = torch.tensor([-2.0])
-    found = probability_ratio(behaviour + math.log(ratio), behaviour)
-    result = clipped_surrogate(found, torch.tensor([advantage]), 0.2, 0.28)
+    found = ratio_of(behaviour + math.log(ratio), behaviour)
+    result = surrogate(found, [advantage], clip_high=0.28)
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert result.ratio.item() == pytest.approx(ratio, abs=1e-6)
     assert result.clipped.item() == clipped
@@ -47,8 +74,8 @@ def test_clipped_surrogate_hand_computed(
 
 def test_gradient_stops_where_the_ratio_is_clipped() -> None:
     logprobs = torch.tensor([math.log(1.5), 0.0], requires_grad=True)
-    ratio = probability_ratio(logprobs, torch.zeros(2))
-    clipped_surrogate(ratio, torch.ones(2), 0.2, 0.2).loss.sum().backward()
+    ratio = ratio_of(logprobs, torch.zeros(2))
+    surrogate(ratio, [1.0, 1.0]).loss.sum().backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -1.0]))
 
@@ -60,38 +87,21 @@ def test_gradient_stops_where_the_ratio_is_clipped() -> None:
 def test_dual_clip_bounds_the_loss_of_bad_tokens(
     ratio: float, advantage: float, loss: float, clipped: float
 ) -> None:
-    result = clipped_surrogate(
-        torch.tensor([ratio]), torch.tensor([advantage]), 0.2, 0.2, dual_clip=3.0
-    )
+    result = surrogate(torch.tensor([ratio]), [advantage], dual_clip=3.0)
     assert result.loss.item() == pytest.approx(loss)
     assert result.clipped.item() == clipped
 
 
 def test_a_huge_log_ratio_stays_finite() -> None:
-    ratio = probability_ratio(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
-    assert torch.isfinite(clipped_surrogate(ratio, torch.tensor([-1.0, 1.0]), 0.2, 0.2).loss).all()
-
-
-ROWS = torch.tensor([0, 0, 1, 1, 1])
-
-
-def terms(logprobs: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor) -> TokenTerms:
-    """Returns the tokens of two completions, of 2 and 3 tokens, with a ratio of 1."""
-    return TokenTerms(
-        logprobs=logprobs,
-        old_logprobs=logprobs,
-        rollout_logprobs=rollout,
-        advantages=advantages,
-        row_of_token=ROWS,
-        row_count=2,
-    )
+    ratio = ratio_of(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
+    assert torch.isfinite(surrogate(ratio, [-1.0, 1.0]).loss).all()
 
 
 def test_row_ratio_hand_computed() -> None:
     """GSPO: exp of the mean log ratio. Row 0: (0.2 + 0.4) / 2 = 0.3; row 1: (0.3 − 0.3 + 0.6) / 3 =
     0.2."""
     logprobs = torch.tensor([-0.8, -0.6, -0.7, -1.3, -0.4], requires_grad=True)
-    ratio = row_ratio(logprobs, torch.full((5,), -1.0), ROWS, 2)
+    ratio = row_ratio(terms(logprobs, logprobs, torch.ones(5), torch.full((5,), -1.0)))
     expected = torch.tensor([math.exp(0.3)] * 2 + [math.exp(0.2)] * 3)
     torch.testing.assert_close(ratio.detach(), expected)
     ratio.sum().backward()
@@ -103,7 +113,8 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
     """The computed Σ over tokens of s/L equals the derivative of s = exp(mean log ratio) itself."""
     old = torch.tensor([-1.0, -1.2, -0.5])
     one = torch.tensor([-0.8, -0.9, -0.7], requires_grad=True)
-    (row_ratio(one, old, torch.zeros(3, dtype=torch.long), 1) / 3).sum().backward()
+    tokens = replace(terms(one, old, torch.ones(3), old), row_of_token=torch.zeros(3).long())
+    (row_ratio(tokens) / 3).sum().backward()
     two = one.detach().clone().requires_grad_(True)
     torch.exp((two - old).mean()).backward()
     torch.testing.assert_close(one.grad, two.grad)
@@ -111,8 +122,9 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
 
 def test_cispo_hand_computed_and_its_clipped_tokens_keep_their_gradient() -> None:
     logprobs = torch.tensor([math.log(6.0), math.log(0.5)], requires_grad=True)
-    ratio = probability_ratio(logprobs, torch.zeros(2))
-    result = cispo(ratio, logprobs, torch.tensor([1.0, -2.0]), clip_low=1.0, clip_high=4.0)
+    ratio = ratio_of(logprobs, torch.zeros(2))
+    tokens = terms(logprobs, torch.zeros(2), torch.tensor([1.0, -2.0]))
+    result = cispo(ratio, tokens, AlgorithmSection(name="cispo"))
     expected = torch.tensor([-5.0 * math.log(6.0), 0.5 * 2.0 * math.log(0.5)])
     torch.testing.assert_close(result.loss.detach(), expected)
     assert result.clipped.tolist() == [1.0, 0.0]
@@ -143,17 +155,14 @@ def test_importance_correction_hand_computed() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
     behaviour = proximal - torch.log(torch.tensor([3.0, 0.5, 1.5, 1.0, 0.25]))
 
-    def weights(
-        mode: Literal["truncate", "mask"], level: Literal["token", "sequence"]
-    ) -> list[float]:
+    def weights(mode: Literal["truncate", "mask"]) -> list[float]:
         tokens = terms(proximal, behaviour, torch.ones(5))
-        found: list[float] = importance_correction(tokens, mode=mode, level=level, cap=2.0).tolist()
+        settings = AlgorithmSection(rollout_correction=mode)
+        found: list[float] = importance_correction(tokens, settings).tolist()
         return found
 
-    assert weights("truncate", "token") == pytest.approx([2.0, 0.5, 1.5, 1.0, 0.25])
-    assert weights("mask", "token") == pytest.approx([0.0, 0.5, 1.5, 1.0, 0.0])
-    assert weights("truncate", "sequence") == pytest.approx([1.5, 1.5, 0.375, 0.375, 0.375])
-    assert weights("mask", "sequence") == pytest.approx([1.5, 1.5, 0.0, 0.0, 0.0])
+    assert weights("truncate") == pytest.approx([2.0, 0.5, 1.5, 1.0, 0.25])
+    assert weights("mask") == pytest.approx([0.0, 0.5, 1.5, 1.0, 0.0])
 
 
 def test_off_policy_mask_drops_bad_completions_that_moved_away() -> None:

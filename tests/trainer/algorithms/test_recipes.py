@@ -29,7 +29,7 @@ from trainer.algorithms.losses import (
     importance_correction,
     policy_loss,
     policy_weights,
-    probability_ratio,
+    ratio_of,
     sapo,
 )
 from trainer.policy.policy import Policy
@@ -76,17 +76,10 @@ def terms(
 def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advantage(
     new: float, old: float, advantage: float, loss: float, masked: float
 ) -> None:
-    low, high = (0.3, 0.2) if old == 0.9 else (0.2, 0.2)
+    settings = AlgorithmSection(name="dppo", clip_low=0.3 if old == 0.9 else 0.2)
     logprobs = logs(new).requires_grad_()
-    ratio = probability_ratio(logprobs, logs(old))
-    result = dppo(
-        ratio,
-        logprobs=logprobs,
-        rollout_logprobs=logs(old),
-        advantages=torch.tensor([advantage]),
-        low=low,
-        high=high,
-    )
+    tokens = terms(logprobs, old=logs(old), rollout=logs(old), advantages=torch.tensor([advantage]))
+    result = dppo(ratio_of(tokens.logprobs, tokens.old_logprobs), tokens, settings)
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert result.clipped.item() == masked
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
@@ -111,7 +104,10 @@ def test_sapo_hand_computed() -> None:
     """4/τ · σ(τ(ρ − 1)) has the slope 4 · σ · (1 − σ) · ρ in log π: the plain policy gradient where
     ρ is 1."""
     logprobs, advantages = logs(0.5, 0.8, 0.8).requires_grad_(), torch.tensor([2.0, 1.0, -1.0])
-    result = sapo(probability_ratio(logprobs, logs(0.5, 0.4, 0.4)), advantages, 1.0, 2.0)
+    old = logs(0.5, 0.4, 0.4)
+    tokens = terms(logprobs, old=old, rollout=old, advantages=advantages)
+    settings = AlgorithmSection(name="sapo", sapo_tau_negative=2.0)
+    result = sapo(ratio_of(tokens.logprobs, tokens.old_logprobs), tokens, settings)
     up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))  # ρ = 2 with τ = 1 and τ = 2
     np.testing.assert_allclose(result.loss.detach(), [-2.0 * 4 * 0.5, -4 * up, 2 * down], rtol=1e-6)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
@@ -125,9 +121,10 @@ def test_sapo_hand_computed() -> None:
 def test_icepop_keeps_the_weight_between_its_bounds_and_drops_the_token_outside() -> None:
     weights = [0.1, 0.49, 0.51, 1.0, 4.9, 5.1]
     tokens = terms(logs(*weights), rollout=torch.zeros(6), rows=torch.arange(6))
-    found = importance_correction(tokens, mode="mask", level="token", cap=5.0, floor=0.5)
+    found = importance_correction(tokens, AlgorithmSection(name="icepop"))
     np.testing.assert_allclose(found, [0, 0, 0.51, 1.0, 4.9, 0], rtol=1e-6)
-    symmetric = importance_correction(tokens, mode="mask", level="token", cap=5.0)
+    settings = AlgorithmSection(rollout_correction="mask", correction_cap=5.0)
+    symmetric = importance_correction(tokens, settings)
     np.testing.assert_allclose(
         symmetric, [0, 0.49, 0.51, 1.0, 4.9, 0], rtol=1e-6
     )  # the lower bound defaults to 1/5
@@ -139,16 +136,16 @@ def test_a_completion_is_rejected_by_the_geometric_mean_of_its_ratios() -> None:
     rows = torch.tensor([0] * 2 + [1] * 2 + [2] * 2 + [3] * 4000)
     ratios = torch.tensor([0.5, -0.5, 0.003, 0.001, -0.003, -0.001] + [0.0009] * 4000)
     tokens = terms(ratios, rollout=torch.zeros_like(ratios), rows=rows)
-    mask = geometric_mask(tokens, 0.999, 1.001)
+    mask = geometric_mask(tokens, AlgorithmSection(geometric_low=0.999, geometric_high=1.001))
     assert [mask[rows == row].unique().tolist() for row in range(4)] == [[1.0], [0.0], [0.0], [1.0]]
-    one_sided = geometric_mask(tokens, None, 1.001)
+    one_sided = geometric_mask(tokens, AlgorithmSection(geometric_high=1.001))
     assert [one_sided[rows == row].unique().tolist() for row in range(4)] == [
         [1.0],
         [0.0],
         [1.0],
         [1.0],
     ]
-    other = geometric_mask(tokens, 0.999, None)
+    other = geometric_mask(tokens, AlgorithmSection(geometric_low=0.999))
     assert [other[rows == row].unique().tolist() for row in range(4)] == [
         [1.0],
         [1.0],
@@ -178,10 +175,7 @@ def test_the_recipes_have_the_published_bounds() -> None:
         for name in ("icepop", "geo_rs", "sapo", "dppo")
     }
     assert (sections["icepop"].correction_floor, sections["icepop"].correction_cap) == (0.5, 5.0)
-    assert (sections["icepop"].rollout_correction, sections["icepop"].correction_level) == (
-        "mask",
-        "token",
-    )
+    assert sections["icepop"].rollout_correction == "mask"
     assert (sections["geo_rs"].geometric_low, sections["geo_rs"].geometric_high) == (0.999, 1.001)
     assert (sections["sapo"].sapo_tau_positive, sections["sapo"].sapo_tau_negative) == (1.0, 1.05)
     assert (sections["dppo"].clip_low, sections["dppo"].clip_high) == (0.2, 0.2)
@@ -385,7 +379,7 @@ def test_the_teacher_is_compared_with_the_policy_about_to_be_updated(config: Con
 
 def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> None:
     changed = with_algorithm(config, name="opd")
-    with pytest.raises(ConfigError, match="has no scores from a teacher"):
+    with pytest.raises(ConfigError, match=r"was stored without it.*teacher\.url"):
         batch_of([make_group(np.random.default_rng(0), [1.0, 0.0])], changed)
 
 

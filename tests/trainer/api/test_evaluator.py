@@ -14,8 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from common.clients.base import Unreachable
 from common.clients.rollout import GenerationFailed
@@ -25,6 +28,7 @@ from services.data.tiny import problems
 from tests.support.engines.engines import engine_process
 from tests.support.processes.ports import free_port
 from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_evaluations
+from trainer.backends.server import BackgroundServer
 from trainer.evaluation.results import normalised_answer
 from trainer.evaluation.uncertainty import maj_at_k
 
@@ -42,7 +46,7 @@ def test_data() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def engine(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yields the URL of the embedded engine in its own process, which serves both APIs."""
+    """Yields the URL of the embedded engine in its own process."""
     with engine_process(
         base_model, tmp_path_factory.mktemp("engine") / "log", "--max-context-tokens", "256"
     ) as (url, _):
@@ -155,8 +159,44 @@ def test_an_evaluation_is_repeatable(
     assert other["samples"] != first["samples"]
 
 
+@pytest.fixture(scope="module")
+def chat_server(engine: str, base_model: Path) -> Iterator[str]:
+    """Yields the URL of a server of OpenAI's chat completions, which the embedded engine answers."""
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"data": [{"id": "small"}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: dict[str, Any]) -> dict[str, Any]:
+        prompt = tokenizer.apply_chat_template(
+            body["messages"], add_generation_prompt=True, return_dict=False
+        )
+        sampling = {"max_new_tokens": body["max_tokens"], "temperature": body["temperature"]}
+        if "seed" in body:
+            sampling["sampling_seed"] = body["seed"]
+        async with httpx.AsyncClient(base_url=engine, timeout=60) as client:
+            request = {"input_ids": prompt, "sampling_params": sampling}
+            answer = (await client.post("/generate", json=request)).json()
+        choice = {
+            "message": {"role": "assistant", "content": answer["text"]},
+            "finish_reason": answer["meta_info"]["finish_reason"]["type"],
+        }
+        usage = {"completion_tokens": answer["meta_info"]["completion_tokens"]}
+        return {"choices": [choice], "usage": usage}
+
+    with BackgroundServer(app, "127.0.0.1", 0) as server:
+        yield server.url
+
+
 def test_the_same_model_behind_a_socket(
-    engine: str, base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+    engine: str,
+    chat_server: str,
+    base_model: Path,
+    test_data: list[Prompt],
+    reward: MathRewardFunction,
 ) -> None:
     """OpenAI's chat completions, SGLang's native call and the local model give the same answers."""
     local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, k=2)
@@ -166,7 +206,7 @@ def test_the_same_model_behind_a_socket(
     assert local["trained_on"] == [False] * len(test_data)
     local["trained_on"] = None  # a server does not say
     assert {**native, "model": ""} == {**local, "model": ""}
-    for url in (engine, f"{engine}/v1"):
+    for url in (chat_server, f"{chat_server}/v1"):
         served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(
             test_data, reward, k=2
         )
@@ -319,7 +359,7 @@ def test_an_empty_data_set_is_an_error(base_model: Path, reward: MathRewardFunct
     ("model", "arguments", "message"),
     [
         ("m", {"max_new_tokens": 0}, r"field: max_new_tokens.*value: 0"),
-        ("m", {"temperature": 0}, r"too small.*field: temperature.*value: 0.*above 0"),
+        ("m", {"temperature": 0}, r"field: temperature.*value: 0.*greater than 0"),
         ("m", {"api_key": "x"}, r"a local model has no api_key"),
         ("m", {"tokenizer": "x"}, r"a local model has no tokenizer"),
         (

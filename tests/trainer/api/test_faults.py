@@ -13,9 +13,9 @@ from rich.console import Console
 
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
-from common.process.storage import sum_of
 from common.settings.config import Config
 from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
+from services.http.sqlite_store import sum_of
 from tests.support.runs.in_process import Faulty, metrics, quiet, stored
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed

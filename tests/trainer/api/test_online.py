@@ -342,7 +342,7 @@ def test_settings(run: Run) -> None:
         settings={"optimizer.adam_betas": [0.8, 0.9], "algorithm.entropy_coef": 0.01}, max_steps=1
     )
     config = json.loads((result.output_dir / "config.json").read_text())
-    assert (config["trainer"]["adam_betas"], config["algorithm"]["entropy_coef"]) == (
+    assert (config["optimizer"]["adam_betas"], config["algorithm"]["entropy_coef"]) == (
         [0.8, 0.9],
         0.01,
     )

@@ -102,7 +102,7 @@ def test_evaluate_model_takes_prompts_and_sampling(base_model: Path, tmp_path: P
         ({"trainer.batch_size": 3}, ("an evaluation does not read this setting",)),
         ({"sampling.group_size": 3}, ("an evaluation does not read this setting",)),
         ({"sampling.temperature": 3}, ("give the argument temperature instead",)),
-        ({"sampling.top_p": 0}, ("too small",)),
+        ({"sampling.top_p": 0}, ("greater than 0",)),
         ({"data.prompt_template": "no place"}, ("no {question}",)),
     ],
 )

@@ -54,7 +54,7 @@ import logging, os, threading, time
 from trainer import CodeRewardFunction
 
 logging.getLogger("services").setLevel(logging.ERROR)
-code = CodeRewardFunction(timeout=3600, slots=2, sandbox="none")
+code = CodeRewardFunction(timeout_s=3600, slots=2, sandbox="none")
 
 def run():
     program = "```python\nwhile True: pass\n```"

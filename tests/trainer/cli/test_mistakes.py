@@ -63,7 +63,7 @@ MISTAKES = [
     (
         "train_math",
         "--dataset tiny --num-samples 3 --model BASE",
-        "--gradient-accumulation-steps|3 problems|lower it or --per-device-train-batch-size",
+        "--gradient-accumulation-steps|3 problems|lower it or per_device_train_batch_size",
     ),
     (
         "train_math",
@@ -113,7 +113,7 @@ MISTAKES = [
     (
         "sweep",
         "FOLDER/nested.yaml",
-        "settings.trainer|a section, not a setting|trainer.max_steps",
+        "settings.trainer|there is no setting trainer",
     ),
     ("local", f"{GROUP} --env API_TOKEN=secret", "API_TOKEN|6 characters|openssl rand -hex 32"),
     (
@@ -134,7 +134,7 @@ MISTAKES = [
     (
         "train_math",
         "--dataset FOLDER/rows.jsonl --model BASE",
-        "--dataset|there is no column 'question'|--set data.prompt_field=NAME",
+        "--dataset|there is no column|data.prompt_field|such a setting is --set NAME=VALUE here",
     ),
     (
         "train_math",
@@ -144,12 +144,12 @@ MISTAKES = [
     (
         "evaluate_model",
         "--dataset FOLDER/rows.jsonl --model BASE",
-        "--dataset|there are foo|--set data.prompt_field=NAME",
+        "--dataset|there are foo|data.prompt_field|such a setting is --set NAME=VALUE here",
     ),
     (
         "evaluate_model",
         "--dataset no/where --model BASE",
-        "--dataset|use a copy in files: --dataset PATH",
+        "--dataset|use a copy in files|--data.source PATH",
     ),
     (
         "evaluate_model",
@@ -190,10 +190,14 @@ MISTAKES = [
     ("train_math", "--model docs --dataset tiny", "--model|docs|no config.json"),
     ("train_math", "--model not/there --dataset tiny", "--model|not/there|hub|HF_HUB_OFFLINE"),
     ("train_math", "--trainer gropo", "--trainer|gropo|did you mean grpo?"),
-    ("train_math", "--num-generations 1", "--num-generations is 1|raise|--trainer ppo"),
+    (
+        "train_math",
+        "--num-generations 1",
+        "sampling.group_size is num_generations here|raise|trainer_type is --trainer",
+    ),
     ("train_math", "--num-generations four", "--num-generations|four|give a whole number"),
-    ("train_math", "--learning-rate -1", "--learning-rate|-1|above 0"),
-    ("train_math", "--learning-rate -1e-4", "--learning-rate|-0.0001|above 0"),
+    ("train_math", "--learning-rate -1", "--learning-rate|-1|greater than 0"),
+    ("train_math", "--learning-rate -1e-4", "--learning-rate|-0.0001|greater than 0"),
     ("train_math", "--help-all", "--help-all|did you mean --help?"),
     (
         "train_math",
@@ -206,9 +210,9 @@ MISTAKES = [
         "error: cut.jsonl, line 1 is not JSON: Expecting ',' delimiter (column 11)|repair the file",
     ),
     ("train_math", "--learning-rate fast", "--learning-rate|fast|give a number"),
-    ("train_math", "--temperature 0", "--temperature|0|above 0"),
-    ("train_math", "--num-generations 5", "--per-device-train-batch-size|--num-generations"),
-    ("train_math", "--bf16", "--bf16|True|set --use-gpu"),
+    ("train_math", "--temperature 0", "--temperature|0|greater than 0"),
+    ("train_math", "--num-generations 5", "--per-device-train-batch-size|num_generations"),
+    ("train_math", "--bf16", "--bf16|True|set use_gpu"),
     ("train_math", "--report-to wandbb", "--report-to|wandbb|did you mean wandb?"),
     (
         "train_math",
@@ -226,7 +230,7 @@ MISTAKES = [
     (
         "train_math",
         "--set algorithm.entropy_coef=high",
-        "--set algorithm.entropy_coef|high|give a number",
+        "--set algorithm.entropy_coef|high|a valid number",
     ),
     ("train_math", "--set seed", "--set|'seed'|write it like"),
     (
@@ -239,7 +243,7 @@ MISTAKES = [
     (
         "train_math",
         "--output-dir FOLDER --dataset tiny --model BASE",
-        "--output-dir|continue it (--resume), replace it (--overwrite-output-dir), or",
+        "--output-dir|continue it|resume_from_checkpoint is --resume here",
     ),
     ("evaluate_model", "--model x --output-file FOLDER", "--output-file|this is a directory"),
     (
@@ -252,12 +256,16 @@ MISTAKES = [
         "--save-to README.md --dataset tiny",
         "--save-to|README.md|name another directory",
     ),
-    ("train_math", "--critic-learning-rate 1e-5", "--critic-learning-rate|1e-05|--trainer='ppo'"),
+    (
+        "train_math",
+        "--critic-learning-rate 1e-5",
+        "--critic-learning-rate|1e-05|trainer_type is --trainer here",
+    ),
     ("evaluate_model", "", "--model|add it"),
     ("evaluate_model", "--model ./nothing", "--model|./nothing|local model directory"),
     ("evaluate_model", "--model .cache/tiny-base --compare ./other", "--compare|./other"),
     ("evaluate_model", "--model x --k 0", "--k|'0'|above 0"),
-    ("evaluate_model", "--model x --temperature 0", "--temperature|0.0|above 0"),
+    ("evaluate_model", "--model x --temperature 0", "--temperature|0.0|greater than 0"),
     ("evaluate_model", "--model x --output-file /no/r.json", "--output-file|/no/r.json"),
     (
         "evaluate_model",
@@ -319,16 +327,16 @@ MISTAKES = [
     ("trainer", "--learning-rate 1", "--learning-rate|--optimizer.learning_rate"),
     ("trainer", "--algorithm.name gropo", "algorithm.name|gropo|did you mean grpo?"),
     ("trainer", "--trainer.max_steps", "--trainer.max_steps|it has no value"),
-    ("trainer", "--trainer.batch_size 0", "trainer.batch_size|0|above 0"),
+    ("trainer", "--trainer.batch_size 0", "trainer.batch_size|0|greater than 0"),
     ("trainer", "--trackers.names wandbb", "trackers.names|wandbb|did you mean wandb?"),
     ("trainer", "--config nothing.yaml", "--config|nothing.yaml|name a YAML file"),
     ("trainer", "--lora.alpha 16", "lora.alpha|lora.rank is 0|leave it out"),
     ("services.data", "--data.sorce math", "--data.sorce|math|did you mean --data.source?"),
-    ("services.data", "--data.port 99999", "data.port|99999|at most 65535"),
+    ("services.data", "--data.port 99999", "data.port|99999|65535"),
     ("services.reward", "--reward.functions mth", "reward.functions|mth|did you mean math?"),
-    ("services.reward", "--reward.functions judge", "reward.functions.judge.url|required|add it"),
+    ("services.reward", "--reward.functions judge", "reward.functions.judge.url|required"),
     ("services.rollout", "--rollout.engine sglng", "rollout.engine|sglng|did you mean sglang?"),
-    ("services.replay", "--replay.reuse_ratio 1", "replay.reuse_ratio|1|below 1"),
+    ("services.replay", "--replay.reuse_ratio 1", "replay.reuse_ratio|1|less than 1"),
     (
         "services.replay",
         "--replay.reuse_ratio 0.5 --replay.priority advntage",
@@ -340,7 +348,7 @@ MISTAKES = [
         "RLHF_TRAINER__LERNING_RATE=1",
         "RLHF_TRAINER__LERNING_RATE|RLHF_OPTIMIZER__LEARNING_RATE?",
     ),
-    ("environment", "BATCH_SIZE=many", "trainer.batch_size|many|give a whole number"),
+    ("environment", "BATCH_SIZE=many", "trainer.batch_size|many|a valid integer"),
     ("environment", "RLHF_TRAINER=3", "RLHF_TRAINER|RLHF_SECTION__FIELD"),
 ]
 
@@ -402,9 +410,9 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
     [
         ({"lerning_rate": 1}, "lerning_rate|1|did you mean learning_rate?"),
         ({"repetition_penalty": 1.1}, "repetition_penalty|1.1|leave it out"),
-        ({"learning_rate": "fast"}, "learning_rate|fast|give a number"),
+        ({"learning_rate": "fast"}, "learning_rate|fast|a valid number"),
         ({"trainer_type": "gropo"}, "trainer_type|gropo|did you mean grpo?"),
-        ({"num_generations": 0}, "num_generations|0|at least 1"),
+        ({"num_generations": 0}, "num_generations|0|equal to 1"),
         ({"report_to": "wandbb"}, "report_to|wandbb|did you mean wandb?"),
         ({"settings": {"algorithm.entropy": 1}}, "algorithm.entropy|1|algorithm.entropy_coef"),
     ],

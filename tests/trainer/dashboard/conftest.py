@@ -35,8 +35,6 @@ def tiny_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
                 "2",
             )
             ppo = (
-                "--evaluation.k",
-                "2",
                 "--algorithm.name",
                 "ppo",
                 "--optimizer.warmup_steps",

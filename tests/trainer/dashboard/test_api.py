@@ -194,7 +194,8 @@ async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that
         async with health.running():
             found = await until(health, "healthy", "environment-server-0")
             assert (
-                found["environment-server-0"][1] == "0 episodes; 3 calls are stuck, the limit is 64"
+                found["environment-server-0"][1]
+                == "episodes: 0; 3 calls are stuck, the limit is 64"
             )
             health._environment(
                 {

@@ -374,7 +374,7 @@ def test_runs_below_a_directory_are_listed_overlaid_and_noted(page: Page, tmp_pa
         row = page.text(".runs tbody tr:nth-child(2)")
         for said in (
             "study/1",
-            "running",
+            "stopped",
             "21 of 60",
             "90.0 % ± 2.0",
             "0.100",

@@ -14,8 +14,8 @@ from tests.support.runs.run_files import evaluation, line, make_run, write
 from trainer.dashboard.columns import step_numbers
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict
+from trainer.observe.catalogue import ALARMS
 from trainer.observe.jsonl import JsonlReader, parsed
-from trainer.observe.notes import ALARMS
 
 
 def test_every_whole_line_of_a_file_is_read_once(tmp_path: Path) -> None:

@@ -6,30 +6,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from common.clients.replay import ReplayClient
-from common.process.loop_thread import LoopThread
-from common.settings.sections import ReplaySection
-from common.wire.schemas import GroupIds, TakeRequest
 from services.http.app import create_app
-from services.replay.app import create_replay_app
 from tests.support.runs.recorded_groups import group, record, trained, write_lines
 from trainer.cli.tiny_base import make_tokenizer
 from trainer.dashboard.groups import add_groups
-from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x00\x1b[31m</script>\"'\U0001f600\u200b"
 
 
-def client(*runs: RunReader, live: Replay | None = None) -> TestClient:
+def client(*runs: RunReader) -> TestClient:
     app: FastAPI = create_app("dashboard")
-    add_groups(app, lambda: [*runs], live)
+    add_groups(app, lambda: [*runs])
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -70,8 +63,8 @@ def test_groups_are_listed(run: RunReader) -> None:
     )
     assert (answer["total"], answer["problems"]) == (4, [])
     assert [(row["id"], row["step"], row["reason"]) for row in answer["groups"]] == [
-        ("group-2", 1, None),
-        ("group-4", 2, None),
+        ("group-2", 1, ""),
+        ("group-4", 2, ""),
     ]
     assert answer["groups"][0]["prompt"] == HOSTILE
     found = (
@@ -85,16 +78,11 @@ def test_groups_are_listed(run: RunReader) -> None:
 def test_a_group_is_shown_in_full(run: RunReader) -> None:
     answer = client(run).get("/dashboard/api/groups/group-2", params={"step": 1})
     shown = answer.json()
-    assert (shown["source"], shown["step"], shown["missing"], shown["prompt"]) == (
-        "run",
-        1,
-        [],
-        HOSTILE,
-    )
+    assert (shown["step"], shown["missing"], shown["prompt"]) == (1, [], HOSTILE)
     assert (shown["reused"], shown["weight"], shown["reason"], len(shown["prompt_tokens"])) == (
         False,
         1.0,
-        None,
+        "",
         2,
     )
     first, second = shown["completions"]
@@ -196,7 +184,6 @@ def test_a_removed_group_is_a_404_with_the_reason(run: RunReader) -> None:
         "evicted: the group is known, but its content is not: groups/ has no file of step 1: it "
         "was removed to make room (trainer.keep_groups_mb)"
     )
-    assert said.endswith("the group has left the replay-buffer, or no replay-buffer is running")
     (run.directory / "groups" / "step_000002.zip").write_bytes(b"half a file")
     said = refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
     assert "the groups of step 2 cannot be read: File is not a zip file" in said
@@ -233,33 +220,6 @@ def test_a_run_directory_with_nothing_in_it_says_what_is_missing(tmp_path: Path)
     ]
 
 
-def test_waiting_groups_come_from_the_replay_buffer_of_a_live_run(
-    run: RunReader, tmp_path: Path
-) -> None:
-    replay = create_replay_app(ReplaySection(), tmp_path / "state")
-    with LoopThread() as loop:
-        service = ReplayClient(
-            "replay-buffer", "http://replay", transport=httpx.ASGITransport(replay)
-        )
-        loop.call(service.add([group(1, [1.0, 0.0]), group(6, [1.0, 0.0]), group(7, [0.0, 1.0])]))
-        loop.call(service.take(TakeRequest(count=2, request_id="one")))
-        loop.call(service.ack(GroupIds(ids=["group-1"]).ids))
-        calls = client(run, live=Replay(service, loop))
-        answer = calls.get(
-            "/dashboard/api/groups", params={"error": "waiting", "sort": "position"}
-        ).json()
-        assert [(row["id"], row["reward"], row["completions"]) for row in answer["groups"]] == [
-            ("group-6", 0.5, 2),
-            ("group-7", 0.5, 2),
-        ]
-        shown = calls.get("/dashboard/api/groups/group-7").json()
-        assert (shown["source"], shown["completions"][1]["reward"]) == ("replay", 1.0)
-        (run.directory / "groups" / "step_000002.zip").unlink()
-        assert "left" in refused(calls.get("/dashboard/api/groups/group-4"), 404, "id")
-        loop.call(service.close())
-        loop.call(replay.state.worker.close())
-
-
 def test_the_calls_are_described(run: RunReader) -> None:
     paths: dict[str, Any] = client(run).get("/openapi.json").json()["paths"]
     mine = {path: call["get"] for path, call in paths.items() if path.startswith("/dashboard/api/")}
@@ -273,13 +233,13 @@ def test_the_calls_are_described(run: RunReader) -> None:
 
 def test_answers_have_the_fields_that_the_page_reads(run: RunReader) -> None:
     answer = client(run).get("/dashboard/api/groups/group-1").json()
-    fields = "id prompt_id prompt ground_truth epoch position metadata step reused reason detail marks lost_episodes source missing created_at"
+    fields = "id prompt_id prompt ground_truth epoch position metadata step reused reason detail marks lost_episodes missing created_at"
     assert answer.keys() == {*fields.split(), "weight", "prompt_tokens", "completions"}
     fields = "text token_ids logprobs reward finish_reason weight_versions tokens trainer_logprobs advantage advantages correct"
     more = "status components extracted_answer mask turns episode prompt_tokens special"
     assert answer["completions"][0].keys() == {*fields.split(), *more.split()}
     rows = client(run).get("/dashboard/api/groups").json()["groups"]
-    fields = "step place id prompt_id prompt position oldest newest reward rewards correct completions tokens lengths advantage"
+    fields = "step place id prompt_id prompt position versions reward rewards correct completions tokens advantage"
     assert rows[0].keys() == {
         *fields.split(),
         "delta",

@@ -22,7 +22,7 @@ from rich.console import Console
 from common.errors import ServiceError
 from common.process.storage import StorageFailed
 from common.settings.config import Config
-from common.wire.codec import decode_groups, group_json
+from common.wire.codec import decode_groups, plain
 from common.wire.schemas import Prompt
 from tests.support.runs.recorded_groups import group, record, trained
 from tests.support.services.apps import tiny
@@ -52,7 +52,7 @@ def stored(config: Config) -> dict[str, dict[str, Any]]:
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
         blobs = [row[0] for row in db.execute("SELECT data FROM blobs")]
     groups = [decode_groups(b"\x81\xa6groups\x91" + blob)[0] for blob in blobs]
-    return {each.id: group_json(each) for each in groups}
+    return {each.id: plain(each) for each in groups}
 
 
 def test_a_run_records_what_it_trained_on(base_model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -21,12 +20,12 @@ from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.runs.run_files import make_run, write
-from trainer.diagnosis import names, run_files
 from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find
 from trainer.diagnosis.report import first_line, text
 from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
 from trainer.diagnosis.self_diagnosis import diagnose, diagnosed
+from trainer.observe import catalogue
 
 HOLDS = """
 import sys, time
@@ -92,7 +91,7 @@ def test_a_position_that_comes_again_after_many_steps_is_found(tmp_path: Path) -
     ]
     write(run / "groups.jsonl", lines)
     finding = find(read_facts(run))[0]
-    assert finding.name == names.DRAWN_TWICE
+    assert finding.name == catalogue.DRAWN_TWICE
     assert finding.what == "position 3 in the steps 3 and 20"
 
 
@@ -165,7 +164,7 @@ def test_the_last_words_of_a_run_are_classified_in_both_formats(
     assert facts.state == "ended"
     assert facts.end is not None
     assert facts.end.text == f"error: {gave_up}"
-    assert finding.name == names.REWARD_DIES
+    assert finding.name == catalogue.REWARD_DIES
     assert finding.since == pytest.approx(now - 60, abs=0.1)  # when the wait began
     assert "reward-server: error: no memory" in finding.evidence
 
@@ -183,8 +182,8 @@ FULL = StorageFailed("words", code="disk_full", field="trainer.run_dir")
         (ConfigError("words", code="checkpoint_changed", field="trainer.run_dir", remedy="remove it"), "remove it"),
         (ServiceError("words", code="equal_rewards", remedy="raise it"), "raise it"),
         (ServiceError("words", code="out_of_memory", remedy="lower it"), "lower it"),
-        (FULL, names.DISK_OF_RUN.remedy),
-        (Unreachable("words", remedy="look at the log", about=CALL), names.REWARD_DIES.remedy),
+        (FULL, catalogue.DISK_OF_RUN.remedy),
+        (Unreachable("words", remedy="look at the log", about=CALL), catalogue.REWARD_DIES.remedy),
     ],
 )  # fmt: skip
 def test_the_remedy_is_that_of_the_error_which_names_its_file(
@@ -209,34 +208,34 @@ def dropped(reason: str, cause: str = "") -> ServiceError:
 
 
 REWORDED: list[tuple[ServiceError, str]] = [
-    (Unauthorized("words"), names.WRONG_TOKEN),
-    (FULL, names.DISK_OF_RUN),
-    (StorageFailed("words", code="disk_full", field="state_dir"), names.DISK_OF_SERVICE),
-    (ServiceError("words", code="disk_full", about={"service": "replay-buffer"}), names.DISK_OF_SERVICE),
-    (dropped("reward"), names.NOT_GRADED),
-    (dropped("generation"), names.NOT_GENERATED),
-    (dropped("teacher", "teacher_failed"), names.NOT_GENERATED),
-    (dropped("reward", "unauthorized"), names.WRONG_TOKEN),
-    (ServiceError("words", code="not_graded"), names.NOT_GRADED),
-    (ServiceError("words", code="equal_rewards"), names.EQUAL_REWARDS),
-    (ConfigError("words", code="checkpoint_changed"), names.CHECKPOINT_DAMAGED),
-    (ConfigError("words", code="damaged"), names.SQLITE_DAMAGED),
-    (ConfigError("words", code="run_in_use"), names.SECOND_RUN),
-    (ConfigError("words", code="unfit_model"), names.ENGINE_CANNOT),
-    (ServiceError("words", code="nodes_behind"), names.OLD_WEIGHTS),
-    (ServiceError("words: [Errno 28] No space left on device", code="nodes_behind"), names.DISK_OF_NODE),
-    (ServiceError("words", code="engine_failed"), names.ENGINE_DIES_AGAIN),
-    (ServiceLost("words", about={"cause": "engine_failed"}), names.ENGINE_DIES_AGAIN),
-    (ServiceLost("words", about={"service": "rollout-server"}), names.ENGINE_OF_PROCESS),
-    (ServiceLost("words", about={"service": "reward-server"}), names.CANNOT_START),
-    (Unreachable("words", about={"service": "data-server", "problem": "unknown_name"}), names.UNKNOWN_NAME),
-    (Unreachable("words", about={"service": "data-server", "problem": "refused"}), names.DATA_DIES),
-    (Unreachable("words", about={"service": "rollout-server-1", "problem": "disk_full"}), names.DISK_OF_NODE),
-    (ServiceError("words", code="out_of_memory"), names.RANK_MEMORY),
-    (ServiceError("words", code="not_finite"), names.NOT_FINITE),
-    (ServiceError("words", code="no_batch"), names.NO_BATCH),
-    (ServiceError("words", code="stuck"), names.NO_BATCH),
-    (ServiceError("words", remedy="do this"), names.ENDED),
+    (Unauthorized("words"), catalogue.WRONG_TOKEN),
+    (FULL, catalogue.DISK_OF_RUN),
+    (StorageFailed("words", code="disk_full", field="state_dir"), catalogue.DISK_OF_SERVICE),
+    (ServiceError("words", code="disk_full", about={"service": "replay-buffer"}), catalogue.DISK_OF_SERVICE),
+    (dropped("reward"), catalogue.NOT_GRADED),
+    (dropped("generation"), catalogue.NOT_GENERATED),
+    (dropped("teacher", "teacher_failed"), catalogue.NOT_GENERATED),
+    (dropped("reward", "unauthorized"), catalogue.WRONG_TOKEN),
+    (ServiceError("words", code="not_graded"), catalogue.NOT_GRADED),
+    (ServiceError("words", code="equal_rewards"), catalogue.EQUAL_REWARDS),
+    (ConfigError("words", code="checkpoint_changed"), catalogue.CHECKPOINT_DAMAGED),
+    (ConfigError("words", code="damaged"), catalogue.SQLITE_DAMAGED),
+    (ConfigError("words", code="run_in_use"), catalogue.SECOND_RUN),
+    (ConfigError("words", code="unfit_model"), catalogue.ENGINE_CANNOT),
+    (ServiceError("words", code="nodes_behind"), catalogue.OLD_WEIGHTS),
+    (ServiceError("words: [Errno 28] No space left on device", code="nodes_behind"), catalogue.DISK_OF_NODE),
+    (ServiceError("words", code="engine_failed"), catalogue.ENGINE_DIES_AGAIN),
+    (ServiceLost("words", about={"cause": "engine_failed"}), catalogue.ENGINE_DIES_AGAIN),
+    (ServiceLost("words", about={"service": "rollout-server"}), catalogue.ENGINE_OF_PROCESS),
+    (ServiceLost("words", about={"service": "reward-server"}), catalogue.CANNOT_START),
+    (Unreachable("words", about={"service": "data-server", "problem": "unknown_name"}), catalogue.UNKNOWN_NAME),
+    (Unreachable("words", about={"service": "data-server", "problem": "refused"}), catalogue.DATA_DIES),
+    (Unreachable("words", about={"service": "rollout-server-1", "problem": "disk_full"}), catalogue.DISK_OF_NODE),
+    (ServiceError("words", code="out_of_memory"), catalogue.RANK_MEMORY),
+    (ServiceError("words", code="not_finite"), catalogue.NOT_FINITE),
+    (ServiceError("words", code="no_batch"), catalogue.NO_BATCH),
+    (ServiceError("words", code="stuck"), catalogue.NO_BATCH),
+    (ServiceError("words", remedy="do this"), catalogue.ENDED),
 ]  # fmt: skip
 
 
@@ -251,7 +250,7 @@ def test_an_error_is_known_by_its_code_whatever_its_words(
     log(run, "ppo-trainer-rank0", started(run, now - 100), end, json_lines=json_lines)
     finding = find(read_facts(run))[0]
     assert finding.name == name
-    if name == names.ENDED:
+    if name == catalogue.ENDED:
         assert finding.remedy == "do this"
 
 
@@ -273,7 +272,7 @@ def test_a_task_that_failed_for_good_is_the_cause_of_an_interrupted_run(tmp_path
     (logs / "rollout-server-0.log").write_text(f"error: {crashed}\n")
     facts = read_facts(run)
     found = [finding.name for finding in find(facts)]
-    assert found == [names.ENGINE_DIES_AGAIN, names.INTERRUPTED]
+    assert found == [catalogue.ENGINE_DIES_AGAIN, catalogue.INTERRUPTED]
 
 
 def test_a_task_that_kept_the_run_from_beginning_is_named(tmp_path: Path) -> None:
@@ -282,7 +281,7 @@ def test_a_task_that_kept_the_run_from_beginning_is_named(tmp_path: Path) -> Non
     wrong = "error: this number is too small · field: reward.workers · value: 0 · remedy: give a number above 0"
     (run / "logs" / "reward-server-0.log").write_text(wrong + "\n")
     (finding,) = find(read_facts(run))
-    assert (finding.name, finding.remedy) == (names.WRONG_SETTING, "give a number above 0")
+    assert (finding.name, finding.remedy) == (catalogue.WRONG_SETTING, "give a number above 0")
     assert finding.what == "reward-server-0: this number is too small"
     assert "reward.workers is 0" in finding.evidence
     assert finding.since is not None
@@ -370,42 +369,5 @@ def test_a_full_disk_keeps_no_run_from_saying_what_it_found(tmp_path: Path) -> N
     (tmp_path / "diagnosis.txt").symlink_to("/dev/full")
     full = StorageFailed("weights 4 cannot be written", code="disk_full", field="trainer.run_dir")
     said = diagnose(tmp_path, Config(), error=full)
-    assert said.startswith(f"diagnosis: {names.DISK_OF_RUN}: weights 4 cannot be written")
+    assert said.startswith(f"diagnosis: {catalogue.DISK_OF_RUN}: weights 4 cannot be written")
     assert "diagnosis.txt cannot be written" in said
-
-
-TITLED = """
-import os, subprocess, sys
-title = "import setproctitle, sys, time; setproctitle.setproctitle('smg::router'); print('up', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", title], stdin=subprocess.DEVNULL)
-print(child.pid, flush=True)
-child.wait()
-"""
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are read on Linux")
-def test_a_process_with_a_title_of_its_own_belongs_to_its_parents_node(tmp_path: Path) -> None:
-    """The router: a title overwrites the arguments and the environment."""
-    hosts = f"rollout-server-0.group=127.0.0.1:0,{tmp_path.name}"
-    env = {
-        **os.environ,
-        "JOBGROUP_HOSTS": hosts,
-        "SKYPILOT_TASK_ID": "sky-1_rollout-server",
-        "SKYPILOT_NODE_RANK": "0",
-    }
-    command = [sys.executable, "-c", TITLED]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as node:
-        assert node.stdout is not None
-        titled = int(node.stdout.readline())
-        try:
-            assert node.stdout.readline() == "up\n"
-            os.kill(titled, signal.SIGSTOP)
-            holder = {"host": platform.node(), "pid": node.pid}
-            found = {process.pid: process for process in run_files._processes(holder)}
-            assert found[titled].name == "rollout-server-0"
-            assert found[titled].command == "smg::router"
-            assert found[titled].is_stopped
-        finally:
-            os.kill(titled, signal.SIGKILL)
-            node.kill()

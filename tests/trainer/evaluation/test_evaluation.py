@@ -45,9 +45,7 @@ class OnlyGreedyIsRight(Faulty):
 
 
 def test_pass_at_k_leaves_out_the_greedy_answer(settings: Callable[..., Config]) -> None:
-    config = settings(
-        "--trainer.max_steps", "1", "--evaluation.samples", "3", "--evaluation.k", "2"
-    )
+    config = settings("--trainer.max_steps", "1", "--evaluation.samples", "3")
 
     def wrapped(app: FastAPI) -> OnlyGreedyIsRight:
         return OnlyGreedyIsRight(app, set(), lambda: httpx.Response(500))

@@ -1,6 +1,5 @@
 """What an audit records: groups exactly as the trainer read them, and checksums that see one bit."""
 
-import zlib
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,6 @@ from common.settings.config import load
 from common.settings.sections import TrainerSection
 from common.wire.schemas import Completion, Group, Turn
 from learning.digest import digest
-from learning.loading import _ALIGNMENT, _align
 from learning.ranks import Ranks
 from trainer.audit.comparison import compare_columns, differences
 from trainer.audit.history import UNREAD_OF_TRAINER
@@ -110,18 +108,6 @@ def test_a_checksum_sees_a_name_and_one_bit() -> None:
     assert digest([("b", tensor)], ranks) != before
     tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(100.0))
     assert digest([("a", tensor)], ranks) != before
-
-
-def test_weights_are_aligned_whatever_file_they_were_read_from() -> None:
-    memory = torch.arange(64 * 64 + 16, dtype=torch.float32)
-    layer = torch.nn.Linear(64, 64, bias=False)
-    shifted = memory[10 : 10 + 64 * 64].view(64, 64)
-    assert shifted.data_ptr() % _ALIGNMENT, "as in a file"
-    layer.weight.data = shifted
-    crc = zlib.crc32(shifted.numpy().tobytes())
-    _align(layer)
-    assert layer.weight.data_ptr() % _ALIGNMENT == 0
-    assert zlib.crc32(layer.weight.detach().numpy().tobytes()) == crc
 
 
 def test_columns_are_compared_by_their_bits_or_within_a_bound() -> None:

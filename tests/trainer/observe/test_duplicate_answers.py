@@ -8,8 +8,8 @@ import pytest
 
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group
+from trainer.observe.catalogue import ALARMS
 from trainer.observe.duplicate_answers import copied_answers, duplicate_answers
-from trainer.observe.notes import ALARMS
 
 
 def answer(tokens: list[int], logprob: float) -> Completion:

@@ -407,7 +407,7 @@ def test_a_reward_that_never_changed_is_named_with_its_value() -> None:
     same = [HEALTHY | unrated | {"reward": 0.25} for _ in range(FIRST + WINDOW)]
     text = only("zero_variance_groups", same)
     assert "every answer got the same reward, 0.25" in text
-    assert "to a data set with chats: lists of messages, not texts" in text
+    assert "with a data set of chats they are lists of messages, not texts" in text
     changes = [same[0] | {"reward": 0.1}, *same[1:]]
     assert "every answer got" not in only("zero_variance_groups", changes)
 

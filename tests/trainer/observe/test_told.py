@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from common.process.logs import setup_logging
 from common.settings.config import Config, from_mapping
 from tests.support.batches.groups import make_group
 from trainer.api.callbacks import Callbacks
-from trainer.api.settings import TrainerConfig, in_own_words
-from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line, tell
+from trainer.api.settings import TrainerConfig
+from trainer.observe.run_dir import DETAILS, Recorder, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
@@ -29,25 +28,25 @@ SECONDS = dict.fromkeys((*STAGES, WAITING), 0.0) | {
     "publish": 4.9,
     "generation": 80.1,
 }
-STEP = StepRecord(
-    step=12,
-    reward=0.5124,
-    accuracy=0.5,
-    zero_variance_groups=0,
-    solved_groups=0,
-    failed_groups=0,
-    reused_groups=0,
-    staleness=0.0,
-    completion_tokens=123.4,
-    truncated=0.0,
-    unparsable=0.0,
-    dropped={},
-    seconds=SECONDS | {"generation": 0.251, "update": 0.2, "publish": 0.1},
-    generating=0.5,
-    in_flight=48.0,
-    coordinator=0.25,
-    cpu_seconds=1.0,
-    update={
+STEP: dict[str, Any] = {
+    "step": 12,
+    "reward": 0.5124,
+    "accuracy": 0.5,
+    "zero_variance_groups": 0,
+    "solved_groups": 0,
+    "failed_groups": 0,
+    "reused_groups": 0,
+    "staleness": 0.0,
+    "completion_tokens": 123.4,
+    "truncated": 0.0,
+    "unparsable": 0.0,
+    "dropped": {},
+    "seconds": SECONDS | {"generation": 0.251, "update": 0.2, "publish": 0.1},
+    "generating": 0.5,
+    "in_flight": 48.0,
+    "coordinator": 0.25,
+    "cpu_seconds": 1.0,
+    "update": {
         "kl_reference": 0.0,
         "ratio": 1.0,
         "clip_fraction": 0.0,
@@ -55,9 +54,11 @@ STEP = StepRecord(
         "skipped": 0,
         "delta_logprob": 0.0,
     },
-    critic=None,
-    alarms={},
-)
+    "critic": None,
+    "alarms": {},
+    "lost_episodes": {},
+    "refused_calls": 0,
+}
 
 
 def test_a_step_is_one_line_that_fits() -> None:
@@ -65,21 +66,20 @@ def test_a_step_is_one_line_that_fits() -> None:
     assert (
         line == "step   12/1000  reward 0.512  acc 0.500  tokens 123  0.55 s (gen 0.25, train 0.30)"
     )
-    busy = replace(
-        STEP,
-        step=1000,
-        reward=-0.5,
-        completion_tokens=4096,
-        truncated=0.25,
-        staleness=1.5,
-        seconds=SECONDS,
-    )
-    line = step_line(replace(busy, dropped={"stale": 120, "reward": 3}), 1000)
+    busy = STEP | {
+        "step": 1000,
+        "reward": -0.5,
+        "completion_tokens": 4096,
+        "truncated": 0.25,
+        "staleness": 1.5,
+        "seconds": SECONDS,
+    }
+    line = step_line(busy | {"dropped": {"stale": 120, "reward": 3}}, 1000)
     assert line.endswith(
         "tokens 4096  120 s (gen 80.1, train 40.1)  cut 25%  stale 1.5  dropped 123"
     )
     assert len(line) <= 120
-    episodes = replace(STEP, lost_episodes={"timeout": 2, "died": 1}, refused_calls=37)
+    episodes = STEP | {"lost_episodes": {"timeout": 2, "died": 1}, "refused_calls": 37}
     assert step_line(episodes, 1000).endswith("train 0.30)  lost 3  refused 37")
 
 
@@ -87,10 +87,9 @@ def run(recorder: Recorder, steps: int, truncated: float) -> None:
     """Records steps 1 to `steps`, each with too many truncated completions and an alarm."""
     with recorder.progress(0, steps):
         for step in range(1, steps + 1):
-            record = replace(
-                STEP, step=step, truncated=truncated, accuracy=0.2, alarms={"kl_rollout": "too far"}
-            )
-            recorder.step(record, [GROUP])
+            alarms = {"kl_rollout": "too far"}
+            record = {"step": step, "truncated": truncated, "accuracy": 0.2, "alarms": alarms}
+            recorder.step(STEP | record, GROUP)
 
 
 def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_path: Path) -> None:
@@ -112,8 +111,19 @@ def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_pa
     resumed = Recorder(
         tmp_path, Config(), Console(file=said), step=30
     )  # it has read the earlier steps
-    resumed.step(replace(STEP, step=31, truncated=0.5, accuracy=0.2), [GROUP])
+    resumed.step(STEP | {"step": 31, "truncated": 0.5, "accuracy": 0.2}, GROUP)
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
+
+
+def test_a_sample_has_no_details_of_its_sampling(tmp_path: Path) -> None:
+    """The experts of a mixture are hundreds of numbers for every token."""
+    group = make_group(np.random.default_rng(0), [1.0, 0.0])
+    for completion in group.completions:
+        completion.routed_experts = np.ones(400, np.uint8)
+    Recorder(tmp_path, Config(), Console(file=io.StringIO())).step(STEP | {"step": 1}, group)
+    (line,) = read_lines(tmp_path / "samples.jsonl")
+    assert line["completions"][0]["token_ids"] == group.completions[0].token_ids.tolist()
+    assert not DETAILS & (line.keys() | line["completions"][0].keys())
 
 
 def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
@@ -130,11 +140,17 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
     assert "changed" not in said.getvalue()
 
     second = {"optimizer.learning_rate": 1e-6, "algorithm.kl_coef": 0.0}
-    Recorder(tmp_path, from_mapping(second), console, step=3, words=in_own_words)
+    Recorder(
+        tmp_path,
+        from_mapping(second),
+        console,
+        step=3,
+        words=Callbacks(TrainerConfig(), tmp_path).words,
+    )
     line = next(line for line in said.getvalue().splitlines() if "changed" in line)
     assert "learning_rate 0.0005 → 1e-06" in line
     assert "kl_coef 0.1 → 0.0" in line
-    assert "reward_fn [{'name': 'math', 'weight': -1.0}] → ['math']" in line
+    assert "reward.functions [{'name': 'math', 'weight': -1.0}] → ['math']" in line
     assert "dir" not in line
 
     Recorder(tmp_path, from_mapping(first), console)  # a new run, which replaces the old one
@@ -149,8 +165,8 @@ def test_a_hint_appears_once_and_in_the_words_of_the_python_api(
     words = Callbacks(TrainerConfig(), tmp_path).words
     recorder = Recorder(tmp_path, Config(), Console(file=said, width=120), words=words)
     run(recorder, 12, 0.5)
-    assert said.getvalue().count("hint: 50% of the completions are cut at max_new_tokens") == 1
-    assert '(settings["algorithm.overlong_buffer"])' in said.getvalue()
+    assert said.getvalue().count("hint: 50% of the completions are cut at") == 1
+    assert "sampling.max_new_tokens is max_new_tokens here" in " ".join(said.getvalue().split())
     assert caplog.messages == []
 
 

@@ -78,7 +78,7 @@ def scored(engine: Engine, base_model: Path) -> Scored:
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         for chat in chats
     ]
-    options = SamplingParams(max_new_tokens=48, stop_ids=tuple(engine.model.eos_ids))
+    options = SamplingParams(max_new_tokens=48, stop_token_ids=engine.model.eos_ids)
     jobs = [
         GenerationJob(f"job-{i}", prompt, options, PER_PROMPT) for i, prompt in enumerate(prompts)
     ]

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.settings.config import Config
+from common.settings.sections import TrainerSection
+from common.wire.schemas import TokenSequence
 from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared, shares
 from learning.layout import Packed, Padded
 from learning.ranks import Ranks
@@ -157,7 +159,8 @@ def test_token_counts_match_those_of_the_layouts() -> None:
     prompts = [np.arange(length, dtype=np.int32) for length in (3, 3, 7, 7, 7)]
     completions = [np.arange(length, dtype=np.int32) for length in (4, 0, 9, 1, 2)]
     for layout in (Packed, Padded):
-        sizes = Sizes.of(prompts, completions, layout.shared)
+        rows = [TokenSequence(*row) for row in zip(prompts, completions, strict=True)]
+        sizes = Sizes.of(rows, layout.shared)
         assert tokens(sizes, [0, 1, 2, 3, 4]) == layout.of(prompts, completions).input_ids.numel()
     assert sizes.groups.tolist() == [0, 0, 1, 1, 1]
 
@@ -198,7 +201,9 @@ def test_a_rank_without_rows_scores_only_where_models_are_spread(
         seen.append(indices.tolist())
         return torch.ones(int(sizes.completions[indices].sum()))
 
-    assert score_shared(sizes, idle(kind), 100, score)[0].tolist() == [0, 0]
+    assert score_shared(sizes, idle(kind), TrainerSection(micro_batch_tokens=100), score)[
+        0
+    ].tolist() == [0, 0]
     assert seen == expected
 
 

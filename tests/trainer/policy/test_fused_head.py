@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import trainer.policy.logprobs
-from learning.final_logits import FinalLogits
 from tests.support.paths import ROOT
 from trainer.policy.logprobs import token_scores
 
@@ -32,16 +31,13 @@ def computed(
     targets: Tensor,
     temperature: float,
     bonus: bool,
-    cap: float | None = None,
 ) -> list[Tensor]:
     """Returns log-probabilities, entropies, and the gradients with respect to hidden states and
     head."""
     patch.setattr(trainer.policy.logprobs, "has_triton", lambda _: fused)
     inputs = hidden.clone().requires_grad_()
     head.zero_grad()
-    logprobs, entropies = token_scores(
-        head, inputs, targets, temperature, bonus, final=FinalLogits(cap=cap)
-    )
+    logprobs, entropies = token_scores(head, inputs, targets, temperature, bonus)
     factors = torch.tensor(FACTORS, device=DEVICE).repeat(len(targets))[: len(targets)]
     loss = (logprobs * factors).sum() + (0.1 * (entropies * factors.roll(1)).sum() if bonus else 0)
     loss.backward()
@@ -55,14 +51,8 @@ def computed(
 @pytest.mark.parametrize(("kept", "bonus"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("tokens", "width", "vocabulary", "temperature", "bias", "cap"),
-    [
-        (1, 8, 2, 1.0, False, None),
-        (7, 16, 97, 0.7, True, None),
-        (11, 5, 4096, 1.0, False, 6.0),
-        (5, 24, 9001, 1.3, True, None),
-        (5, 8, 97, 1.3, True, 30.0),
-    ],
+    ("tokens", "width", "vocabulary", "temperature", "bias"),
+    [(1, 8, 2, 1.0, False), (7, 16, 97, 0.7, True), (5, 24, 9001, 1.3, True)],
 )
 def test_kernels_compute_what_torch_does(
     tokens: int,
@@ -70,7 +60,6 @@ def test_kernels_compute_what_torch_does(
     vocabulary: int,
     temperature: float,
     bias: bool,
-    cap: float | None,
     dtype: torch.dtype,
     kept: bool,
     bonus: bool,
@@ -82,7 +71,7 @@ def test_kernels_compute_what_torch_does(
     targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
     monkeypatch.setattr(trainer.policy.logprobs, "_GPU_KEPT_BYTES", 1 << 30 if kept else 0)
     monkeypatch.setattr(trainer.policy.logprobs, "_CHUNK_BYTES", 4 * vocabulary * 3)
-    given = (head, hidden, targets, temperature, bonus, cap)
+    given = (head, hidden, targets, temperature, bonus)
     found, expected = computed(monkeypatch, True, *given), computed(monkeypatch, False, *given)
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.dtype == other.dtype
@@ -129,13 +118,12 @@ def compiled(kernel, types, capability):
     return len(triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"])
 
 read = ["*fp32", "*i64", "*fp32", "*fp32", "*fp32"]
-size, capped = ["i32", "fp32", "constexpr", "constexpr"], ["i32", "fp32", "fp32", "constexpr"]
+size = ["i32", "fp32", "constexpr"]
 for capability in (80, 100):
     assert compiled(fused_head._statistics, [*read, *size], capability)
     assert compiled(fused_head._gradient, [*read, "*fp32", "*bf16", *size], capability)
 assert compiled(fused_head._gradient, [*read, "constexpr", "*bf16", *size], 90)
-assert compiled(fused_head._statistics, [*read, *capped], 90)
-assert compiled(fused_head._gradient, [*read, "*fp32", "*bf16", *capped], 90)
+assert compiled(fused_head._statistics, [*read, *size], 90)
 """
 
 

@@ -84,7 +84,7 @@ def test_logprobs_equal_those_of_the_full_logits(
     scorer = Scorer(policy.model, packing)
     micro = MicroBatch.of(batch, np.arange(len(batch.rows)), scorer.layout, torch.device("cpu"))
     with torch.no_grad():
-        scores = scorer(micro.tokens, micro.targets, 0.7)
+        scores = scorer(micro.inputs.tokens, micro.inputs.targets, 0.7)
         expected, entropies = [], []
         for row in batch.rows:
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
@@ -324,7 +324,6 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
     known(bad.advantages)[0][:] = float("nan")
     before = parameters(policy)
     assert policy.update(bad).metrics.skipped == 1
-    assert policy.step == 1
     for name, value in parameters(policy).items():
         assert torch.equal(value, before[name])
     assert policy.update(good).metrics.skipped == 0  # restarts the count

@@ -102,7 +102,6 @@ def random_config(rng: np.random.Generator, case: int, models: tuple[Path, Path]
     )
     if words["rollout_correction"] != "none":
         words |= {
-            "correction_level": one_of("token", "sequence"),
             "correction_cap": rng.uniform(1.1, 2),
         }
     if words["rollout_correction"] == "mask" and chance():

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import trainer.policy.policy
-import trainer.policy.scoring
+import trainer.policy.scorer
 from common.settings.config import Config, load
 from common.wire.schemas import Completion, Group
 from learning.head import make_float32_logits
@@ -70,8 +70,10 @@ def groups(policy_dir: Path) -> list[Group]:
 
 @pytest.fixture
 def low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the trainer compute in bfloat16 on this CPU, as on a GPU."""
-    for module in (trainer.policy.policy, trainer.policy.scoring):
+    """Makes the trainer multiply in bfloat16 on this CPU, as on a GPU; its states stay float32, so
+    that it rounds differently from the engine."""
+    monkeypatch.setattr("learning.loading._keep_states_in_bfloat16", lambda _: None)
+    for module in (trainer.policy.policy, trainer.policy.scorer):
         monkeypatch.setattr(module, "computes_in_bfloat16", lambda *_: True)
 
 

@@ -45,7 +45,7 @@ def test_two_passes_over_a_batch_are_two_updates_on_it(config: Config, groups: l
     for _ in range(2):
         once.update(whole(groups, config))
     metrics = twice.update(whole(groups, twice.config)).metrics
-    assert (metrics.updates, twice.step, once.step) == (2, 1, 2)
+    assert metrics.updates == 2
     for name, expected in parameters(once).items():
         torch.testing.assert_close(parameters(twice)[name], expected, atol=1e-6, rtol=0, msg=name)
 
@@ -233,6 +233,7 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
         distances.append(
             policy.update(prepared(policy, groups, reference=reference)).metrics.kl_reference
         )
+        policy.step += 1
         reference.refresh(policy)
     assert distances[0] > 1e-3
     assert distances[1] > 1e-3
@@ -247,6 +248,7 @@ def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(
     unbroken = Policy(changed, Ranks())
     reference = Reference(unbroken)
     unbroken.update(prepared(unbroken, groups, reference=reference))
+    unbroken.step += 1
     reference.refresh(unbroken)
     assert unbroken.kl_coef < 0.1  # the policy started at the reference, below the target
     save(unbroken, config.trainer.run_dir / "checkpoints", reference=reference)
@@ -269,13 +271,11 @@ def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[
     assert coefficient(10.0) < 0.1
 
 
-def test_a_skipped_update_leaves_the_policy_and_its_version_moves(
-    config: Config, groups: list[Group]
-) -> None:
+def test_a_skipped_update_leaves_the_policy(config: Config, groups: list[Group]) -> None:
     policy = Policy(config, Ranks())
     before = parameters(policy)
-    metrics = policy.skip_update(whole(groups, config)).metrics
-    assert (policy.step, metrics.updates, metrics.trained_tokens) == (1, 0, 0)
+    metrics = policy.skip_update().metrics
+    assert (metrics.updates, metrics.trained_tokens) == (0, 0)
     assert not differ(parameters(policy), before)
 
 

@@ -137,16 +137,16 @@ def test_an_error_of_a_custom_function_is_passed_on(package: str) -> None:
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("entropy", "there is no such priority"),
-        ("", "there is no such priority"),
-        (":right", "there is no such priority"),
-        ("{}.module:", "there is no such priority"),
+        ("entropy", "an import path has the form"),
+        ("", "an import path has the form"),
+        (":right", "an import path has the form"),
+        ("{}.module:", "an import path has the form"),
         ("nowhere.module:right", "No module named 'nowhere'"),
         ("{}.missing:right", "cannot be imported"),
         (".module:right", "cannot be imported"),
         ("{}.raises:right", "ZeroDivisionError"),
         ("{}.garbled:right", "SyntaxError"),
-        ("{}.module:wrong", "the module has no such name"),
+        ("{}.module:wrong", "has no attribute 'wrong'"),
         ("{}.module:number", "of type int"),
     ],
 )

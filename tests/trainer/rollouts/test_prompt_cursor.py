@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.wire.schemas import Prompt
-from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor, PromptProgress
+from trainer.rollouts.prompt_cursor import MAX_TRIES, DrawnPrompt, PromptCursor, PromptProgress
 
 EPOCH = 7
 """Prompts per epoch."""
@@ -20,7 +20,7 @@ def stream(position: int, count: int) -> list[Prompt]:
     ]
 
 
-def draw(cursor: PromptCursor, count: int) -> list[Drawn]:
+def draw(cursor: PromptCursor, count: int) -> list[DrawnPrompt]:
     """Draws `count` prompts as the collector does."""
     drawn = cursor.take_retries(count)
     while left := count - len(drawn):
@@ -28,7 +28,7 @@ def draw(cursor: PromptCursor, count: int) -> list[Drawn]:
     return drawn
 
 
-def positions(drawn: list[Drawn]) -> list[int]:
+def positions(drawn: list[DrawnPrompt]) -> list[int]:
     return [each.position for each in drawn]
 
 
@@ -66,7 +66,7 @@ def test_prompts_that_failed_come_before_new_ones_in_the_order_of_their_failures
     assert cursor.retry(drawn[2])
     assert cursor.retry(drawn[0])
     assert cursor.take_retries(1) == [drawn[2]]
-    assert draw(cursor, 3) == [drawn[0], *map(Drawn, (4, 5), stream(4, 2), (0, 0))]
+    assert draw(cursor, 3) == [drawn[0], *map(DrawnPrompt, (4, 5), stream(4, 2), (0, 0))]
 
 
 def test_a_prompt_that_failed_too_often_is_finished() -> None:
@@ -86,9 +86,9 @@ class Cursors(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.finished: set[int] = set()
-        self.open: dict[int, Drawn] = {}
+        self.open: dict[int, DrawnPrompt] = {}
         """Drawn, but neither finished nor failed since."""
-        self.failed: dict[int, Drawn] = {}
+        self.failed: dict[int, DrawnPrompt] = {}
         """To be retried, the oldest failure first."""
         self.failures: dict[int, int] = {}
 

@@ -57,8 +57,7 @@ def assert_same(found: list[TrainingGroup], expected: list[TrainingGroup]) -> No
             assert ours.weight_versions == other.weight_versions
 
 
-def test_a_rank_above_0_gets_the_groups_and_the_steps_of_rank_0(
+def test_a_rank_above_0_gets_the_groups_of_rank_0(
     groups: list[TrainingGroup],
 ) -> None:
     assert_same(FollowerRollouts(Told(groups)).next(step=3), groups)
-    assert FollowerRollouts(Told(70)).prepare(step=3, known=True) == 70

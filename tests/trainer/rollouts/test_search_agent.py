@@ -158,7 +158,7 @@ async def test_an_episode_is_a_search_and_an_answer() -> None:
     call = json.dumps({"name": "search", "arguments": {"query": query}})
     replies = iter([f"<tool_call>\n{call}\n</tool_call>", f"#### {answer}"])
     async with served(SearchAgent, lambda _: next(replies)) as server:
-        request = request_for(server.service.environment.name, question)
+        request = request_for(server.service.runner.name, question)
         (episode,) = await server.client.episodes(request)
     assert (episode.status, episode.metrics["tool_errors"]) == ("ok", 0)
     assert episode.answer == f"#### {answer}"
@@ -215,7 +215,7 @@ async def test_the_mcp_server_offers_the_same_tool() -> None:
     async with served(served_by("MCP"), reply) as server:
 
         async def play(number: int) -> Episode:
-            request = request_for(server.service.environment.name, f"number {number}.")
+            request = request_for(server.service.runner.name, f"number {number}.")
             request.request_id = str(number)
             (episode,) = await server.client.episodes(request)
             return episode

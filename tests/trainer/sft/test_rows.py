@@ -188,7 +188,11 @@ def test_every_example_comes_once_an_epoch_in_another_order(tokenizer: Any) -> N
 
     def order(seed: int) -> list[int]:
         batches = Batches(examples, 3, seed)
-        return [int(row.prompt_ids.sum()) for step in range(5) for row in batches.rows(step, 14)]
+        return [
+            int(row.prompt_ids.sum())
+            for step in range(5)
+            for row in batches.rows(batches.indices(step, 14))
+        ]
 
     found = order(1)
     assert len(found) == 14  # the last batch has the two that remain

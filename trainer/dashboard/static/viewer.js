@@ -118,9 +118,10 @@ class Viewer {
     const prompt = (row.prompt ?? row.prompt_id ?? row.id).replace(/\s+/g, " ");
     const { completion } = row;
     const right = row.completions === null || row.correct === null ? null : `${short(row.correct)}/${row.completions}`;
-    const weights = row.newest === null || row.newest === row.oldest ? short(row.oldest) : `${row.oldest}–${row.newest}`;
+    const [oldest, newest] = row.versions ?? [null, null];
+    const weights = newest === oldest ? short(oldest) : `${oldest}–${newest}`;
     const facts = [
-      row.tokens === null ? "" : `longest ${short(row.tokens)}`,
+      row.tokens?.length ? `longest ${short(Math.max(...row.tokens))}` : "",
       row.advantage === null ? "" : `|advantage| ${short(row.advantage)}`,
       row.delta === null ? "" : `|Δ logprob| ${short(row.delta)}`,
       `weights ${weights}`,
@@ -128,7 +129,7 @@ class Viewer {
     const button = el(
       "button",
       { type: "button", class: "viewer-open", "data-key": keyOf(row), onclick: () => this.open(row, true, completion?.number) },
-      el("span", { class: "row-step" }, row.step === null ? "waits" : `step ${row.step.toLocaleString("en")}`),
+      el("span", { class: "row-step" }, `step ${row.step.toLocaleString("en")}`),
       el("span", { class: "row-prompt" }, visible(prompt)),
       el("span", { class: "row-completion" }, this.beginning(completion)),
       el("span", { class: "row-reward" }, el("b", {}, short(row.reward)), right && el("span", { class: "viewer-muted" }, ` ${right}`), squares(row.rewards)),
@@ -167,8 +168,9 @@ class Viewer {
     if (push) address.set({ group: row.id, at: row.step, completion: completion > 1 ? completion : "" }, { push: !isHere(row) });
     const mine = (this.opening = this.wanted());
     const run = this.context.run();
-    const step = row.step === null ? {} : { step: row.step };
     try {
+      // A link may lack the step: the newest one is shown.
+      const step = row.step === null ? {} : { step: row.step };
       const group = await this.context.fetchJson(`groups/${encodeURIComponent(row.id)}`, { run, ...step });
       const history = await this.ofPrompt(group.prompt_id, run);
       if (this.opening !== mine) return;

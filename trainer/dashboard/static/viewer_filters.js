@@ -23,7 +23,6 @@ const MARKS = {
   aborted: "Aborted",
   lost: "Lost episodes",
   reused: "Reused",
-  waiting: "Waiting to be trained on",
 };
 const SORTS = {
   "-step": "newest first",

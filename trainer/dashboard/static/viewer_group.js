@@ -238,7 +238,6 @@ export class GroupView {
 }
 
 function heading(group) {
-  if (group.step === null) return "Group that waits";
   return `${group.reason ? "Dropped group" : "Group"} of step ${group.step.toLocaleString("en")}`;
 }
 
@@ -249,7 +248,6 @@ function about(group) {
     ["Epoch", short(group.epoch)],
     ["Made", group.created_at === null ? "–" : new Date(1000 * group.created_at).toLocaleString()],
     ...(group.reused ? [["Reused", `with weight ${short(group.weight)}`]] : []),
-    ["Read from", group.source === "replay" ? "the replay-buffer" : "the run directory"],
     ["Id", group.id],
     ...Object.entries(group.metadata ?? {}).map(([name, value]) => [`· ${name}`, typeof value === "string" ? value : JSON.stringify(value)]),
   ];

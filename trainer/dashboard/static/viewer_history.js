@@ -12,7 +12,7 @@ export function acrossSteps(group, history, open) {
   const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
   const multiples = history.map((row) => {
     const here = row.id === group.id && row.step === group.step;
-    const step = row.step === null ? "waits" : `step ${row.step}`;
+    const step = `step ${row.step}`;
     const said = row.completions === null || row.correct === null ? "" : `, ${short(row.correct)} of ${row.completions} right`;
     const label = `${step}: mean reward ${short(row.reward)}${said}${row.reason ? `, dropped: ${row.reason}` : ""}`;
     return el(
@@ -23,7 +23,7 @@ export function acrossSteps(group, history, open) {
         { type: "button", title: label, "aria-current": here && "true", onclick: () => open(row) },
         el("span", {}, step),
         bars(row, low, high),
-        el("span", { class: row.reason ? "viewer-bad" : "" }, row.reason ?? short(row.reward, 2)),
+        el("span", { class: row.reason ? "viewer-bad" : "" }, row.reason || short(row.reward, 2)),
       ),
     );
   });

@@ -1,0 +1,429 @@
+r"""Finds the final answer that a text states: in a box, on a line after `####`, in `<answer>` tags,
+or after "the answer is". The last of these counts.
+
+Every step takes time linear in the length of any text: responses are untrusted.
+"""
+
+import re
+from itertools import islice
+from typing import NamedTuple
+
+from common.prompts.answer_text import BOX
+from common.prompts.phrases import phrases
+
+# Longer answers are ignored, because cutting one could turn it into another answer.
+MAX_ANSWER_CHARS = 1024
+_CONTEXT_CHARS = 500  # text around a mark that is read for its meaning
+_MAX_LABELS = 16  # statements that are read, from the last one backwards
+_MAX_QUESTIONS = 8  # headings that are tried
+FIRST_MASK = 0xE000  # the private characters that stand for formulas
+
+# `\\` before anything but a box is a line break, so a brace after it counts; `\{` and `\}` are
+# literal characters.
+_TOKEN = re.compile(
+    rf"""(?P<box>{BOX}\s{{0,8}}(?:\{{|(?P<bare>[-−]?[0-9](?:[0-9.,/]*[0-9])?)|\Z))
+    | \\\\(?!f?box) | \\[{{}}] | [{{}}] | (?<![#])[#]{{4}}(?![#])
+    | <(?P<closes>/?)(?i:(?:final_?)?answer)>""",
+    re.VERBOSE,
+)
+_BETWEEN_BOXES = re.compile(
+    r"(?:[,;&]|and|or|\\(?:text|mbox|textbf)\{,?(?:and|or)\})+(?:[A-Za-z](?:_\{?\w+\}?)?[=:])?"
+    r"|[.,;]*\(?[a-d1-4][).:](?:[A-Za-z]=)?"
+)
+_TYPESETTING = re.compile(r"[\s$*]|\\[()\[\],;:!]|\\q?quad(?![A-Za-z])")
+
+_BLANK = re.compile(
+    r"(?:[\s~{}_.…?-]|\\[,;:! ]|\\(?:q?quad|[lc]?dots|square|underline)(?![A-Za-z])"
+    r"|\\(?:text|mbox)\{\s*\}|\\[hv]?(?:phantom|space)\*?\{[^{}]*\})*"
+)
+
+# The surroundings of a box: where its side of the formula ends, and what is joined to it.
+_STYLE = r"""(?:[\s{}()\[\]*"'.~$]|\\(?:displaystyle|left|right|[bB]igg?[lr]?|[lL]arge|LARGE|[hH]uge
+    |bf|mathbf|boldsymbol|underline|mathrm|(?:text)?color\{\w+\}|colorbox\{\w+\}|[,;:!\ ]))*"""
+_SIDE_END = re.compile(
+    r"""= | & | \\\\ | \$ | \\[\[\]()] | [,;:?<>≤≥≈→⇒∴∈] | [.!]\s | \n | \\q?quad(?![a-z])
+    | \\(?:begin|end)\{[^}]*\} | \\(?:implies|iff|[Ll]ong[Rr]ightarrow|[Rr]ightarrow|to|therefore
+    |approx|equiv|in|sim|leq?|geq?|lt|gt|tag|label|text\w*|mbox|mathrm)(?![A-Za-z])
+    | (?<![\\A-Za-z])[A-Za-z]{2,}""",
+    re.VERBOSE,
+)
+_JOINED_BEFORE = re.compile(
+    rf"""(?: (?<![A-Za-z]{{2}})[-−+/^×·÷±|] | (?<=[0-9)])\* | [0-9] | (?<![A-Za-z\\{{])[A-Za-z]
+    | \\(?:cdot|times|div|pm|mp|lfloor|lceil|ln|log|sin|cos|tan)(?![A-Za-z])
+    | \\(?:[dt]?frac|sqrt|[dt]?binom)(?:\[[^\]]*\])?(?:\{{[^{{}}]*\}})? ) {_STYLE}\Z""",
+    re.VERBOSE,
+)
+_JOINED_AFTER = re.compile(
+    rf"""{_STYLE}(?: \^ | [-−](?![A-Za-z]{{2}}) | [+/×·÷] | _\{{?[0-9] | \*(?!\*) | [0-9]
+    | !(?=\s*(?:\Z|[-+*/^])) | \\(?:cdot|times|div|pm|mp|[dt]?frac|sqrt|pi)(?![A-Za-z])
+    | [a-z](?![A-Za-z]) )""",
+    re.VERBOSE,
+)
+_SCALE = re.compile(
+    r"(?:[\s$},]|\\[),;]|\\text\{)*(dozen|hundred|thousand|million|billion|trillion)\b"
+)
+_DENIED_BEFORE = re.compile(
+    rf"""(?: (?:\bnot|n['’]t|\bnever|\bcannot|≠|\\neq?|\b{phrases("doubt", "could")})
+        (?:\s+{phrases("denied filler")})*
+    | (?:\bnot|n['’]t|\bno)\s+{phrases("believes")}\b[^,;:.\n]{{0,60}} ) {_STYLE}\Z""",
+    re.VERBOSE,  # without IGNORECASE, which takes five times as long
+)
+_DENIED_AFTER = re.compile(
+    r"""[\s$*_)\]}]{0,8}(?:\\[\])])?\s{0,8}(?: (?:,?\s{0,8}(?:which|but\ (?:that|this|it))\s)?
+        (?:is|was|would\ be)\s(?:not|false|impossible)\b
+    | isn['’]t | wasn['’]t | cannot\ be | can['’]t\ be | or\s(?:maybe|perhaps|possibly) | \?
+    | [\s,.]{0,8}(?:(?:but\s)?(?:that|this|it)\s)?(?:is|was|['’]s)\s
+        (?:wrong|incorrect|not\ (?:right|correct)) )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+# Statements: a label, then a sentence in which each formula is one private character.
+_FORMULA = re.compile(
+    r"""\$\$((?:\\.|[^$\\]){0,1024})\$\$
+    | (?<![\\0-9])\$(?!\s*[0-9.,]+\s+[a-z]{2})((?:\\.|[^$\\]){0,1024})\$(?![0-9])
+    | \\\((.{0,1024}?)\\\) | \\\[(.{0,1024}?)\\\]
+    | \\begin\{(?:align|equation|gather|multline|eqnarray)(?:ed)?\*?\}
+        (.{0,1024}?)\\end\{(?:align|equation|gather|multline|eqnarray)(?:ed)?\*?\}""",
+    re.DOTALL | re.VERBOSE,
+)
+SENTENCE_END = re.compile(
+    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')”’»」]|$)
+    | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。।]""",
+    re.VERBOSE,
+)
+DOUBT = re.compile(rf"\b{phrases('doubt')}\b", re.IGNORECASE)
+_HEDGE = re.compile(rf"\b{phrases('doubt', 'could')}\b", re.IGNORECASE)
+_ALTERNATIVE = re.compile(rf"\b(?:{phrases('doubt', 'could')}|or|not)\b", re.IGNORECASE)
+_VALUE = r"(?:[-−–+]?\s?[$€£¥]?\.?[0-9]|[\ue000-\uf8ff]|\(?[A-H]\)?(?![\w'’]))"
+# A member of a JSON object that is the answer.
+_JSON = re.compile(
+    r"""["'](?:(?:final|correct)[_\ ]?)?(?:answer|result)["']\s{0,8}:\s{0,8}
+    (?: (?P<list>\[\s{0,8})?(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\\n]|\\.){0,1024})(?P=quote)
+        (?(list)\s{0,8}\])
+    | (?P<bare>[^\s"',}]{1,1024}) | ["'] )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SIGNS_OF_QUESTION = (
+    "uestion", "UESTION", "Q:", "roblem", "ROBLEM", "ruction", "uman:", "UMAN:", "ser:", "SER:",
+    "user", "问题", "题目",
+)  # fmt: skip
+_NEXT_QUESTION = re.compile(
+    r"""(?:\n[\s#*\[]{0,8}(?i:next\s)?|\s(?=[QP])|<\|)
+    (?: (?i:question|problem|instruction|human|user|问题|题目|(?-i:Q))[\s*\]]{0,4}[:：]
+    | (?:(?<=[#\[])|(?<=[#\[]\s))(?i:question|problem)[*\]]{0,3}\s
+    | (?<=\n)user\s | (?<=<\|)user\|> )""",
+    re.VERBOSE,
+)
+_SIGNS_OF_LABEL = ("nswer", "NSWER", "inal", "esult", "hoice", "ption", "答案", "结果")
+_LABEL = re.compile(
+    rf"""\banswers?\b
+        (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
+        [\s*_`"')]{{0,4}}(?:{phrases("states")}\b(?:\s?:)?|[:=：]|(?=\s{phrases("wavers")}\b))
+    | \b(?:correct|right)\s(?:choice|option)\s{phrases("states")}\b
+    | (?:^|[.\n])[\s#>*_-]{{0,8}}(?:final(?:\ result|\ value)?|result)[*_\s]{{0,4}}[:：]
+    | ^[\ \t>#*_0-9.)]{{0,8}}(?:the\ |my\ )?(?:final\ )?(?:answer|result)s?[\ \t*_:.]*$
+    | (?:答案|结果)\s*(?:[是为為]|：|:|=){{1,3}}""",
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+_NO_LABEL = re.compile(rf"\b{phrases('no label')}\b[^,]*$", re.IGNORECASE)
+_DENIED_LABEL = re.compile(
+    rf"\b(?:{phrases('doubt', 'could')}|false|untrue|never)\b[^,;:]{{0,40}}$", re.IGNORECASE
+)
+_OPENING = re.compile(r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:>#]|[\"'](?=[\s*:]))*")
+_FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
+_RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
+_INSTEAD = re.compile(
+    rf",?\s+(?:(?:and|but)\s+)?{phrases('instead')}\s+(?:(?:option|choice)\s+)?{_VALUE}.*",
+    re.DOTALL,
+)
+NOTE = re.compile(
+    r"""(?<=[^\s(])[*_]*\s+\((?!\s*(?:mod\b|[-−0-9.]+\s*,))
+    (?=[=≈~]|[^()]{0,300}\b(?!oo\b|inf)[A-Za-z]{2,})(?:[^()]|\([^()]{0,100}\)){1,300}\)""",
+    re.VERBOSE,
+)
+_REASON = re.compile(rf"\s*,?\s+{phrases('reason')}\b", re.IGNORECASE)
+_REMARK = re.compile(
+    rf"""\s*,?\s+{phrases("remark")}\b | [,;]\s+(?!{phrases("continues")}\b)[a-z]{{2,}}
+    | \s*[–—]\s*(?=[A-Za-z]{{3}})""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SPACES = re.compile("(?:[^\\S\n]|[\ue000-\uf8ff])+")  # private characters stand for formulas
+_NUMBERED_HEADING = re.compile(
+    r"""[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?: [.):]\s+(?![-0-9$\\])\S | \s+(?:[-–—]\s+)?
+    (?:Check|Verif|Solu|Solve|Step|Conclu|Summ|Result|Final|Answer|Calc|Compu|Find|Determ|Use|Apply
+    |Set|Defin|Simpl|Anal|The|Note|Expl)[a-z]* )""",
+    re.VERBOSE,
+)
+_WORDS_FIRST = re.compile(
+    r"""[\s*_]*(?!(?:a?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|sqrt|abs|max|min|gcd|lcm|pi)\b)
+    [A-Za-z]{2}""",
+    re.VERBOSE,
+)
+_FINAL_SIGN = re.compile(r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+# Decoration after an answer: check marks, emoji.
+_SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
+
+
+class Mark(NamedTuple):
+    """A mark of an answer in a text."""
+
+    kind: str
+    """box, tag, json, line (`####`), label ("the answer is"), or cut: a box or a second tag without
+    its end.
+    """
+    start: int
+    end: int
+    inner: tuple[int, int] = (0, 0)
+    """Where the answer is; empty when it ends with its line or sentence."""
+
+
+def stated_answer(text: str) -> str | None:
+    """Returns the last answer that a text states, cleaned.
+
+    None when it states none. "" when it states one that cannot be read: hedged, denied, or longer
+    than `MAX_ANSWER_CHARS`; then nothing else in the text may be taken for the answer.
+    """
+    marks = _marks(text)
+    closed = [mark.end for mark in marks if mark.kind != "line"]
+    # After a box, only a later statement counts, and only one of a value.
+    position = closed[-1] if closed else 0
+    has_label = any(text.find(sign, position) >= 0 for sign in _SIGNS_OF_LABEL)
+    labels = list(_LABEL.finditer(text, position)) if has_label else []
+    marks += [Mark("label", *match.span()) for match in labels[-_MAX_LABELS:]]
+    marks.sort(key=_end)
+
+    lines = [mark for mark in marks if mark.kind == "line"]
+    if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].end :].strip():
+        return ""  # the last line was cut
+
+    while marks:
+        mark = marks[-1]
+        content = text[slice(*mark.inner)]
+        answer: str | None = ""  # if it was cut
+        if mark.kind == "box":
+            answer = _boxed(text, marks)
+        elif mark.kind in ("json", "tag"):
+            content = content.replace("\\\\", "\\") if mark.kind == "json" else content
+            answer = stated_answer(content)
+            answer = clean(content) if answer is None else answer
+        elif mark.kind == "line":
+            answer = _line(text[mark.end : mark.end + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1)
+        elif mark.kind == "label":
+            answer = _labelled(text, mark, words=not closed)
+        if answer is not None:
+            return answer if len(answer) <= MAX_ANSWER_CHARS else ""
+        marks.pop()
+    return None
+
+
+def _end(mark: Mark) -> int:
+    return mark.end
+
+
+def before_next_question(text: str) -> str:
+    """Returns the text up to a heading "Question:" (or "Problem:", "Q:", "User:") that follows a
+    complete answer: from there on, the model makes up the next problem.
+    """
+    if not any(sign in text for sign in _SIGNS_OF_QUESTION):
+        return text
+    for asked in islice(_NEXT_QUESTION.finditer(text), _MAX_QUESTIONS):
+        head = text[: asked.start()]
+        if stated_answer(head):
+            return head
+    return text
+
+
+def last_box(text: str) -> str | None:
+    r"""Returns the content of the last `\boxed{…}` (or `\fbox{…}`), together with the boxes that it
+    continues (`\boxed{2}` or `\boxed{3}`). Returns None if there is no box or the last is cut.
+    """
+    boxes = [mark for mark in _marks(text) if mark.kind in ("box", "cut")]
+    if not boxes or boxes[-1].kind == "cut":
+        return None
+    last = text[slice(*boxes[-1].inner)].strip()
+    joined = _joined(text, boxes)[1]
+    # "a or b" without names is one answer, written in two ways.
+    return last if joined.endswith(f" or {last}") else joined
+
+
+def _marks(text: str) -> list[Mark]:
+    """Returns the boxes, tags, answers in JSON and `####` lines in the order they end."""
+    marks = list(map(_json_mark, _JSON.finditer(text)))
+    braces: list[re.Match[str] | None] = []  # open ones: a box's, or None for any other
+    tag: re.Match[str] | None = None
+    for match in _TOKEN.finditer(text):
+        found = match.group()
+        start, stop = match.span()
+        if found == "####":
+            marks.append(Mark("line", start, stop))
+        elif match["bare"]:
+            marks.append(Mark("box", start, stop, match.span("bare")))
+        elif match["box"] or found == "{":
+            braces.append(match if match["box"] else None)
+        elif found == "}":
+            box = braces.pop() if braces else None
+            if box is not None:
+                marks.append(Mark("box", box.start(), stop, (box.end(), start)))
+        elif match["closes"] == "":
+            tag = match
+        elif match["closes"] and tag is not None:
+            marks.append(Mark("tag", tag.start(), stop, (tag.end(), start)))
+            tag = None
+    # What has no end was cut. A tag alone may have lost its end to a stop string.
+    unclosed = filter(None, (*braces, tag if marks else None))
+    marks += [Mark("cut", *opening.span()) for opening in unclosed]
+    return sorted(marks, key=_end)
+
+
+def _json_mark(match: re.Match[str]) -> Mark:
+    return Mark("json", *match.span(), match.span("text" if match["quote"] else "bare"))
+
+
+def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
+    r"""Returns where a list of boxes begins that ends with the last mark (`\boxed{2}` or
+    `\boxed{3}`), and their contents, joined.
+    """
+    begin = marks[-1].end
+    joint = ", "
+    contents: list[str] = []
+    for mark in islice(reversed(marks), MAX_ANSWER_CHARS):
+        if contents:
+            between = _TYPESETTING.sub("", text[mark.end : min(begin, mark.end + 80)])
+            if mark.kind != "box" or not _BETWEEN_BOXES.fullmatch(between):
+                break
+            # Without names, `2 or 3` may be two ways to write one answer.
+            joint = " or " if "or" in between and "=" not in between else ", "
+        begin = mark.start
+        contents.append(text[slice(*mark.inner)].strip())
+    if _BLANK.fullmatch(contents[0]):
+        return begin, ""
+    return begin, joint.join(dict.fromkeys(filter(None, reversed(contents))))
+
+
+def _boxed(text: str, marks: list[Mark]) -> str:
+    r"""Returns the content of the last box and what its formula joins to it: -7 of `-\boxed{7}`.
+    Returns "" if the box is empty, or its sentence denies or doubts it.
+    """
+    begin, answer = _joined(text, marks)
+    stop = marks[-1].end
+    if not answer or len(answer) > MAX_ANSWER_CHARS:
+        return answer
+    left = text[max(0, begin - _CONTEXT_CHARS) : begin].rpartition("\n\n")[2]
+    right = text[stop : stop + _CONTEXT_CHARS]
+    if _DENIED_BEFORE.search(left[-100:].lower()) or _DENIED_AFTER.match(right):
+        return ""
+
+    head = re.findall(r"(?:(?:(?<==)|(?<=:)|(?<=\bis))\s*[-−–]\s+|\S*)\Z", left[-100:])[0]
+    tail = re.split(r"\s", right[:100], maxsplit=1)[0].rstrip(".,;:!?")
+    for formula in _FORMULA.finditer(left + text[begin:stop] + right):
+        if formula.start() < len(left) < formula.end():  # the box stands in a formula
+            head = _SIDE_END.split(left[formula.start() :])[-1]
+            tail = _SIDE_END.split(right, maxsplit=1)[0]
+            break
+    scale = _SCALE.match(right)
+    if _JOINED_BEFORE.search(head) or _JOINED_AFTER.match(tail):
+        is_compound = re.search(r".[-+=,]", answer)
+        answer = head + (f"({answer})" if is_compound else answer) + tail
+    elif scale:
+        answer = f"{answer} {scale[1]}"
+    return clean(answer)
+
+
+def _line(rest: str, alone: bool) -> str | None:
+    """Returns the answer on a `####` line; None for a heading, such as `#### 2. Check`. A line of
+    words is an answer only if it is the only mark (`alone`) and the last line.
+    """
+    line, _, after = rest.partition("\n")
+    is_words = _WORDS_FIRST.match(line) and (not alone or after.strip())
+    if is_words or _NUMBERED_HEADING.match(line):
+        return None
+    return _shortened(*masked(line))
+
+
+def _labelled(text: str, label: Mark, words: bool) -> str | None:
+    """Returns what "the answer is …" states. Returns None for prose without a value; with `words`,
+    up to three words without a value are an answer too.
+    """
+    clause = re.split(r"[.!?;\n]", text[max(0, label.start - 200) : label.start])[-1]
+    if _NO_LABEL.search(clause):
+        return None
+    if _DENIED_LABEL.search(clause):
+        return ""
+
+    rest = text[label.end : label.end + 2 * MAX_ANSWER_CHARS]
+    sentence, formulas = masked(_OPENING.sub("", rest, count=1))
+    end = SENTENCE_END.search(sentence)
+    if end:
+        sentence = sentence[: end.start()]
+        if end.group() == "?" and re.match(rf"[\"'“‘«„]?{_VALUE}", sentence):
+            return ""
+    sentence = _FILLER.sub("", sentence, count=1)
+    if "\\boxed" in sentence:
+        return None  # a box without its end
+    if re.match(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])", sentence):
+        restated = _RESTATED.match(sentence)
+        if restated is None or _ALTERNATIVE.search(restated.group()):
+            sentence = _REASON.split(NOTE.sub("", sentence))[0]
+            has_value = re.search("[0-9\ue000-\uf8ff]", sentence) is not None
+            # What has a value is kept whole: nothing in it may be guessed.
+            is_answer = has_value or (words and len(sentence.split()) <= 3)
+            return clean(unmasked(sentence, formulas)) or None if is_answer else None
+        sentence = sentence[restated.end() :]
+    return _shortened(sentence, formulas)
+
+
+def _shortened(sentence: str, formulas: list[str]) -> str | None:
+    """Returns an answer without the remarks and reasons after it. Returns "" if these hedge, and
+    None if nothing is left.
+    """
+    sentence = _INSTEAD.sub("", re.sub(r"(?<!\w)\*\*|\*\*(?!\w)", "", sentence))
+    if any(map(_ALTERNATIVE.search, NOTE.findall(sentence))):
+        return ""
+    sentence = _REASON.split(NOTE.sub("", sentence))[0]
+    if _HEDGE.search(sentence):
+        return ""
+    remark = _REMARK.search(sentence, 1)
+    if remark:
+        before = sentence[: remark.start()]
+        in_text = before.count("{") > before.count("}")  # \text{ of the pie}
+        sentence = sentence if in_text else before
+    return clean(unmasked(sentence, formulas)) or None
+
+
+def masked(text: str) -> tuple[str, list[str]]:
+    """Returns the text with each formula replaced by one private-use character, and the formulas.
+    The dots and commas of a formula then end no sentence.
+    """
+    formulas: list[str] = []
+
+    def hide(formula: re.Match[str]) -> str:
+        formulas.append(formula.group())
+        return chr(FIRST_MASK + len(formulas) - 1)
+
+    return _FORMULA.sub(hide, _SPACES.sub(" ", text)), formulas
+
+
+def unmasked(text: str, formulas: list[str]) -> str:
+    """Puts the formulas back into a masked text, without their delimiters."""
+
+    def content(mask: re.Match[str]) -> str:
+        formula = formulas[ord(mask.group()) - FIRST_MASK]
+        return _FORMULA.sub(lambda match: next(filter(None, match.groups()), ""), formula)
+
+    return re.sub("[\ue000-\uf8ff]", content, text)
+
+
+def clean(answer: str) -> str:
+    """Removes decoration from an answer: math mode, bold type, final punctuation. Currency signs
+    stay: they are units.
+    """
+    text = answer
+    for _ in range(3):  # decorations nest: **\(42\).**
+        text = re.sub(r"\A`{1,2}([^`']*)'{1,2}\Z", r"\1", text)  # TeX quotes
+        text = text.rstrip(_SYMBOLS).strip().strip("*_`").strip()
+        is_money = len(_DOLLAR.findall(text)) == 1 and re.search(r"\$[-\s]*[0-9.]", text)
+        text = _FINAL_SIGN.sub("", text if is_money else _DOLLAR.sub("", text))
+        if text.startswith(("\\(", "\\[")) and text.endswith(("\\)", "\\]")):
+            text = text[2:-2]
+    return text.replace("\\$", "$").rstrip("\\ ").strip()
