@@ -490,7 +490,7 @@ class SamplingSection(Truncation):
     """Start of every answer, such as `<think>`: the model continues from there, and graders get it
     with the answer."""
     request_timeout_s: PositiveFloat = 600.0
-    """Seconds for generating one group: retries, and the wait in the queue of the engines, included."""
+    """Seconds for generating one group, with retries and the wait in the queue of the engines."""
 
     def training_truncation(self) -> dict[str, float]:
         """Returns `truncation` for training, where the kept tokens are sent with every token."""
