@@ -1,6 +1,7 @@
 """Nodes that crash and come back, and a network that loses, delays and repeats what it carries."""
 
 import asyncio
+import contextlib
 import random
 import shutil
 from collections import Counter
@@ -156,10 +157,8 @@ class Wire(httpx.AsyncBaseTransport):
 
         async def deliver() -> None:
             await asyncio.sleep(delay_s)
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 await self._node.answer(request)
-            except httpx.TransportError:
-                pass
 
         task = asyncio.ensure_future(deliver())
         self.copies.add(task)

@@ -267,7 +267,7 @@ class World:
                 step += 1
                 self.trained += [(step, item.group) for item in groups]
                 self.story.say(f"step {step}: {[item.group.position for item in groups]}")
-                finish = rollouts.start_ack(batch)
+                finish = rollouts.start_acknowledging(batch)
                 served = self._publish(loop, step)
                 finish()
                 rollouts.free_slots(batch, when=served)
@@ -339,18 +339,24 @@ class World:
 
 
 def simulate(seed: int, directory: Path) -> World:
-    """Runs the world of one seed. Raises Violation, with the story in its notes."""
+    """Runs the world of one seed. Raises Violation, or whatever ends the run, with the story in its
+    notes.
+    """
+    disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    with simulated(seed) as loop:
-        world = World(seed, directory, loop)
-        try:
-            world.run()
-        except BaseException as error:
-            error.add_note("\n".join([*world.story.lines, f"seed {seed}"]))
-            raise
-        finally:
-            _end(loop)
-        return world
+    try:
+        with simulated(seed) as loop:
+            world = World(seed, directory, loop)
+            try:
+                world.run()
+            except BaseException as error:
+                error.add_note("\n".join([*world.story.lines, f"seed {seed}"]))
+                raise
+            finally:
+                _end(loop)
+            return world
+    finally:
+        logging.disable(disabled)
 
 
 def _end(loop: VirtualLoop) -> None:
