@@ -188,7 +188,7 @@ def chat_server(engine: str, base_model: Path) -> Iterator[str]:
         return {"choices": [choice], "usage": usage}
 
     with BackgroundServer(app, "127.0.0.1", 0) as server:
-        yield server.url
+        yield f"http://127.0.0.1:{server.port}"
 
 
 def test_the_same_model_behind_a_socket(

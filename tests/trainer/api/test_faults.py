@@ -91,7 +91,7 @@ def test_groups_that_another_client_forgets_are_stored_again(
     config = settings()
     train_in_process(config, quiet())
     assert [group.position for group in stored(config)] == list(range(12))
-    assert "4 groups were dropped from the replay-buffer" in caplog.text
+    assert "dropped 4 groups: they are stored again" in caplog.text
 
 
 def test_groups_that_another_client_acknowledges_end_the_run(
