@@ -31,6 +31,8 @@ _CHECK_S = 300.0
 _MODEL_START_S = 600.0  # without progress: a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
+_ELSEWHERE = (MathReward, CodeReward, JudgeReward, ModelReward)
+"""Entries whose functions do not run in the shared workers."""
 _TEXT_FUNCTIONS = {
     FormatReward: "FormatRewardFunction",
     LengthReward: "LengthPenaltyFunction",
@@ -44,12 +46,16 @@ def configured_hosts(config: RewardSection, on_restart: Callable[[], None]) -> l
     Raises ConfigError for a function that does not exist or cannot work here.
     """
     hosts: list[Host] = []
-    shared: list[dict[str, Any]] = []
+    made = [_in_worker(entry) for entry in config.functions if not isinstance(entry, _ELSEWHERE)]
     pool = WorkerPool(
-        WorkerSpec(_HANDLER, {"functions": shared}),
+        WorkerSpec(_HANDLER, {"functions": [function for _, _, function in made]}),
         config.workers,
         timeout_s=config.function_timeout_s,
         on_restart=on_restart,
+    )
+    in_workers = (
+        ProcessHost(name, pool, index, gives_verdicts=gives_verdicts)
+        for index, (name, gives_verdicts, _) in enumerate(made)
     )
     for entry in config.functions:
         match entry:
@@ -63,10 +69,7 @@ def configured_hosts(config: RewardSection, on_restart: Callable[[], None]) -> l
             case ModelReward():
                 hosts.append(_model_host(entry, on_restart))
             case _:
-                # The workers start later, when all functions are known.
-                name, gives_verdicts, function = _in_worker(entry)
-                hosts.append(ProcessHost(name, pool, len(shared), gives_verdicts=gives_verdicts))
-                shared.append(function)
+                hosts.append(next(in_workers))
     return hosts
 
 
