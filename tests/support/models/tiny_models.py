@@ -27,6 +27,21 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+"""DeepSeek-V3's compressed keys and values, whose heads differ in size."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("qwen3", {"tie_word_embeddings": True}),
