@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.errors import ConfigError
 from learning.context import ContextGroup
+from learning.linear_layers import linear_layers, not_packed
 
 _Array = NDArray[np.int64]
 
@@ -34,7 +34,8 @@ _REPLACED = ("sdpa", "eager", NAME)
 _SCORES = 1 << 26
 """Scores of queries and keys that exist at once where no kernel computes them: 256 MiB in
 float32."""
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
+_LINEAR_LAYERS = {"linear_attention", "conv", "hybrid"}
 GQA = "enable_gqa" in signature(varlen_attn).parameters
 """Whether the kernel supports fewer key and value heads than query heads, as torch's does since
 2.12."""
@@ -81,6 +82,8 @@ class Segments:
     buckets: list[tuple[int, int, int]]
     """Per bucket: rows, width, and how many tokens at the start of every row are only keys (the
     prompts' tokens)."""
+    columns: tuple[_Array, ...]
+    """What `of` was given, which stays in CPU memory."""
 
     @classmethod
     def of(
@@ -131,6 +134,7 @@ class Segments:
             longest=int(sizes.max()),
             longest_keys=int(totals.max()),
             buckets=buckets,
+            columns=(starts, sizes, prefix_starts, prefixes),
         )
 
 
@@ -158,14 +162,18 @@ def unpackable(model: Any) -> str | None:
     """Returns why `model` cannot be computed packed; None when it can."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else model
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    linear = linear_layers(body)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if len(linear) == sum(kind in _LINEAR_LAYERS for kind in kinds):
+        kinds = [kind for kind in kinds if kind not in _LINEAR_LAYERS]
+    layers = set(kinds) - _KNOWN_LAYERS
     rotates = any(name.endswith("rotary_emb") for name, _ in body.named_modules())
     looks_ahead = bool(getattr(config, "use_bidirectional_attention", None))
     implementation = config._attn_implementation
     checks = {
-        "it keeps a state from token to token": getattr(body, "_is_stateful", False),
+        "it keeps a state from token to token": getattr(body, "_is_stateful", False) and not linear,
         f"it has {', '.join(sorted(layers))} layers": bool(layers),
-        "it does not rotate positions": not rotates,
+        "it does not rotate positions": not (rotates or linear),
         "its tokens attend to later tokens": looks_ahead,
         "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
         "transformers cannot replace its attention": not body._can_set_attn_implementation(),
@@ -203,7 +211,7 @@ def _attention(
         return padded, None
     for name, option in options.items():
         if isinstance(option, Tensor) and option.is_floating_point():
-            raise _not_packed(f"give their attention {name}")
+            raise not_packed(f"give their attention {name}")
 
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):  # rotary embedding returns float32
@@ -246,7 +254,7 @@ def _attend_padded(
     """
     is_placeholder = mask is not None and mask.shape == (1, 1, 1, 1)
     if is_placeholder and query.shape[2] > 1:  # it is a packed line
-        raise _not_packed("pass no options on to their attention")
+        raise not_packed("pass no options on to their attention")
     if scores.cap is None and scores.sinks is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask=mask, scaling=scores.scaling, **options
@@ -255,14 +263,6 @@ def _attend_padded(
     if mask is None:
         mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     return _attend_plainly(query, key, value, mask, scores).transpose(1, 2)
-
-
-def _not_packed(reason: str) -> ConfigError:
-    return ConfigError(
-        f"the layers of this model {reason}, so its rows cannot be packed",
-        field="trainer.packing",
-        remedy="set it to off",
-    )
 
 
 def _has_kernel(query: Tensor) -> bool:

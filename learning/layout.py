@@ -18,6 +18,7 @@ from common.errors import ConfigError
 from common.wire.schemas import Int32
 from learning.attention import NAME, Segments, register, unpackable
 from learning.context import ContextGroup, check_heads
+from learning.linear_layers import StateRows, compute_by_rows, continues_states
 from learning.routing import Experts, Routes
 
 Packing = Literal["auto", "on", "off"]
@@ -200,6 +201,11 @@ class Packed:
         if context is not None:
             input_ids = context.part(input_ids)
             position_ids = context.part(position_ids)
+        options: dict[str, Any] = {}
+        continues = continues_states(body)
+        if continues is not None:
+            rows = StateRows.of(self.segments.columns, continues)
+            options["state_rows"] = moved(rows, input_ids.device)
         states: Tensor = body(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -207,6 +213,7 @@ class Packed:
             use_cache=False,
             segments=self.segments,
             context=context,
+            **options,
         ).last_hidden_state[0]
         return states
 
@@ -237,6 +244,7 @@ def layout_for(model: Any, packing: Packing, context: ContextGroup | None = None
         return Padded
     register()
     model.set_attn_implementation(NAME)
+    compute_by_rows(model)
     return Packed
 
 
