@@ -375,6 +375,8 @@ class _WithSinks(torch.autograd.Function):  # type: ignore[misc]  # torch is not
         return (*of_tensors, of_sinks, None, None)
 
 
+# The compiler would make a graph for each list of buckets.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch is not typed here
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores
 ) -> Tensor:

@@ -18,7 +18,12 @@ from common.errors import ConfigError
 from common.wire.schemas import Int32
 from learning.attention import NAME, Segments, register, unpackable
 from learning.context import ContextGroup, check_heads
-from learning.linear_layers import StateRows, compute_by_rows, continues_states
+from learning.linear_layers import (
+    StateRows,
+    compute_by_rows,
+    continues_states,
+    linear_layers,
+)
 from learning.routing import Experts, Routes
 
 Packing = Literal["auto", "on", "off"]
@@ -231,7 +236,9 @@ def layout_for(model: Any, packing: Packing, context: ContextGroup | None = None
     reason = unpackable(model) if packing != "off" else "it is off"
     if context is not None:
         if reason:
-            raise not_together(reason, context)
+            raise not_together(f"this model does not support packing: {reason}", context)
+        if linear_layers(model):
+            raise not_together("this model has layers that keep a state", context)
         check_heads(model, context)
     if packing == "on" and reason:
         raise ConfigError(
@@ -249,12 +256,9 @@ def layout_for(model: Any, packing: Packing, context: ContextGroup | None = None
 
 
 def not_together(reason: str, context: ContextGroup) -> ConfigError:
-    """Returns the error for rows that cannot be packed, although several ranks should compute each
-    of them.
-    """
+    """Returns the error for rows that several ranks cannot compute together, with the reason."""
     return ConfigError(
-        f"only packed rows are computed by several ranks together, and this model does not "
-        f"support packing: {reason}",
+        f"several ranks compute only attention over packed rows together, and {reason}",
         field="parallel.context_size",
         value=context.size,
         remedy="set it to 1, or trainer.packing to auto if it is off",

@@ -4,7 +4,6 @@ recognised beforehand."""
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -14,25 +13,16 @@ from transformers import PreTrainedModel
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.settings.sections import TrainerSection
-from common.wire.schemas import Int32
 from learning.attention import unpackable
-from learning.layout import Layout, Packed, Padded, layout_for
+from learning.layout import Packed, Padded, layout_for
 from learning.ranks import Ranks
 from learning.sharding import prepare
 from services.critic.model import load_value_model
-from tests.support.batches.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
+from tests.support.batches.groups import off_policy_groups, whole, with_algorithm
+from tests.support.models.rows_alone import ROWS, alone, assert_same, results, rows, sizes
 from tests.support.models.tiny_models import MLA, make
 from trainer.policy.policy import Policy
-from trainer.policy.scorer import Scorer
 
-ROWS = {
-    "rows alone": [(5, [4]), (3, [7]), (9, [2])],
-    "groups": [(5, [4, 9, 1, 6]), (8, [3, 3, 12])],
-    "prompts longer than completions": [(40, [2, 5, 1]), (30, [4, 4])],
-    "one-token completions": [(4, [1, 1, 1]), (1, [1])],
-    "an empty completion": [(4, [0, 3]), (6, [2, 0])],
-    "mixed": [(1, [30, 2]), (25, [1, 40, 3]), (7, [5]), (60, [6, 6, 6]), (2, [1])],
-}
 WINDOWS: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["full_attention", "sliding_attention"],
@@ -65,68 +55,6 @@ def packable(kind: str, implementation: str | None = None) -> PreTrainedModel:
     name, more = PACKABLE[kind]
     model: PreTrainedModel = make(name, implementation=implementation, **sizes(more))
     return model
-
-
-def sizes(more: dict[str, Any]) -> dict[str, Any]:
-    return {"vocab_size": VOCABULARY, **more}
-
-
-def rows(name: str) -> tuple[list[Int32], list[Int32]]:
-    rng = np.random.default_rng(0)
-    prompts, completions = [], []
-    for length, answers in ROWS[name]:
-        prompt = rng.integers(3, VOCABULARY, length).astype(np.int32)
-        for answer in answers:
-            prompts.append(prompt.copy())
-            completions.append(rng.integers(3, VOCABULARY, answer).astype(np.int32))
-    return prompts, completions
-
-
-TEMPERATURE = 0.7
-
-
-def results(model: PreTrainedModel, layout: type[Layout], name: str) -> dict[str, torch.Tensor]:
-    """Returns scores, and gradients of a loss that weights every token and its entropy
-    differently."""
-    prompts, completions = rows(name)
-    targets = torch.from_numpy(np.concatenate(completions)).long()
-    scorer = Scorer(model, "on" if layout is Packed else "off")
-    assert scorer.layout is layout
-    model.zero_grad()
-    scores = scorer(layout.of(prompts, completions), targets, TEMPERATURE, entropy_gradient=True)
-    return with_gradients(model, scores.logprobs, scores.entropy)
-
-
-def alone(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
-    """Returns what `results` does, from transformers' own logits of each row by itself."""
-    model.zero_grad()
-    logprobs = []
-    entropies = []
-    for prompt, completion in zip(*rows(name), strict=True):
-        tokens = torch.from_numpy(np.concatenate([prompt, completion])).long()
-        logits = model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        log_softmax = (logits.float() / TEMPERATURE).log_softmax(-1)
-        logprobs.append(log_softmax.gather(1, tokens[len(prompt) :, None])[:, 0])
-        entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
-    return with_gradients(model, torch.cat(logprobs), torch.cat(entropies))
-
-
-def with_gradients(
-    model: PreTrainedModel, logprobs: torch.Tensor, entropy: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    count = len(logprobs)
-    weights = torch.randn(2, count, generator=torch.Generator().manual_seed(1)) / count
-    (weights * torch.stack([logprobs, entropy])).sum().backward()
-    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), **gradients}
-
-
-def assert_same(packed: dict[str, torch.Tensor], padded: dict[str, torch.Tensor]) -> None:
-    assert packed.keys() == padded.keys()
-    for key, expected in padded.items():
-        torch.testing.assert_close(
-            packed[key], expected, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
-        )
 
 
 @pytest.mark.parametrize("name", ROWS)
