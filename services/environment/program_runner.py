@@ -180,7 +180,7 @@ class ProgramRunner(EpisodeRunner):
         try:
             status = await _wait_for_end(program, session)
         finally:
-            output = await program.kill()
+            output = await program.close()
 
         has_reward = session.graded.is_set()
         if status > SIGNALLED:
