@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
+from common import Json
 from common.process.imports import import_callable
 from common.settings.config import Config
 from common.settings.sections import DataSection
@@ -31,7 +32,7 @@ from services.data.rows import (
 
 _TOOLS = "tools"
 """The column with the tools of a chat, by the name that chat templates and TRL give it."""
-Message = dict[str, Any]
+Message = Json
 
 
 class Example(Prompt):
@@ -50,7 +51,7 @@ def example(
     id: str,
     chat: list[Message],
     columns: Mapping[str, Any] | None = None,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Sequence[Json] = (),
     *,
     is_chat: bool = False,
 ) -> Example:
@@ -86,7 +87,7 @@ class WorkedLoader(RowLoader):
 
     def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
         data = self._data
-        tools = list[dict[str, Any]]()
+        tools = list[Json]()
         if data.messages_field:
             chat = _messages(row, data.messages_field, "")
             tools = _tools(row)
@@ -129,7 +130,7 @@ def _message(message: Any, column: str) -> Message:
     return found
 
 
-def _call(call: Any, column: str) -> dict[str, Any]:
+def _call(call: Any, column: str) -> Json:
     """Returns a call whose arguments are a mapping: chat templates write them as JSON. Only a JSON
     text keeps an argument that is null.
     """
@@ -145,7 +146,7 @@ def _call(call: Any, column: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tools(row: Mapping[str, Any]) -> list[Json]:
     """Returns the tools of a row, a list of JSON schemas or its JSON text; none without them. Only
     a JSON text keeps a key of a schema that is null.
     """
