@@ -13,7 +13,8 @@ from common.process.daemon_threads import sent_on
 _T = TypeVar("_T")
 _work = SimpleQueue[Callable[[], None]]()
 _has_waited = False
-"""Whether the main thread ever waits for a loop; that of a service runs the loop itself."""
+"""Whether the main thread has ever waited for a loop. In a service it never does: it runs the loop
+itself."""
 _works = False
 
 

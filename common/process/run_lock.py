@@ -30,7 +30,8 @@ _STALE_S = 30.0
 """Seconds without a heartbeat after which its holder counts as dead."""
 _READER_S = 0.1
 _TRIES = 5
-"""Whoever asks whether a run lives (the dashboard, `rlhf diagnose`) has the lock for a moment."""
+"""Seconds between tries, and their number: the dashboard and `rlhf diagnose` take the lock for a
+moment to find out whether a run lives."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system that does not support locks."""
 _SIZE = 512

@@ -186,7 +186,8 @@ def _without_nulls(value: Any) -> Any:
 def _check(chat: list[Message], column: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    # An answer follows a user's message or a tool's, and a tool's an answer or another tool's.
+    # An answer follows a user's or a tool's message; a tool's message follows an answer or another
+    # tool's message.
     if not has_form(roles, r"(?:[su]|(?<=[ut])a|(?<=[at])t)*(?<=a)"):
         refuse(
             f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
@@ -214,7 +215,7 @@ class _WorkedMATH(MATHLoader):
 class _WorkedTiny(TinyLoader):
     def _load(self, split: str) -> list[Prompt]:
         name: tiny.Split = "train" if split == "train" else "test"
-        # The second is endless.
+        # The generated problems are endless.
         pairs = zip(super()._load(split), tiny.problems(name), strict=False)
         return [
             answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs
