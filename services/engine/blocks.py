@@ -93,6 +93,7 @@ class BlockPasses:
         prompts = (7 * np.arange(3 * _PROBE).reshape(3, _PROBE) % vocabulary).tolist()
         probe = prompts[0]
         alone = self.prefill([probe], [0], first=0)[0]
+        self.prefill([probe[:-1]], [0], first=0)
         last = np.array([[probe[-1]], [0], [_PROBE - 1]])
         places = self._logits(np.repeat(last, ROWS, axis=1))  # in every place of a block
         unequal = bool((places != alone).any())
