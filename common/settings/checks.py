@@ -42,7 +42,7 @@ _SINGLE = (
     "algorithm.length_penalty",
     "trainer.routing_replay",
 )
-"""Settings that need single completions where they are set."""
+"""Settings that, once they are set, need single completions."""
 _UNRECORDED = re.compile(
     r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
 )
@@ -88,7 +88,7 @@ _FUSED = {
     "q_a_proj": ("kv_a_proj_with_mqa",),
     "kv_a_proj_with_mqa": ("q_a_proj",),
 }
-"""Layers that SGLang needs in an adapter, and those beside which it needs them."""
+"""SGLang fuses these layers: an adapter that has one of the values must have the key too."""
 _ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),

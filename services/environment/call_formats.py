@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from services.environment.messages import Json, Message, Tools, encodable, made_tool_call
+from common import Json
+from services.environment.messages import Message, Tools, encodable, made_tool_call
 
 
 class Call(NamedTuple):
