@@ -15,8 +15,9 @@ from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
+from trainer.algorithms.spool import EXPERTS
 from trainer.backends.backend import Backend, BackendContext
-from trainer.backends.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, add_experts, create_trainer_app
 from trainer.dashboard.live import LiveDashboard
 from trainer.diagnosis.health import Health
 from trainer.observe.run_dir import console
@@ -58,6 +59,7 @@ class JobGroupBackend(Backend):
         health = Health(config, topology, board.num_nodes, board.latest_version)
         dashboard = LiveDashboard(context.run_dir, health)
         app = create_trainer_app(board, context.registry, dashboard)
+        add_experts(app, config.state_dir / EXPERTS)
         host, port = topology.bind(names.TRAINER, config.trainer.port)
         server = BackgroundServer(app, host, port, died=board.server_died)
         context.stack.enter_context(server)
