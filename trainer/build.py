@@ -49,7 +49,7 @@ from trainer.timing import StageClock
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.gpu_lease import GpuLease
-from trainer.weights.sync import FollowerWeightSync, WeightPublisher, WeightSync
+from trainer.weights.sync import WeightPublisher, WeightSync
 
 _TRIAL_STEPS = 10
 """A run of so few steps is a trial, whose learning rate does not matter."""
@@ -122,7 +122,7 @@ def build_run(
         critic=critic,
         checkpoints=checkpoints,
         rollouts=rollouts,
-        weights=FollowerWeightSync(),
+        weights=WeightSync(None, StageClock(), in_background=False),
         lease=GpuLease(
             ranks,
             lambda: [policy.resident(), reference.resident(), critic.resident()],

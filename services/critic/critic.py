@@ -17,8 +17,8 @@ from torch import Tensor
 from common.errors import ConfigError, InvalidInput
 from common.models.memory import critic_only
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
-from learning.batching import Indices, Sizes, mini_batches, score_shared
+from common.wire.schemas import CriticMetrics, Float32, ValueTargets
+from learning.batching import Indices, Sizes, Tokens, mini_batches, score_shared
 from learning.fitting import fitted
 from learning.layout import Layout, moved
 from learning.micro_batch_passes import micro_batch_passes
@@ -29,7 +29,7 @@ from services.critic.model import load_value_model
 
 _STATE = "critic_state.json"
 _FORMAT = 2
-_T = TypeVar("_T", bound=TokenSequence)
+_T = TypeVar("_T", bound=Tokens)
 Rows = Sequence[_T] | Mapping[int, _T]
 """Rows by their index in the batch: all of them, or with `Sizes` those of this rank."""
 
@@ -63,7 +63,7 @@ class Critic:
         if directory is not None:
             self._restore(directory)
 
-    def values(self, sequences: Rows[TokenSequence], sizes: Sizes | None = None) -> list[Float32]:
+    def values(self, sequences: Rows[Tokens], sizes: Sizes | None = None) -> list[Float32]:
         """Returns, for each sequence of this rank's share, the values [L] of the states before each
         completion token; an empty array for the others.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
-from common.wire.schemas import Completion, Float32, Group, Int32, TokenSequence, ValueTargets
+from common.wire.schemas import Completion, Float32, Group, Int32, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
 from learning.ranks import Ranks
@@ -271,25 +271,19 @@ class Batch:
             owners=self.owners,
         )
 
-    def sequences(self) -> dict[int, TokenSequence]:
-        """Returns the sequences of the rows here, for which a critic computes values."""
-        return {
-            i: TokenSequence(row.prompt_ids, row.completion_ids) for i, row in self.tokens.items()
-        }
-
-    def value_targets(self, rows: Iterable[int]) -> dict[int, ValueTargets]:
-        """Returns the critic's training data of some rows."""
+    def value_targets(self) -> dict[int, ValueTargets]:
+        """Returns the critic's training data of the rows here, whose columns may lack others."""
         assert self.values is not None
         assert self.returns is not None
         return {
             i: ValueTargets(
-                prompt_ids=self.tokens[i].prompt_ids,
-                completion_ids=self.tokens[i].completion_ids,
+                prompt_ids=row.prompt_ids,
+                completion_ids=row.completion_ids,
                 old_values=self.values[i],
                 returns=self.returns[i],
                 weight=self.rows[i].weight,
             )
-            for i in rows
+            for i, row in self.tokens.items()
         }
 
     def start_logprobs(self, rows: Iterable[int]) -> Float32:

@@ -11,6 +11,7 @@ from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.process import topology as names
+from common.process.helpers import helper_processes
 from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
@@ -31,6 +32,9 @@ from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
 
 _C = TypeVar("_C", bound=Client)
+_READ_APART_TOKENS = 1 << 20
+"""A process of its own reads the engines' answers if those of a step have so many tokens: in rank 0
+they would take Python's lock for .3 s, and the update beside it would wait."""
 
 
 class JobGroupBackend(Backend):
@@ -155,6 +159,10 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
         reward=client(RewardClient, names.REWARD, config.reward.port),
         replay=client(ReplayClient, names.REPLAY, config.replay.port),
     )
+    sampling = config.sampling
+    tokens = config.trainer.batch_size * sampling.group_size * sampling.max_new_tokens
+    if tokens >= _READ_APART_TOKENS:
+        services.rollout.readers = context.stack.enter_context(helper_processes(1))
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":

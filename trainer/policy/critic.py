@@ -13,7 +13,7 @@ from common.clients.critic import CriticClient
 from common.errors import ConfigError, Conflict, ServiceError
 from common.process.loop_thread import LoopThread
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics, Float32
+from common.wire.schemas import CriticMetrics, Float32, TokenSequence
 from learning.batching import Sizes
 from learning.parking import Resident
 from learning.ranks import Ranks
@@ -85,12 +85,11 @@ class LocalCritic(ValueFunction):
         self._critic = Critic(self._config, self._ranks, saved)
 
     def values(self, batch: Batch) -> list[Float32]:
-        return self._critic.values(batch.sequences(), self._sizes(batch))
+        return self._critic.values(batch.tokens, self._sizes(batch))
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """Completes the update before it returns."""
-        targets = batch.value_targets(batch.own or batch.tokens)
-        metrics = self._critic.update(targets, seed, self._sizes(batch))
+        metrics = self._critic.update(batch.value_targets(), seed, self._sizes(batch))
         return lambda: metrics
 
     def _sizes(self, batch: Batch) -> Sizes:
@@ -156,7 +155,9 @@ class RemoteCritic(ValueFunction):
     def values(self, batch: Batch) -> list[Float32]:
         values: list[Float32] = []
         if self._ranks.is_rank_zero:
-            sequences = list(batch.sequences().values())
+            sequences = [
+                TokenSequence(row.prompt_ids, row.completion_ids) for row in batch.tokens.values()
+            ]
             call = self._begin(self._server.values(sequences, self._run_id, self._step))
             # Copied: those from the wire are read-only, which torch warns of.
             values = [row.copy() for row in call()]
@@ -168,7 +169,7 @@ class RemoteCritic(ValueFunction):
         assert batch.returns is not None
         batch.returns = batch.whole(batch.returns, self._ranks)
         if self._ranks.is_rank_zero:
-            rows = list(batch.value_targets(batch.tokens).values())
+            rows = list(batch.value_targets().values())
             wait = self._begin(self._server.update(self._run_id, self._step, seed, rows))
 
         def finish() -> CriticMetrics:

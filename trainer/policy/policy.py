@@ -212,8 +212,8 @@ class Policy:
         if ranks.world_size == 1:
             return
         equal = np.array([row.equal for row in batch.rows])
-        in_loss = np.array([row.in_loss for row in batch.rows])
-        parts = [np.flatnonzero(~in_loss)]
+        # Of all rows, and then of those in the loss.
+        parts: list[Indices] = [np.arange(len(batch.rows))]
         for rows in self._mini_batches(batch, epoch=0):
             # Groups of equal rewards mostly have no gradient, and no pass.
             parts += [rows[equal[rows]], rows[~equal[rows]]]

@@ -64,8 +64,7 @@ class GroupMaker:
             prompt_ids = group.prompt_token_ids.tolist()
             group.completions = await self._generate(prompt_ids, group.position)
             if self._config.trainer.routing_replay:
-                split_routing(group)
-                await asyncio.to_thread(spool, group, self._config.state_dir / EXPERTS)
+                await asyncio.to_thread(self._keep_experts, group)
             start = self._prompter.answer_start(prompt)
             for completion in group.completions:
                 completion.text = start + completion.text
@@ -89,6 +88,10 @@ class GroupMaker:
                 routed_experts=self._config.trainer.routing_replay,
                 deadline_s=sampling.request_timeout_s,
             )
+
+    def _keep_experts(self, group: Group) -> None:
+        split_routing(group)
+        spool(group, self._config.state_dir / EXPERTS)
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
         """Fills a group with the whole episodes of its prompt.
