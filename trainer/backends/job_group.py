@@ -35,6 +35,8 @@ _C = TypeVar("_C", bound=Client)
 _READ_APART_TOKENS = 1 << 20
 """A process of its own reads the engines' answers if those of a step have so many tokens: in rank 0
 they would take Python's lock for .3 s, and the update beside it would wait."""
+_LENGTH_WITH_EXPERTS = 64
+"""How many times as long answers with the experts of their tokens are."""
 
 
 class JobGroupBackend(Backend):
@@ -161,6 +163,8 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
     )
     sampling = config.sampling
     tokens = config.trainer.batch_size * sampling.group_size * sampling.max_new_tokens
+    if config.trainer.routing_replay:
+        tokens *= _LENGTH_WITH_EXPERTS
     if tokens >= _READ_APART_TOKENS:
         services.rollout.readers = context.stack.enter_context(helper_processes(1))
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"

@@ -11,9 +11,9 @@ import torch
 
 from common.settings.config import load
 from common.wire.codec import decode_groups
-from common.wire.schemas import CriticMetrics
+from common.wire.schemas import CriticMetrics, Group
 from learning.ranks import Ranks, end
-from trainer.algorithms.batch import TrainingGroup
+from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.policy.critic import value_function
 from trainer.policy.learn import learn, shared_batch
 from trainer.policy.policy import Policy, PolicyUpdate
@@ -24,6 +24,17 @@ def numbers(update: PolicyUpdate, critic: CriticMetrics | None) -> dict[str, flo
     """Returns the metrics of an update."""
     of_critic = asdict(critic) if critic else {}
     return asdict(update.metrics) | {f"critic {name}": of_critic[name] for name in of_critic}
+
+
+def scored_rows(batch: Batch, update: PolicyUpdate) -> int:
+    """Returns for how many rows there are log-probabilities to record."""
+    return sum(row is not None for row in batch.old_logprobs or update.logprobs or [])
+
+
+def weighted(groups: list[Group]) -> list[TrainingGroup]:
+    """Returns groups of a batch, the last of which is reused."""
+    fresh = [TrainingGroup(group) for group in groups[:-1]]
+    return [*fresh, TrainingGroup(groups[-1], weight=0.5, reused=True)]
 
 
 def main(directory: Path, words: list[str]) -> None:
@@ -37,19 +48,16 @@ def main(directory: Path, words: list[str]) -> None:
         groups: list[TrainingGroup] = []
         if ranks.is_rank_zero:
             body = (directory / "groups.msgpack").read_bytes()
-            groups = [TrainingGroup(group) for group in decode_groups(body)]
+            groups = weighted(decode_groups(body))
         batch = shared_batch(groups, policy)
         tokens = list(batch.tokens)
         update, metrics = learn(policy, Reference(policy), critic, batch)
-        logprobs = batch.old_logprobs or update.logprobs or []
         told = {
             "own": batch.own,
             "tokens": tokens,
             "update": numbers(update, metrics),
-            "whole": [
-                all(len(row) for row in batch.advantages or []),
-                sum(row is not None for row in logprobs) >= 8,
-            ],
+            "advantages": sum(len(row) > 0 for row in batch.advantages or []),
+            "scored": scored_rows(batch, update),
         }
         (directory / f"told{ranks.rank}.json").write_text(json.dumps(told))
         ranks.barrier()

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.settings.config import Config
+from common.settings.config import Config, load
 from common.wire.codec import encode_groups
 from common.wire.schemas import Group
 from learning.batching import Indices, Sizes, owners, shares
 from learning.ranks import Ranks
 from tests.support.batches.groups import batch_of, known, off_policy_groups, with_algorithm
 from tests.support.processes.ranks import run_ranks
-from trainer.algorithms.batch import Batch, TrainingGroup
+from tests.support.workers.shared_batch import numbers, scored_rows, weighted
+from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
-from trainer.policy.critic import ValueFunction
+from trainer.policy.critic import value_function
 from trainer.policy.learn import learn
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
@@ -127,13 +128,14 @@ def test_rows_keep_their_owners_and_every_mini_batch_is_even() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_two_ranks_learn_from_a_batch_that_rank_zero_has(
-    config: Config, settings: list[str], tmp_path: Path, name: str
+    policy_dir: Path, tmp_path: Path, name: str
 ) -> None:
     groups = off_policy_groups()
     (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
-    words = ["--algorithm.name", name, "--algorithm.mini_batches", "2"]
-    words += ["--trainer.micro_batch_tokens", "30", "--critic.location", "trainer"]
-    run_ranks(2, "shared_batch", str(tmp_path), *settings, *words)
+    words = ["--model.name", str(policy_dir), "--algorithm.name", name]
+    words += ["--algorithm.mini_batches", "2", "--trainer.micro_batch_tokens", "30"]
+    words += ["--critic.location", "trainer", "--algorithm.rollout_correction", "none"]
+    run_ranks(2, "shared_batch", str(tmp_path), *words)
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
 
     assert told[0]["update"] == pytest.approx(told[1]["update"])
@@ -141,22 +143,21 @@ def test_two_ranks_learn_from_a_batch_that_rank_zero_has(
     assert rows[0] | rows[1] == set(range(16))
     assert not rows[0] & rows[1]
     assert set(told[1]["tokens"]) == rows[1], "a rank receives the tokens of its rows only"
-    assert told[0]["whole"] == [True, True], "rank 0 records all rows"
-    one = alone(groups, [*settings, *words])
+    one, scored = alone(groups, words)
+    assert told[0]["advantages"] == 16, "rank 0 records all rows"
+    assert told[0]["scored"] == scored
     assert told[0]["update"] == pytest.approx(one, rel=2e-4, abs=1e-5)
 
 
-def alone(groups: list[Group], words: list[str]) -> dict[str, float]:
-    """Returns the metrics of the same update in one process."""
-    from common.settings.config import load
-    from tests.support.workers.shared_batch import numbers
-    from trainer.policy.critic import value_function
-
+def alone(groups: list[Group], words: list[str]) -> tuple[dict[str, float], int]:
+    """Returns the metrics of the same update in one process, and how many rows have
+    log-probabilities.
+    """
     config = load(words, {})
     policy = Policy(config, Ranks())
     policy.step = 1
-    critic: ValueFunction = value_function(config, Ranks())
+    critic = value_function(config, Ranks())
     critic.restore(None)
-    batch = Batch.of([TrainingGroup(group) for group in groups], config, 1)
+    batch = Batch.of(weighted(groups), config, 1)
     update, metrics = learn(policy, Reference(policy), critic, batch)
-    return numbers(update, metrics)
+    return numbers(update, metrics), scored_rows(batch, update)
