@@ -114,13 +114,13 @@ def replace_model(device: Device, record: Path) -> None:
     from learning import micro_batch_passes as passes
     from learning.optimizer import Optimizer
     from learning.ranks import Ranks
-    from trainer.algorithms.batch import Batch
+    from trainer.algorithms.batch import Batch, MicroBatch
     from trainer.policy import learn as learning_step
     from trainer.run import Run
     from trainer.weights.sync import WeightSync
 
     def backward(self: Policy, micro: Any, **_: Any) -> torch.Tensor:
-        device.launch(micro.tokens.input_ids.numel())
+        device.launch(micro.inputs.tokens.input_ids.numel())
         return torch.full_like(micro.rollout_logprobs, -0.5)
 
     class NoScores:
@@ -145,7 +145,7 @@ def replace_model(device: Device, record: Path) -> None:
     _recorded(WeightSync, "publish", "publish", device)
     _recorded(Run, "end_step", "record", device)
     _recorded(passes, "micro_batches", "pack", device)
-    _recorded(Policy, "_micro_batch", "pack", device)
+    _recorded(MicroBatch, "of", "pack", device)
 
     inner = Run.end_step
 

@@ -11,6 +11,7 @@ from common.errors import ServiceError, ServiceLost
 from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prompt
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
+from trainer.rollouts.engine_room import EngineRoom
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import DrawnPrompt
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -31,6 +32,7 @@ class GroupMaker:
         self._prompter = context.prompter
         self._clock = context.clock
         self._drops = drops
+        self._engines = EngineRoom(context.services.rollout.engines)
         self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
 
     def empty(self, drawn: DrawnPrompt, prompt_ids: list[int], group_id: str) -> Group:
@@ -75,6 +77,7 @@ class GroupMaker:
     async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
         sampling = self._config.sampling
         with self._failing("generation", stage="generation"):
+            await self._engines.enter(sampling.group_size)
             return await self._services.rollout.generate(
                 prompt_ids,
                 n=sampling.group_size,
@@ -84,7 +87,6 @@ class GroupMaker:
                 sampling_seed=sampling_seed(self._config.seed, position),
                 parameters=sampling.training_truncation() | sampling.stop_conditions(),
                 routed_experts=self._config.trainer.routing_replay,
-                deadline_s=sampling.request_timeout_s,
             )
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
@@ -134,6 +136,7 @@ class GroupMaker:
         Raises GroupFailed or ServiceLost.
         """
         with self._failing("generation", stage="generation"):
+            await self._engines.enter(request.n)
             episodes = await play(self._services, request)
         self._drops.add_episodes(episodes)
         whole: list[Episode] = []
