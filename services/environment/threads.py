@@ -7,12 +7,11 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from common.process.daemon_threads import in_daemon_thread
+from common.process.daemon_threads import in_daemon_thread, sent_on
 from services.environment.clock import EpisodeClock
-from services.environment.outcome import EnvironmentLost, error_text, timed_out
+from services.environment.outcome import EnvironmentLost, timed_out
 
 log = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -110,7 +109,7 @@ class Threads:
         self, function: Callable[[], Any], name: str, timeout_s: float | None
     ) -> Any:
         self._check()
-        done = asyncio.wrap_future(in_daemon_thread(partial(_called, function), "environment"))
+        done = asyncio.wrap_future(in_daemon_thread(function, "environment"))
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return await asyncio.shield(done)
@@ -214,17 +213,6 @@ class Threads:
         )
 
 
-def _called(function: Callable[[], Any]) -> Any:
-    """Calls a function in its thread."""
-    try:
-        return function()
-    except BaseException as raised:
-        # A future does not accept StopIteration, and SystemExit would end the server.
-        if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
-            raise
-        raise RuntimeError(error_text(raised)) from raised
-
-
 async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
     """Awaits what `function` makes; an exception that would end the event loop becomes another."""
     call.task = asyncio.current_task()
@@ -233,4 +221,4 @@ async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as ending:
-        raise RuntimeError(error_text(ending)) from ending
+        raise sent_on(ending) from ending
