@@ -726,7 +726,8 @@ class EpisodeLimits(Wire):
     """Maximum tokens of one sequence."""
     tool_calls: PositiveInt = 64
     deadline_s: PositiveFloat = 600.0
-    """Seconds for the whole episode; one that takes longer has no reward."""
+    """Seconds for the whole episode, without those in which it waits for the model; one that takes
+    longer has no reward."""
     tool_timeout_s: PositiveFloat | None = None
     """Seconds for one tool call, after which the model is told an error; None: only the
     deadline."""

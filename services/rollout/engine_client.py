@@ -333,6 +333,8 @@ class EngineClient(Client):
         super().__init__(*args, **kwargs)
         self.asleep: list[str] = []
         """The kinds of memory that the engine has released."""
+        self.is_paused = False
+        """Whether this client has paused it."""
 
     async def weight_version(self) -> str:
         """Returns the label of the weights that the engine serves. Raises ServiceError."""
@@ -383,6 +385,7 @@ class EngineClient(Client):
 
     async def pause(self) -> None:
         """Stops generating; requests wait. Raises ServiceError."""
+        self.is_paused = True
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def sleep(self, memory: list[str], timeout_s: float) -> None:
@@ -405,6 +408,7 @@ class EngineClient(Client):
     async def resume(self) -> None:
         """Continues generating. Raises ServiceError."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
+        self.is_paused = False
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """Sends one call without retries, because a second broadcast would have no sender.

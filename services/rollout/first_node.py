@@ -26,6 +26,7 @@ from common.wire.schemas import MAX_DETAIL_CHARS, EngineStart, WeightManifest, W
 from services.rollout.agent import Agent, Loop
 from services.rollout.engine_client import EngineClient, engine_command
 from services.rollout.engine_nodes import EngineNodes, NodeCannotStart, weights_for_nodes
+from services.rollout.generation import GenerationProbe
 from services.rollout.loops import stop, wait_event
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
@@ -67,7 +68,9 @@ class FirstNodeAgent(Agent):
             config,
             topology,
             metrics,
-            probe=self._engine_api.unhealthy_reason,
+            probe=GenerationProbe(
+                self._engine_api, rollout.stuck_after_s, lambda: self._engine_api.is_paused
+            ),
             heartbeat_s=min(_HEARTBEAT_S, config.limits.fence_after_s / _REPORTS),
         )
         self.state = NodeState()
