@@ -424,7 +424,12 @@ class RolloutSection(Section):
         """Whether engines are known to compute on GPUs, and therefore round differently from the
         trainer.
         """
-        return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")
+        return self.device == "cuda" or self.is_sglang_on_gpus
+
+    @property
+    def is_sglang_on_gpus(self) -> bool:
+        """Whether the engines are SGLang on GPUs, which receives weights over NCCL."""
+        return self.engine == "sglang" and self.device != "cpu"
 
     @model_validator(mode="after")
     def _no_secrets(self) -> "RolloutSection":

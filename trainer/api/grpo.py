@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -143,7 +144,8 @@ class GRPOConfig(TrainerConfig):
 
 def _finds_gpu() -> bool:
     """Whether torch finds a GPU. Without a driver it finds none, and is not imported to say so."""
-    if "torch" not in sys.modules and cuda_of_driver() is None:
+    has_driver = cuda_of_driver() is not None or Path("/dev/kfd").exists()  # NVIDIA's or AMD's
+    if "torch" not in sys.modules and not has_driver:
         return False
     import torch
 
