@@ -85,6 +85,14 @@ class Sizes:
         computed: Indices = np.maximum(self.completions - 1, 0)
         return computed
 
+    def together(self, indices: Indices) -> int:
+        """Returns the tokens of one pass of these rows."""
+        if not self.shared:
+            return int(self.totals[indices].max(initial=0)) * len(indices)
+        _, first_of_group = np.unique(self.groups[indices], return_index=True)
+        prompts = self.prompts[indices][first_of_group]
+        return int(prompts.sum() + self.computed[indices].sum())
+
     def order(self, indices: Indices) -> Indices:
         """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else
         shortest first.
@@ -209,7 +217,7 @@ def score_shared(
     get the whole result.
 
     `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row,
-    for at most `micro_batch_tokens` computed ones. With sharded models all ranks call it equally
+    for at most `pass_tokens` computed ones. With sharded models all ranks call it equally
     often; a rank that has run out of rows passes the first row.
     """
     lengths = (sizes.completions if sizes.scored is None else sizes.scored).tolist()
@@ -219,7 +227,7 @@ def score_shared(
         sizes,
         rows,
         ranks,
-        max_tokens=settings.micro_batch_tokens,
+        max_tokens=settings.pass_tokens,
         max_rows=settings.micro_batch_size,
     )
     for part in parts:
