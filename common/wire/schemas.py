@@ -388,6 +388,15 @@ class WorkerReport(Wire):
     incarnation: _Name = ""
     """Changes when the engine must join a new group, because it was restarted or a broadcast to it
     failed."""
+    libraries: "EngineLibraries | None" = None
+    """Libraries of its engine; None where no weights are sent over NCCL."""
+
+
+class EngineLibraries(Wire):
+    """Versions of the libraries with which an engine receives weights from GPU to GPU."""
+
+    torch: _Name
+    nccl: _Name
 
 
 class EngineWeights(Wire):
