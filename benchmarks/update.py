@@ -286,7 +286,7 @@ def full_groups(config: Config, ranks: int = 1) -> list[Group]:
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
     vocabulary = shape["vocab_size"]
     together = config.parallel.context_size
-    tokens = together * config.trainer.micro_batch_tokens // GROUPS
+    tokens = together * config.trainer.pass_tokens // GROUPS
     prompt = min(200, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, size)
     # The last token of a completion is not computed.
