@@ -87,6 +87,14 @@ class Sizes:
         """
         return np.append(self.owned(share), 0)[:1]
 
+    def together(self, indices: Indices) -> int:
+        """Returns the tokens of one pass of these rows."""
+        if not self.shared:
+            return int(self.totals[indices].max(initial=0)) * len(indices)
+        _, first_of_group = np.unique(self.groups[indices], return_index=True)
+        prompts = self.prompts[indices][first_of_group]
+        return int(prompts.sum() + self.computed[indices].sum())
+
     def order(self, indices: Indices) -> Indices:
         """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else
         shortest first.
@@ -224,7 +232,7 @@ def score_shared(
     array for a row of another share.
 
     `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row,
-    for at most `micro_batch_tokens` computed ones. With sharded models all ranks call it equally
+    for at most `pass_tokens` computed ones. With sharded models all ranks call it equally
     often; a rank that has run out of rows passes its spare one.
     """
     lengths = sizes.completions if sizes.scored is None else sizes.scored
@@ -234,7 +242,7 @@ def score_shared(
         sizes,
         rows,
         ranks,
-        max_tokens=settings.micro_batch_tokens,
+        max_tokens=settings.pass_tokens,
         max_rows=settings.micro_batch_size,
     )
     for part in parts:

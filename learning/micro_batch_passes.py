@@ -28,7 +28,7 @@ def micro_batch_passes(
         sizes,
         rows,
         ranks,
-        max_tokens=settings.micro_batch_tokens,
+        max_tokens=settings.pass_tokens,
         max_rows=settings.micro_batch_size,
     )
     for number, indices in enumerate(parts, 1):

@@ -13,7 +13,8 @@ import httpx
 import numpy as np
 import orjson
 
-from common.clients.base import Client
+from common.clients.base import Look
+from common.clients.engines import GeneratingClient
 from common.errors import NotFound, ServiceError, ServiceLost
 from common.wire.codec import without_collection
 from common.wire.schemas import Completion, Float32, Int32, UInt8
@@ -64,10 +65,9 @@ class SamplingOptions(TypedDict):
     """Further parameters by SGLang's names: `top_p`, `stop`, …"""
     routed_experts: NotRequired[bool]
     """Request the experts that computed each token, for routing replay."""
-    deadline_s: NotRequired[float | None]
 
 
-class RolloutClient(Client):
+class RolloutClient(GeneratingClient):
     """The router in front of the engines (SGLang's HTTP API)."""
 
     adapter: tuple[str, int] | None = None
@@ -220,9 +220,14 @@ class RolloutClient(Client):
             "/generate",
             content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
             headers={"content-type": "application/json"},
-            deadline_s=options.get("deadline_s"),
         )
         return response.content
+
+    async def _look(self, attempt: str) -> Look:
+        loads = await self._loads()
+        # The router waits for ever for an engine whose machine is gone.
+        is_lost = bool(loads) and all(load.is_idle for load in loads or [])
+        return Look(works=False if is_lost else None, progress=self.engines.progress)
 
     def _is_retryable(self, response: httpx.Response) -> bool:
         """Also retries the router's 500, when its attempts met engines that just died, and smg's

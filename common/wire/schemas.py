@@ -388,6 +388,15 @@ class WorkerReport(Wire):
     incarnation: _Name = ""
     """Changes when the engine must join a new group, because it was restarted or a broadcast to it
     failed."""
+    libraries: "EngineLibraries | None" = None
+    """Libraries of its engine; None where no weights are sent over NCCL."""
+
+
+class EngineLibraries(Wire):
+    """Versions of the libraries with which an engine receives weights from GPU to GPU."""
+
+    torch: _Name
+    nccl: _Name
 
 
 class EngineWeights(Wire):
@@ -726,7 +735,8 @@ class EpisodeLimits(Wire):
     """Maximum tokens of one sequence."""
     tool_calls: PositiveInt = 64
     deadline_s: PositiveFloat = 600.0
-    """Seconds for the whole episode; one that takes longer has no reward."""
+    """Seconds for the whole episode, without those in which it waits for the model; one that takes
+    longer has no reward."""
     tool_timeout_s: PositiveFloat | None = None
     """Seconds for one tool call, after which the model is told an error; None: only the
     deadline."""

@@ -52,14 +52,9 @@ class Critic:
             decided = fitted(config, ranks, config.model.name)  # as the policy beside it
         else:
             decided = fitted(critic_only(config), ranks, config.critic.model or config.model.name)
+        self._passes = decided.trainer
         self.model = load_value_model(decided, ranks, directory)
-        self.optimizer = Optimizer(
-            self.model.module,
-            config.optimizer.adam_betas,
-            config.optimizer.weight_decay,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            rate_setting="critic.learning_rate",
-        )
+        self.optimizer = Optimizer(self.model.module, config.optimizer, "critic.learning_rate")
         if directory is not None:
             self._restore(directory)
 
@@ -74,7 +69,7 @@ class Critic:
             return score_shared(
                 sizes,
                 self._ranks,
-                self._config.trainer,
+                self._passes,
                 score=lambda indices: self.model(self._rows(sequences, indices)),
             )
 
@@ -133,7 +128,7 @@ class Critic:
             self._ranks,
             sizes,
             rows=indices,
-            settings=self._config.trainer,
+            settings=self._passes,
         ):
             values = self.model(self._rows(rows, part))
             if not are_own:  # the other ranks have one more pass: join its collective calls

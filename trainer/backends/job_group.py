@@ -16,6 +16,7 @@ from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
+from learning.weight_group import nccl_version
 from trainer.algorithms.spool import EXPERTS
 from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.server import BackgroundServer, add_experts, create_trainer_app
@@ -125,7 +126,7 @@ class JobGroupBackend(Backend):
         config = context.config
         # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it
         # uses gloo.
-        engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
+        engine_on_gpu = config.rollout.is_sglang_on_gpus
         trainer_on_gpu = context.policy.ranks.device.type == "cuda"
         backend: BackendName = "nccl" if engine_on_gpu and trainer_on_gpu else "gloo"
         broadcaster = Broadcaster(
@@ -141,6 +142,7 @@ class JobGroupBackend(Backend):
                     expert_groups=config.rollout.expert_groups,
                     attention_groups=config.rollout.attention_groups,
                 ),
+                nccl=nccl_version() if backend == "nccl" else "",
             ),
         )
         context.stack.callback(broadcaster.close)

@@ -100,15 +100,11 @@ class Policy:
             )
 
         # The model that is trained, with its head: it computes log-probabilities.
-        self.scorer = load_policy(fitted(config, ranks, config.model.name), ranks, directory)
+        self.config = fitted(config, ranks, config.model.name)
+        self.scorer = load_policy(self.config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
-        self.optimizer = Optimizer(
-            self.model,
-            config.optimizer.adam_betas,
-            config.optimizer.weight_decay,
-            max_grad_norm=config.optimizer.max_grad_norm,
-        )
+        self.optimizer = Optimizer(self.model, config.optimizer)
 
     @classmethod
     def resume(
@@ -342,6 +338,11 @@ class Policy:
                 first=first,
             )
             scored.append((indices, logprobs))
+        sizes = batch.sizes(self.scorer.layout.shared)
+        sums.add_passes(
+            [sizes.together(indices) for indices, _ in scored],
+            room=self.config.trainer.pass_tokens * self.ranks.context_size,
+        )
         self.ranks.sum_gradients(self.model)
         self.ranks.sum_shares(sums.values)
 

@@ -13,6 +13,7 @@ from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prom
 from trainer.algorithms.spool import EXPERTS, spool
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
+from trainer.rollouts.engine_room import EngineRoom
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import DrawnPrompt
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -33,6 +34,7 @@ class GroupMaker:
         self._prompter = context.prompter
         self._clock = context.clock
         self._drops = drops
+        self._engines = EngineRoom(context.services.rollout.engines)
         self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
 
     def empty(self, drawn: DrawnPrompt, prompt_ids: list[int], group_id: str) -> Group:
@@ -77,6 +79,7 @@ class GroupMaker:
     async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
         sampling = self._config.sampling
         with self._failing("generation", stage="generation"):
+            await self._engines.enter(sampling.group_size)
             return await self._services.rollout.generate(
                 prompt_ids,
                 n=sampling.group_size,
@@ -86,7 +89,6 @@ class GroupMaker:
                 sampling_seed=sampling_seed(self._config.seed, position),
                 parameters=sampling.training_truncation() | sampling.stop_conditions(),
                 routed_experts=self._config.trainer.routing_replay,
-                deadline_s=sampling.request_timeout_s,
             )
 
     def _keep_experts(self, group: Group) -> None:
@@ -140,6 +142,7 @@ class GroupMaker:
         Raises GroupFailed or ServiceLost.
         """
         with self._failing("generation", stage="generation"):
+            await self._engines.enter(request.n)
             episodes = await play(self._services, request)
         self._drops.add_episodes(episodes)
         whole: list[Episode] = []

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from common.process import watchdog
+from common.process import progress, watchdog
 from common.process.loop_thread import LoopThread
 from common.process.progress import Progress
 from common.wire.schemas import Group, TakeRequest
@@ -184,7 +184,8 @@ class Rollouts:
         told = time.monotonic()
         while not waits.is_stuck:
             stored = self._collector.stored_groups - first
-            waits.saw(stored, f"{stored} groups were graded")
+            # Engines and graders that get on with a group count, too: one may take longer.
+            waits.saw(stored + progress.of_others(), f"{stored} groups were graded")
             now = time.monotonic()
             if now - told > _SAY_EVERY_S:
                 log.warning(
