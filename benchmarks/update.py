@@ -45,7 +45,7 @@ from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, quiet
 from trainer.policy.update_metrics import UpdateMetrics
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 256,
         "intermediate_size": 1024,

@@ -47,7 +47,7 @@ _SAY_AFTER_S = 60.0
 _PROGRESS_BYTES = 16 << 10
 """So many further bytes of a body, sent or received, begin the time of a call again."""
 _url = lru_cache(256)(httpx.URL)
-_adapter = cache(TypeAdapter)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 class Unreachable(ServiceError):
