@@ -138,7 +138,8 @@ def replace_model(device: Device, record: Path) -> None:
 
     _recorded_take(device)
     _recorded(Rollouts, "next", "wait", device)
-    _recorded(Ranks, "broadcast", "share", device)
+    for name in ("broadcast", "scatter", "collect"):
+        _recorded(Ranks, name, "share", device)
     _recorded(Batch, "of", "batch", device)
     _recorded(learning_step, "compute_advantages", "advantages", device)
     _recorded(WeightSync, "gather", "publish", device)

@@ -95,8 +95,8 @@ class LoraSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapter's input during updates, from 0 to below 1."""
     target_modules: list[str] = []
-    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all between embedding
-    and head."""
+    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all of attention and
+    dense MLPs; routed experts and routers never have one."""
     publish: Literal["adapter", "merged"] = "adapter"
     """Weights sent to the engines: the `adapter` alone, or the whole model with the adapter
     `merged` into it."""
@@ -426,7 +426,12 @@ class RolloutSection(Section):
         """Whether engines are known to compute on GPUs, and therefore round differently from the
         trainer.
         """
-        return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")
+        return self.device == "cuda" or self.is_sglang_on_gpus
+
+    @property
+    def is_sglang_on_gpus(self) -> bool:
+        """Whether the engines are SGLang on GPUs, which receives weights over NCCL."""
+        return self.engine == "sglang" and self.device != "cpu"
 
     @model_validator(mode="after")
     def _no_secrets(self) -> "RolloutSection":
@@ -549,9 +554,11 @@ class TrainerSection(Section):
     answers and no group gets too old. `train`: take the groups that are ready, the oldest first,
     and train on too old ones with the correction. `drop`: drop groups that are too old and draw
     their prompts again, which favours short answers."""
-    micro_batch_tokens: InHelp[PositiveInt] = 16_384
+    micro_batch_tokens: InHelp[PositiveInt | Literal["auto"]] = "auto"
     """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt
-    that a packed pass shares counts once."""
+    that a packed pass shares counts once. `auto`: on a GPU, with `activation_checkpointing`, the
+    fastest passes by the estimate of `rlhf doctor --plan` that are full of the longest answers;
+    16,384 on a CPU."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens`
     allows."""
@@ -585,6 +592,11 @@ class TrainerSection(Section):
     gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
     files."""
 
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of a pass; `auto` counts as on a CPU."""
+        return 16_384 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
 
 class OptimizerSection(Section):
     """The optimiser of the policy (AdamW) and its learning rate."""
@@ -595,6 +607,9 @@ class OptimizerSection(Section):
     """β1 and β2 of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's moments are stored. `bfloat16`: 4 bytes a parameter instead of 8,
+    rounded at random so that their means are right (docs/how-to/training.md)."""
     warmup_steps: InHelp[NonNegativeInt] = 10
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""

@@ -541,6 +541,13 @@ HINTS = {
         also={_STALE: 0.5, "share of the update": 0.5},
         unless={"trainer.max_staleness": "; or run both at once (trainer.max_staleness 1)"},
     ),
+    "half_full_passes": Notice(
+        "the passes of the update are {fill:.0%} full, since {answers} of the longest answers and "
+        "their prompt do not fit trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens})",
+        "Set it to {full}, if the GPU has the memory (`rlhf doctor --plan`), or leave it auto",
+        0.7,
+        "of the passes",
+    ),
     "publish_bound": _slow(
         "new weights take {share:.0%} of the time to reach the engines",
         "Change: trainer.weight_sync ({config.trainer.weight_sync}) to distributed or shared, or "

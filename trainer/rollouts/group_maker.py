@@ -1,5 +1,6 @@
 """Makes a graded group of a prompt: completions or episodes, rewards, the teacher's scores."""
 
+import asyncio
 import math
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import numpy as np
 
 from common.errors import ServiceError, ServiceLost
 from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prompt
+from trainer.algorithms.spool import EXPERTS, spool
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.engine_room import EngineRoom
@@ -64,7 +66,7 @@ class GroupMaker:
             prompt_ids = group.prompt_token_ids.tolist()
             group.completions = await self._generate(prompt_ids, group.position)
             if self._config.trainer.routing_replay:
-                split_routing(group)
+                await asyncio.to_thread(self._keep_experts, group)
             start = self._prompter.answer_start(prompt)
             for completion in group.completions:
                 completion.text = start + completion.text
@@ -88,6 +90,10 @@ class GroupMaker:
                 parameters=sampling.training_truncation() | sampling.stop_conditions(),
                 routed_experts=self._config.trainer.routing_replay,
             )
+
+    def _keep_experts(self, group: Group) -> None:
+        split_routing(group)
+        spool(group, self._config.state_dir / EXPERTS)
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
         """Fills a group with the whole episodes of its prompt.
