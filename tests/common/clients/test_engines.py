@@ -207,7 +207,9 @@ async def test_a_request_that_makes_engines_crash_is_not_repeated_for_ever() -> 
 
     async def respond(request: httpx.Request) -> httpx.Response:
         nonlocal attempts, tokens
-        if request.url.path != "/generate":
+        if request.url.path == "/workers":
+            return httpx.Response(404)
+        if request.url.path == "/v1/loads":
             tokens += 1
             return httpx.Response(200, json={"loads": [load(1, 0, computed_tokens=tokens)]})
         attempts += 1
