@@ -42,7 +42,7 @@ _SINGLE = (
     "algorithm.length_penalty",
     "trainer.routing_replay",
 )
-"""Settings that need single completions where they are set."""
+"""Settings that, once they are set, need single completions."""
 _OWN_KERNELS = re.compile(
     r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
 )
@@ -83,7 +83,7 @@ _NOT_WITH_BROADCASTS = {
 }
 """SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason."""
 _FUSED = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
-"""Layers that SGLang needs in an adapter, and those beside which it needs them."""
+"""SGLang fuses these layers: an adapter that has one of the values must have the key too."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common import Json
 from trainer.api import on_use
 from trainer.api.online import OnlineRLTrainer
 from trainer.api.settings import one_process
@@ -81,13 +82,13 @@ class WithTransformersNames(OnlineRLTrainer):
         """Returns True: there is one process."""
         return True
 
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, split: str, metrics: Json) -> None:
         """Prints the numbers of `metrics`."""
         print(f"***** {split} metrics *****")
         for name, value in sorted(_numbers(metrics).items()):
             print(f"  {name:<24} = {value:>10.4g}")
 
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    def save_metrics(self, split: str, metrics: Json, combined: bool = True) -> None:
         """Writes the numbers of `metrics` to SPLIT_results.json and, if `combined`, adds them to
         all_results.json.
         """
@@ -105,7 +106,7 @@ class WithTransformersNames(OnlineRLTrainer):
         """Does nothing: `save_model` writes the card of the run."""
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Json) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
