@@ -22,7 +22,7 @@ def micro_batch_passes(
     their gradient before the next.
 
     Sharded models need equally many passes on every rank. A rank that has run out of its own rows
-    gets the first row, whose loss it multiplies by 0.
+    gets its spare one, whose loss it multiplies by 0.
     """
     parts = micro_batches(
         sizes,
@@ -36,5 +36,5 @@ def micro_batch_passes(
         if len(indices):
             yield indices, True
         elif ranks.sharded:
-            yield rows[:1], False
+            yield sizes.spare(ranks.share), False
         progress.moved()

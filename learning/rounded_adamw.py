@@ -33,7 +33,7 @@ def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
     return ((bits + noise) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
-class RoundedAdamW(torch.optim.Optimizer):
+class RoundedAdamW(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not typed here
     """AdamW with moments in bfloat16. The noise depends on the number of the step alone, so that a
     run that is resumed is the same, and copies of a model stay equal.
     """
@@ -43,7 +43,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "weight_decay": weight_decay})
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         """Applies the gradients."""
         with torch.no_grad():
             for group in self.param_groups:

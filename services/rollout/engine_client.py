@@ -159,6 +159,9 @@ def _sglang_options(config: Config, model_path: str) -> dict[str, object]:
             # The model without an adapter counts as one.
             "max-loras-per-batch": adapters_kept(config) + 1,
             "lora-target-modules": config.lora.target_modules or ["all"],
+            # Otherwise SGLang computes the shared experts of some mixtures with the routed ones,
+            # and drops their part of an adapter.
+            "disable-shared-experts-fusion": True,
         }
     return options
 
@@ -367,6 +370,8 @@ class EngineClient(Client):
         super().__init__(*args, **kwargs)
         self.asleep: list[str] = []
         """The kinds of memory that the engine has released."""
+        self.is_paused = False
+        """Whether this client has paused it."""
 
     async def weight_version(self) -> str:
         """Returns the label of the weights that the engine serves. Raises ServiceError."""
@@ -417,6 +422,7 @@ class EngineClient(Client):
 
     async def pause(self) -> None:
         """Stops generating; requests wait. Raises ServiceError."""
+        self.is_paused = True
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def sleep(self, memory: list[str], timeout_s: float) -> None:
@@ -439,6 +445,7 @@ class EngineClient(Client):
     async def resume(self) -> None:
         """Continues generating. Raises ServiceError."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
+        self.is_paused = False
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """Sends one call without retries, because a second broadcast would have no sender.

@@ -32,6 +32,7 @@ from common.wire.schemas import (
 from services.rollout.agent import Agent, Loop
 from services.rollout.engine_client import EngineClient, engine_command, engine_libraries
 from services.rollout.engine_nodes import EngineNodes, NodeCannotStart, weights_for_nodes
+from services.rollout.generation import GenerationProbe
 from services.rollout.loops import stop, wait_event
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
@@ -73,7 +74,9 @@ class FirstNodeAgent(Agent):
             config,
             topology,
             metrics,
-            probe=self._engine_api.unhealthy_reason,
+            probe=GenerationProbe(
+                self._engine_api, rollout.stuck_after_s, lambda: self._engine_api.is_paused
+            ),
             heartbeat_s=min(_HEARTBEAT_S, config.limits.fence_after_s / _REPORTS),
         )
         self.state = NodeState()

@@ -187,8 +187,12 @@ NOT_GRADED = Fault(
 )
 NOT_GENERATED = Fault(
     "Completions cannot be generated",
-    "see the log of rollout-server; give it time (sampling.request_timeout_s) or ask for less "
-    "(sampling.max_new_tokens)",
+    "see the log of rollout-server; ask for less (sampling.max_new_tokens)",
+)
+ENGINES_BUSY = Fault(
+    "The engines are busy",
+    "nothing: a step takes as long as its answers; for shorter steps add rollout nodes, or ask for "
+    "less (sampling.max_new_tokens, sampling.group_size, trainer.batch_size)",
 )
 NO_BATCH = Fault(
     "No batch comes",
@@ -602,8 +606,7 @@ HINTS = {
     ),
     "dropped_generation": _dropped(
         "generation",
-        "the engine fails or is too slow: look at its log, give it time "
-        "(sampling.request_timeout_s), or ask for less (sampling.max_new_tokens)",
+        "the engines fail: look at their logs, or ask for less (sampling.max_new_tokens)",
     ),
     "dropped_reward": _dropped(
         "reward",

@@ -317,7 +317,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "dropped_generation",
         [{"dropped": {"generation": 7 * i}} for i in range(1, WINDOW + 1)],
         {},
-        ("70 groups (41%) were dropped (generation)", "sampling.request_timeout_s"),
+        ("70 groups (41%) were dropped (generation)", "sampling.max_new_tokens"),
     ),
     (
         "dropped_reward",
