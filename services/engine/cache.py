@@ -68,24 +68,6 @@ class _States(LinearAttentionLayer):  # type: ignore[misc]  # transformers is no
         self.stored: dict[tuple[str, int], Tensor] = {}
         """[rows, …] by kind and number of the state; `rows` is a capacity."""
 
-    def lazy_initialization(
-        self,
-        conv_states: Tensor | None = None,
-        recurrent_states: Tensor | None = None,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-    ) -> None:
-        # transformers' own method also marks the tensors for torch's compiler, whose import takes
-        # seconds.
-        if conv_states is not None:
-            size = conv_kernel_size or conv_states.shape[-1]
-            self.conv_kernel_size[state_idx] = size
-            self.conv_states[state_idx] = conv_states.new_zeros(*conv_states.shape[:-1], size)
-            self.is_conv_states_initialized[state_idx] = True
-        if recurrent_states is not None:
-            self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
-            self.is_recurrent_states_initialized[state_idx] = True
-
     def begin(self, rows: Tensor | slice | None) -> None:
         """Gives the pass the states of `rows`; with None its rows begin without any."""
         for index in range(self.number_of_states):
