@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from common.process import progress
 from learning.hub_names import hub_shapes, to_hub
+from learning.kept import Kept
 from learning.loading import fill
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
@@ -50,21 +51,25 @@ class Contents:
         lambda named: named
     )
     """Converts whole tensors to the form in the directory."""
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further tensors, with the names of the directory; on rank 0 only."""
 
     @classmethod
-    def of(cls, model: Any) -> "Contents":
+    def of(cls, model: Any, kept: Kept | None = None) -> "Contents":
+        """Returns the contents of the model's directory, with what is `kept` of the files that it
+        was loaded from.
+        """
         tensors = named_tensors(model)
-        files = split_state_dict_into_shards_factory(
-            hub_shapes(model, tensors),
-            get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=_MAX_FILE_BYTES,
-        ).tensor_to_filename
+        keeps = kept is not None and bool(kept.names)
+        files = _files(hub_shapes(model, tensors), "language_model" if keeps else "model")
+        others = kept.tensors() if kept is not None else {}
+        files |= _files(others, "kept")
         return cls(
             tensors=tensors,
             files=files,
-            texts=_texts(model, files),
+            texts=_texts(model, files, kept),
             to_files=lambda named: to_hub(model, named, tensors),
+            kept=others,
         )
 
 
@@ -98,7 +103,7 @@ class Snapshot:
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
-        file_names = sorted(set(model.files.values()))
+        file_names = sorted({model.files[name] for name in model.files if name not in model.kept})
         gathered = (
             (name, full(tensor.detach().to(ranks.device))) for name, tensor in model.tensors.items()
         )
@@ -107,6 +112,9 @@ class Snapshot:
             owner = file_names.index(file) % ranks.world_size if spread else 0
             if owner == ranks.rank:
                 files.setdefault(file, {})[name] = copies.to_host(whole)
+
+        for name, tensor in model.kept.items():
+            files.setdefault(model.files[name], {})[name] = tensor
 
         state: dict[str, Tensor] = {}
         optimizer_state = optimizer.state_dict() if optimizer else {}
@@ -244,9 +252,23 @@ def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
     )
 
 
-def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
+def _files(tensors: Mapping[str, Tensor], stem: str) -> dict[str, str]:
+    """Returns the safetensors file of each tensor, all of them named after `stem`."""
+    files: dict[str, str] = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=_MAX_FILE_BYTES,
+    ).tensor_to_filename
+    return files
+
+
+def _texts(model: Any, names: Mapping[str, str], kept: Kept | None) -> dict[str, str]:
     model.config.architectures = [type(model).__name__]
-    texts = {"config.json": model.config.to_json_string()}
+    config = model.config if kept is None else kept.saved_config(model.config)
+    texts = {"config.json": config.to_json_string()}
+    if kept is not None:
+        texts |= kept.texts
     if getattr(model, "generation_config", None) is not None:
         texts["generation_config.json"] = model.generation_config.to_json_string()
     if len(set(names.values())) > 1:

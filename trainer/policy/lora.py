@@ -94,6 +94,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
         scorer = load_scorer(
             config.model, ranks, config, directory, max_tokens=config.rollout.context_bound
         )
+        scorer.model.kept.announce()
         _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
         return scorer
     frozen = torch.bfloat16 if computes_in_bfloat16(config.model, ranks) else torch.float32

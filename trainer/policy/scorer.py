@@ -33,6 +33,8 @@ from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
 log = logging.getLogger(__name__)
+_UNFIT = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
+"""Errors of a model's own code that meets what it was not written for."""
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's counterpart of a model's `config.json`."""
 
@@ -192,6 +194,13 @@ def _checked(
 
     try:
         rates = check()
+    except _UNFIT as error:
+        raise ConfigError(
+            f"the code of this model does not compute a made-up sequence: {error}",
+            field="model.name",
+            value=scorer.model.config.name_or_path,
+            remedy="use another model",
+        ) from error
     # A model whose packed rows influence one another may still compute padded ones alone.
     except ConfigError as error:
         if scorer.layout is Padded or settings.packing == "on":

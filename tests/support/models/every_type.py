@@ -17,23 +17,17 @@ from transformers import (
     AutoModelForImageTextToText,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from tests.support.models.families import FAMILIES
 
 TYPES: list[str] = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """The model types that `AutoModelForCausalLM` knows."""
-MULTIMODAL = {
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-    "llama4",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen4_exp",
-    "dots3_note",
-}
-"""Those whose checkpoints have a vision tower beside a language model of a type of its own."""
+MULTIMODAL = {kind for kind in TYPES if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+"""Those whose checkpoints have a vision tower beside the language model."""
 
 _WIDTH = 32
 _HEADS = 4
@@ -128,7 +122,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "gemma3n_text": _SHARED,
-    "gemma3n": {"text_config": _SHARED},
+    "emu3": {
+        "vocabulary_map": {"<image>": 5, "<|extra_200|>": 6},
+        "vq_config": {"base_channels": 32, "codebook_size": 8, "channel_multiplier": [1]},
+    },
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
@@ -249,7 +246,8 @@ def write_type(kind: str, directory: Path, seed: int = 0) -> Any:
     }
     tokenizer.save_pretrained(directory)
     if kind in NO_MODEL:
-        AutoConfig.for_model(kind, **SPECIAL.get(kind, {})).save_pretrained(directory)
+        settings = SPECIAL.get(kind) or tiny_settings(AutoConfig.for_model(kind))
+        AutoConfig.for_model(kind, **settings).save_pretrained(directory)
         save_file({}, directory / "model.safetensors", metadata={"format": "pt"})
         return None
     torch.manual_seed(seed)
