@@ -1,7 +1,7 @@
 """Checks that settings fit one another."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 from common.settings.algorithm import LOSSES, TURN_ADVANTAGES, AlgorithmSection, preset
@@ -81,8 +81,21 @@ _NOT_WITH_BROADCASTS = {
     ),
 }
 """SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason."""
-_FUSED = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
+_FUSED = {
+    "q_proj": ("k_proj", "v_proj"),
+    "v_proj": ("q_proj",),
+    "gate_proj": ("up_proj",),
+    "q_a_proj": ("kv_a_proj_with_mqa",),
+    "kv_a_proj_with_mqa": ("q_a_proj",),
+}
 """Layers that SGLang needs in an adapter, and those beside which it needs them."""
+_ADAPTED = {
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
+    *("in_proj", "in_proj_qkvz"),
+}
+"""Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`)."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
 
 
@@ -466,16 +479,23 @@ def _lora(config: Settings) -> Iterator[str]:
             "lora.publish merged, or trainer.weight_sync http (or shared), which sends the "
             "adapter's two small files"
         )
-    named = set(config.lora.target_modules)
-    if config.rollout.engine == "sglang":
-        for needed, beside in _FUSED.items():
-            alone = named.intersection(beside)
-            if alone and needed not in named:
-                yield (
-                    f"lora.target_modules has {', '.join(sorted(alone))} without {needed}, and "
-                    "SGLang, which fuses these layers, would drop such an adapter: add "
-                    f"{needed}, or set lora.publish merged"
-                )
+    problem = unloadable_adapter(config.lora.target_modules)
+    if problem and config.rollout.engine == "sglang":
+        yield f"lora.target_modules {problem}: name other layers, or set lora.publish merged"
+
+
+def unloadable_adapter(layers: Iterable[str]) -> str:
+    """Returns why SGLang would not load an adapter of layers with these names; empty if it does."""
+    named = set(layers)
+    for needed, beside in _FUSED.items():
+        alone = named.intersection(beside)
+        if alone and needed not in named:
+            return (
+                f"has {', '.join(sorted(alone))} without {needed}, and SGLang, which fuses these "
+                "layers, would drop it"
+            )
+    unknown = sorted(named - _ADAPTED)
+    return f"has {', '.join(unknown)}, for which SGLang has no adapters" if unknown else ""
 
 
 def _all(section: type[Section], name: str, but: tuple[str, ...] = ()) -> list[str]:

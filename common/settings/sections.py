@@ -95,8 +95,8 @@ class LoraSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapter's input during updates, from 0 to below 1."""
     target_modules: list[str] = []
-    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all between embedding
-    and head."""
+    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all of attention and
+    dense MLPs; routed experts and routers never have one."""
     publish: Literal["adapter", "merged"] = "adapter"
     """Weights sent to the engines: the `adapter` alone, or the whole model with the adapter
     `merged` into it."""

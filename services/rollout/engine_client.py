@@ -154,6 +154,9 @@ def _sglang_options(config: Config, model_path: str) -> dict[str, object]:
             # The model without an adapter counts as one.
             "max-loras-per-batch": adapters_kept(config) + 1,
             "lora-target-modules": config.lora.target_modules or ["all"],
+            # Otherwise SGLang computes the shared experts of some mixtures with the routed ones,
+            # and drops their part of an adapter.
+            "disable-shared-experts-fusion": True,
         }
     return options
 
