@@ -7,6 +7,7 @@ and reverses them in `save_pretrained`. This module reverses them one tensor at 
 publishing and checkpoints gather the tensors.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -33,6 +34,13 @@ LANGUAGE_PART = {rf"^{part}\.": "" for part in _PARTS} | {
     rf"^model\.{part}\.": "model." for part in _PARTS
 }
 """These names as those of a language model alone, for `from_pretrained`."""
+
+
+def of_language_part(name: str) -> str:
+    """Returns the name of a module of a multimodal model in its language model alone."""
+    for pattern, replacement in LANGUAGE_PART.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def set_conversions(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:

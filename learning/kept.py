@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ class Kept:
     texts: Mapping[str, str] = field(default_factory=dict)
     """The files that say how images become inputs, by name."""
 
+    def has_more_than(self, own: Any) -> bool:
+        """Whether the model with the config `own` is only a part of the one in the files."""
+        return type(own) is not type(self.config)
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns the other tensors, mapped from the files; empty where these are not seen."""
         if self.read is None:
@@ -65,21 +70,25 @@ class Kept:
         """Returns the config for a directory of this model, whose config is `own`: that of the
         whole, if the model is a part of it.
         """
-        if type(own) is type(self.config):
+        if not self.has_more_than(own):
             return own
         config = deepcopy(self.config)
         config.dtype = own.dtype
         config.get_text_config().dtype = own.dtype
         return config
 
+    @cached_property
     def decoder_path(self) -> str:
         """Returns where the whole model of transformers has the decoder, such as
         `model.language_model`.
         """
         with torch.device("meta"):
-            whole = AutoModelForImageTextToText.from_config(self.config)
+            whole: Any = AutoModelForImageTextToText.from_config(self.config)
         decoder_class = MODEL_MAPPING[type(language_part(self.config))]
-        return next(name for name, module in whole.named_modules() if type(module) is decoder_class)
+        found: list[str] = [
+            name for name, module in whole.named_modules() if type(module) is decoder_class
+        ]
+        return found[0]
 
     def announce(self) -> None:
         """Says in the log what is kept."""

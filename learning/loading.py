@@ -73,7 +73,7 @@ def only_logits(config: Any) -> None:
 
 
 def find_decoder(model: Any) -> None:
-    """Lets `get_decoder` find the decoder of a model whose class gives it another name (Llama 4)."""
+    """Lets `get_decoder` find the decoder of a model whose class misnames it (Llama 4)."""
     if model.get_decoder() is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"
 

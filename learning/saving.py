@@ -6,9 +6,11 @@ import json
 import os
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,20 @@ class Contents:
             to_files=lambda named: to_hub(model, named, tensors),
             kept=others,
         )
+
+    def write(self, directory: Path) -> None:
+        """Writes the contents of a model that is not sharded, holding one file at a time."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in self.texts.items():
+            (directory / name).write_text(text)
+        lacking = Counter(self.files.values())
+        held: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in chain(self.to_files(self.tensors.items()), self.kept.items()):
+            file = self.files[name]
+            held.setdefault(file, {})[name] = tensor.detach().clone()
+            lacking[file] -= 1
+            if not lacking[file]:
+                save_file(held.pop(file), directory / file, metadata={"format": "pt"})
 
 
 @dataclass

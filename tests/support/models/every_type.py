@@ -26,9 +26,6 @@ from tests.support.models.families import FAMILIES
 
 TYPES: list[str] = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """The model types that `AutoModelForCausalLM` knows."""
-MULTIMODAL = {kind for kind in TYPES if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-"""Those whose checkpoints have a vision tower beside the language model."""
-
 _WIDTH = 32
 _HEADS = 4
 _HEAD = 8
@@ -120,6 +117,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "text_config": _DOTS,
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "llama4": {
+        "vision_config": {
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        }
     },
     "gemma3n_text": _SHARED,
     "emu3": {
@@ -252,7 +256,8 @@ def write_type(kind: str, directory: Path, seed: int = 0) -> Any:
         return None
     torch.manual_seed(seed)
     config = tiny_config(kind, **ids)
-    auto = AutoModelForImageTextToText if kind in MULTIMODAL else AutoModelForCausalLM
+    is_multimodal = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     model = auto.from_config(config)
     # Wide enough that tokens differ in their probabilities.
     with torch.no_grad():
