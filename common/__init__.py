@@ -8,5 +8,9 @@ The rooms, each of which imports only those below it (a contract in `pyproject.t
     errors                      the error type of the system
 """
 
+from typing import Any
+
 VERSION = "0.1.0"
 """Version of the system; the same as in `pyproject.toml`."""
+Json = dict[str, Any]
+"""A JSON object."""

@@ -31,6 +31,14 @@ def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def error_text(error: BaseException) -> str:
+    """Returns the type and the text of an exception of user code, whatever its `__str__` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()) -> str:
     """Returns a remedy for an unknown name: the nearest known name, if any is close, and all
     `choices`.

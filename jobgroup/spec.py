@@ -241,8 +241,8 @@ def _documents(path: Path) -> list[dict[str, Any]]:
 
 
 def validated(model: type[_M], content: Any, where: str, remedy: str = "") -> _M:
-    """Returns what is in a YAML as `model`; `where` names the place of it. Raises ConfigError, with
-    `remedy` unless that is empty.
+    """Returns a part of a YAML as an object of `model`; `where` names that part in errors. Raises
+    ConfigError, with `remedy` unless that is empty.
     """
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if value is not None}

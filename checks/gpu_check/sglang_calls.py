@@ -118,7 +118,7 @@ async def _calls(run: _Run) -> None:
             EngineClient("engine", run.url) as api,
             RolloutClient("engine", run.url) as client,
         ):
-            await _healthy(api, child)
+            await _healthy(api, child, output)
             run.found.claim(
                 "SGLang answers after its start", "", f"{time.perf_counter() - start:.0f} s"
             )
@@ -139,7 +139,7 @@ async def _calls(run: _Run) -> None:
         await child.end(5)
 
 
-async def _healthy(api: EngineClient, child: Child) -> None:
+async def _healthy(api: EngineClient, child: Child, output: ChildOutput) -> None:
     """Returns when SGLang answers. Raises RuntimeError with the end of its output when it ends or
     takes too long.
     """
@@ -148,7 +148,7 @@ async def _healthy(api: EngineClient, child: Child) -> None:
     try:
         while reason := await api.unhealthy_reason():
             if ended.done() or time.monotonic() > limit:
-                print(*child.output.last_lines, sep="\n")
+                print(*output.last_lines, sep="\n")
                 why = (
                     f"ended with status {ended.result()}"
                     if ended.done()

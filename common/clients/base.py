@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -44,6 +44,7 @@ _SAY_AFTER_S = 60.0
 _PROGRESS_BYTES = 16 << 10
 """So many further bytes of a body, sent or received, begin the time of a call again."""
 _url = lru_cache(256)(httpx.URL)
+_adapter = cache(TypeAdapter)
 
 
 class Unreachable(ServiceError):
@@ -420,7 +421,8 @@ class Client:
         """
         response = await self.request(method, path, **arguments)
         try:
-            return TypeAdapter(answer).validate_json(response.content)
+            adapter: TypeAdapter[_T] = _adapter(answer)
+            return adapter.validate_json(response.content)
         except ValidationError as error:
             first = error.errors()[0]
             raise ServiceError(

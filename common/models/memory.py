@@ -198,7 +198,7 @@ class ModelShape:
         return self.experts_per_token * of_expert + (_MASTER + width) * self.experts
 
     def backward_bytes(self, width: int) -> int:
-        """Returns the bytes per token of the gradients of a layer's states, where they are most."""
+        """Returns the bytes per token of the gradients of a layer's states, at their largest."""
         if self.experts:
             of_expert = 2 * self.hidden + 2 * self.intermediate
             return width * (self.hidden + self.experts_per_token * of_expert)
@@ -378,8 +378,9 @@ def _peaks(
 ) -> list[_Peak]:
     """Returns what is in use at each possible peak.
 
-    These moments of the backward pass are: the head; the second-last layer, while the gradients of
-    the last are reduced; and the reduction of the gradients of embedding and head.
+    The peak is at one of these moments of the backward pass: in the head; in the second-last layer,
+    while the gradients of the last one are reduced; or when the gradients of embedding and head are
+    reduced.
     `benchmarks/rehearsal.py` shows what is allocated then.
     """
     parallel = config.parallel

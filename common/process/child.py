@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import IO, Protocol, Self
 
 from common.process import launcher
 from common.process.exits import shell_status
@@ -23,7 +23,7 @@ from common.process.security import SecretRedactor
 _READ_BYTES = 1 << 16
 """Output read at once, and the longest line that is passed on whole."""
 _TAIL_LINES = 30
-_POLL_S = 0.05
+_POLL_S = 0.02
 _KILL_S = 10.0
 _DRAIN_S = 2.0
 
@@ -36,7 +36,14 @@ def command(words: Sequence[str], stdin: int | None = None, grace_s: float = 0.0
     return [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), given, *words]
 
 
-class ChildOutput:
+class Output(Protocol):
+    """What happens to the output of a child."""
+
+    async def copy(self, stream: asyncio.StreamReader) -> None:
+        """Takes everything from `stream`, until its end."""
+
+
+class ChildOutput(Output):
     """The output of a child: appended to a log file and passed on in whole lines.
 
     Args:
@@ -68,7 +75,7 @@ class ChildOutput:
         self._has_lost = False
 
     async def copy(self, stream: asyncio.StreamReader) -> None:
-        """Copies everything from `stream`, until its end, and closes the log file."""
+        """Copies everything from `stream`, and closes the log file."""
         partial = b""
         with self._file:
             while data := await stream.read(_READ_BYTES):
@@ -102,37 +109,49 @@ class ChildOutput:
 class Child:
     """A running process group, made by `start`; a task copies its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: ChildOutput) -> None:
-        assert process.stdout is not None
+    def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
+        stream = process.stdout or process.stderr
+        assert stream is not None
         self.pid = process.pid
         """Id of the launcher, which is also that of the group."""
         self.output = output
         self._process = process
-        self._copying = asyncio.create_task(output.copy(process.stdout))
+        self._copying = asyncio.create_task(output.copy(stream))
 
     @classmethod
     async def start(
         cls,
         words: Sequence[str],
-        output: ChildOutput,
+        output: Output,
         *,
         env: Mapping[str, str],
         workdir: Path | None = None,
         grace_s: float = 0.0,
+        stdin: int | None = None,
+        stdout: IO[bytes] | None = None,
     ) -> Self:
-        """Starts `words`, with `env` as its whole environment and nothing as its input. What it
-        leaves behind when it ends by itself gets SIGTERM, and SIGKILL after `grace_s` seconds.
+        """Starts `words`, with `env` as its whole environment. What it leaves behind when it ends
+        by itself gets SIGTERM, and SIGKILL after `grace_s` seconds.
+
+        `stdin` is a file descriptor of its input; None: no input. With a file `stdout` for its
+        standard output, `output` gets only its standard error.
         """
         process = await asyncio.create_subprocess_exec(
-            *command(words, grace_s=grace_s),
+            *command(words, stdin, grace_s),
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=stdout or asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE if stdout else asyncio.subprocess.STDOUT,
             cwd=workdir,
             env=env,
+            pass_fds=() if stdin is None else (stdin,),
             start_new_session=True,
         )
         return cls(process, output)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the command and what it left behind have ended."""
+        return self._process.returncode is not None
 
     async def wait(self) -> int:
         """Waits until the command and what it left behind have ended. Returns the exit status of

@@ -7,11 +7,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from common.errors import error_text
+
 _T = TypeVar("_T")
 
 
 def in_daemon_thread(function: Callable[[], _T], name: str) -> Future[_T]:
-    """Calls `function` in a thread of its own; the future gets its result or error."""
+    """Calls `function` in a thread of its own; the future gets its result or error (`sent_on`)."""
     future = Future[_T]()
 
     def work() -> None:
@@ -19,10 +21,21 @@ def in_daemon_thread(function: Callable[[], _T], name: str) -> Future[_T]:
             try:
                 future.set_result(function())
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(sent_on(error))
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return future
+
+
+def sent_on(error: BaseException) -> Exception:
+    """Returns an error of user code as another thread can raise it: an exit would end the event
+    loop there, which services may share, and no future takes a StopIteration.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    sent = RuntimeError(error_text(error))
+    sent.__cause__ = error
+    return sent
 
 
 class DaemonThreads:

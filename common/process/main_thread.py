@@ -8,10 +8,13 @@ from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from common.process.daemon_threads import sent_on
+
 _T = TypeVar("_T")
 _work = SimpleQueue[Callable[[], None]]()
 _has_waited = False
-"""Whether the main thread ever waits for a loop; that of a service runs the loop itself."""
+"""Whether the main thread has ever waited for a loop. In a service it never does: it runs the loop
+itself."""
 _works = False
 
 
@@ -51,11 +54,9 @@ def in_main_thread(function: Callable[[], _T]) -> "Future[_T]":
             return
         try:
             future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as ending:
-            future.set_exception(RuntimeError(f"{type(ending).__name__}: {ending}"))
-            if isinstance(ending, KeyboardInterrupt):
+        except BaseException as error:
+            future.set_exception(sent_on(error))
+            if isinstance(error, KeyboardInterrupt):
                 raise
 
     _work.put(work)

@@ -27,7 +27,7 @@ from common.process.work_meter import WorkMeter
 
 _T = TypeVar("_T")
 _LOOKS = 4
-"""Looks without growth that it takes at least to call a wait stuck."""
+"""Fewest looks without growth after which a wait counts as stuck."""
 _WORK_S = 1.0
 _lock = threading.Lock()
 _total = 0
@@ -51,8 +51,8 @@ def moved() -> None:
 def others_moved() -> None:
     """Counts a bit of progress of the services that this process waits for.
 
-    It is apart from the process's own: a service in this very process would show it to the one
-    that waits for it, as its own.
+    The count is apart from the process's own. Otherwise a service in this same process would report
+    it as its own progress, to a client that waits for that service.
     """
     global _others
     with _lock:

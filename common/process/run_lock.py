@@ -16,8 +16,9 @@ import secrets
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.storage import storing
 
@@ -29,7 +30,8 @@ _STALE_S = 30.0
 """Seconds without a heartbeat after which its holder counts as dead."""
 _READER_S = 0.1
 _TRIES = 5
-"""Whoever asks whether a run lives (the dashboard, `rlhf diagnose`) has the lock for a moment."""
+"""Seconds between tries, and their number: the dashboard and `rlhf diagnose` take the lock for a
+moment to find out whether a run lives."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system that does not support locks."""
 _SIZE = 512
@@ -52,7 +54,7 @@ class RunLock:
         self._path = directory / LOCK
         self._field = field
         self.run = run
-        self._own: dict[str, Any] = {
+        self._own: Json = {
             "run": run,
             "host": platform.node(),
             "pid": os.getpid(),
@@ -62,7 +64,7 @@ class RunLock:
             "beat": 0,
         }
         self._ended = threading.Event()
-        self._thief: dict[str, Any] | None = None
+        self._thief: Json | None = None
 
     @classmethod
     def of_new_run(cls, directory: Path, name: str) -> Self:
@@ -131,7 +133,7 @@ class RunLock:
                 return True
         return False
 
-    def _lives(self, holder: dict[str, Any]) -> bool:
+    def _lives(self, holder: Json) -> bool:
         """Whether a holder that the kernel's lock does not cover is alive, judged by its
         heartbeat.
         """
@@ -158,7 +160,7 @@ class RunLock:
             self._own["beat"] += 1
             self._write()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> Json:
         """Returns the holder's entry in the file; empty when nobody holds the directory."""
         try:
             found = json.loads(os.pread(self._file, _SIZE, 0))
@@ -172,7 +174,7 @@ class RunLock:
         except OSError as error:  # the kernel's lock works without it
             log.warning("the heartbeat in %s cannot be written: %s", self._path, error)
 
-    def _in_use(self, holder: dict[str, Any]) -> ConfigError:
+    def _in_use(self, holder: Json) -> ConfigError:
         return ConfigError(
             f"{_who(holder)} is using this directory",
             code="run_in_use",
@@ -182,7 +184,7 @@ class RunLock:
         )
 
 
-def _who(holder: dict[str, Any]) -> str:
+def _who(holder: Json) -> str:
     if not holder:
         return "another run"
     process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"

@@ -42,7 +42,7 @@ _SINGLE = (
     "algorithm.length_penalty",
     "trainer.routing_replay",
 )
-"""Settings that need single completions where they are set."""
+"""Settings that, once they are set, need single completions."""
 _UNRECORDED = re.compile(
     r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
 )

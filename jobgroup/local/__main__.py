@@ -183,7 +183,7 @@ def _with_an_interpreter(group: JobGroup, screen: Screen) -> JobGroup:
 
 
 def _raise_file_limit() -> None:
-    """Raises what systems set low: a busy engine and its router have a connection per request."""
+    """Raises the limit on open files: an engine and its router have a connection per request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
     if 0 <= soft < wanted:

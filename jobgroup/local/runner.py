@@ -18,7 +18,7 @@ State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "STOPP
 """`STOPPED`: ended after the primary tasks have succeeded, as every service is; SkyPilot calls it
 CANCELLED."""
 _CAUSE_S = 10.0
-"""Time for the node that failed by itself to end, after one that only follows it."""
+"""Seconds that a node which failed by itself has to end, after one that only followed it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -77,12 +77,11 @@ class Critic:
         """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps
         over the rows.
 
-        The loss of a step is the mean over the completion tokens of its whole mini-batch, each
-        times its row's weight, so the result does not depend on micro-batches or the number of
-        ranks. `seed` determines the order of the rows. A step whose gradient is not finite is
-        skipped and counted. Raises InvalidInput like `values`, and
-        NonFiniteGradients after more than `MAX_SKIPPED_UPDATES` skipped steps in a row, when the
-        critic is unusable.
+        The loss of a step is a mean over all completion tokens of its mini-batch, in which a token
+        counts by its row's weight. So the result depends neither on micro-batches nor on the number
+        of ranks. `seed` determines the order of the rows. A step whose gradient is not finite is
+        skipped and counted. Raises InvalidInput as `values` does, and NonFiniteGradients after more
+        than `MAX_SKIPPED_UPDATES` skipped steps in a row: the critic is then unusable.
         """
         self._check(rows, "rows")
         algorithm = self._config.algorithm

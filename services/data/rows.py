@@ -145,7 +145,7 @@ def final_answer(text: str) -> str:
     unchanged.
     """
     _, marker, tail = text.rpartition("####")
-    # What other white space precedes may be a command whose backslash is lost: the check says so.
+    # Other white space is kept: \t may be what is left of \theta, which `golds` reports.
     tail = tail.lstrip(" \n").rstrip()
     if marker and _GROUPED.fullmatch(tail):
         return re.sub("[, ]", "", tail)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
+from common import Json
 from common.process.imports import import_callable
 from common.settings.config import Config
 from common.settings.sections import DataSection
@@ -31,7 +32,7 @@ from services.data.rows import (
 
 _TOOLS = "tools"
 """The column with the tools of a chat, by the name that chat templates and TRL give it."""
-Message = dict[str, Any]
+Message = Json
 
 
 class Example(Prompt):
@@ -50,7 +51,7 @@ def example(
     id: str,
     chat: list[Message],
     columns: Mapping[str, Any] | None = None,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Sequence[Json] = (),
     *,
     is_chat: bool = False,
 ) -> Example:
@@ -86,7 +87,7 @@ class WorkedLoader(RowLoader):
 
     def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
         data = self._data
-        tools = list[dict[str, Any]]()
+        tools = list[Json]()
         if data.messages_field:
             chat = _messages(row, data.messages_field, "")
             tools = _tools(row)
@@ -129,7 +130,7 @@ def _message(message: Any, column: str) -> Message:
     return found
 
 
-def _call(call: Any, column: str) -> dict[str, Any]:
+def _call(call: Any, column: str) -> Json:
     """Returns a call whose arguments are a mapping: chat templates write them as JSON. Only a JSON
     text keeps an argument that is null.
     """
@@ -145,7 +146,7 @@ def _call(call: Any, column: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tools(row: Mapping[str, Any]) -> list[Json]:
     """Returns the tools of a row, a list of JSON schemas or its JSON text; none without them. Only
     a JSON text keeps a key of a schema that is null.
     """
@@ -185,7 +186,8 @@ def _without_nulls(value: Any) -> Any:
 def _check(chat: list[Message], column: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    # An answer follows a user's message or a tool's, and a tool's an answer or another tool's.
+    # An answer follows a user's or a tool's message; a tool's message follows an answer or another
+    # tool's message.
     if not has_form(roles, r"(?:[su]|(?<=[ut])a|(?<=[at])t)*(?<=a)"):
         refuse(
             f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
@@ -213,7 +215,7 @@ class _WorkedMATH(MATHLoader):
 class _WorkedTiny(TinyLoader):
     def _load(self, split: str) -> list[Prompt]:
         name: tiny.Split = "train" if split == "train" else "test"
-        # The second is endless.
+        # The generated problems are endless.
         pairs = zip(super()._load(split), tiny.problems(name), strict=False)
         return [
             answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs

@@ -14,11 +14,11 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from common import Json
 from common.errors import InvalidInput, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
-from services.environment.messages import Json
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.environment.session import Session

@@ -5,8 +5,8 @@ docs/how-to/agents.md has the table for users.
 
 from typing import Any, NamedTuple
 
+from common import Json
 from common.errors import InvalidInput
-from services.environment.messages import Json
 from services.environment.session import CallOptions
 
 MAX_STOP_CHARS = 1000

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from services.environment.messages import Json, Message, Tools, encodable, made_tool_call
+from common import Json
+from services.environment.messages import Message, Tools, encodable, made_tool_call
 
 Call = tuple[str, Any]
 """The name of a tool and its arguments."""

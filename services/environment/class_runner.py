@@ -14,12 +14,12 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from common.errors import InvalidInput, shorten
+from common import Json
+from common.errors import InvalidInput, error_text, shorten
 from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
 from services.environment.messages import (
-    Json,
     Message,
     encodable,
     parse_messages,
@@ -32,7 +32,6 @@ from services.environment.outcome import (
     EpisodeRunner,
     Outcome,
     ToolFailed,
-    error_text,
     parse_reward,
 )
 from services.environment.session import LimitReached, Session

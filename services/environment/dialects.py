@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from common import Json
 from common.errors import InvalidInput
 from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
-    Json,
     Message,
     made_tool,
     made_tool_call,

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
+from common import Json
 from common.errors import InvalidInput
 
-Json = dict[str, Any]
-"""A JSON object."""
 Tools = Sequence[Json]
 """The functions that a call offers to the model, in OpenAI's format."""
 _CALL_FORM = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'

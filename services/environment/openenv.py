@@ -14,12 +14,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from common import Json
 from common.errors import shorten
 from common.process.security import trusted
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.class_runner import EpisodeRun
 from services.environment.environments import Environment
-from services.environment.messages import Json, made_tool
+from services.environment.messages import made_tool
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from common.errors import InvalidInput, ServiceError, ServiceLost, shorten
+from common.errors import InvalidInput, ServiceError, ServiceLost, error_text, shorten
 from common.wire.schemas import EpisodeLimits, EpisodeStatus, EpisodeTask, StopReason
 from services.environment.session import Session
 
@@ -52,14 +52,6 @@ class ToolFailed(Exception):
 def timed_out(limit_s: float | None) -> ToolFailed:
     """Returns the error of a tool call that took longer than its limit."""
     return ToolFailed(f"it took longer than {limit_s} s")
-
-
-def error_text(error: BaseException) -> str:
-    """Returns the type and the text of an exception of user code, whatever its `__str__` does."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
 
 
 class EpisodeRunner(ABC):

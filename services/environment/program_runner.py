@@ -20,13 +20,13 @@ from typing import Any
 import httpx
 import orjson
 
+from common import Json
 from common.errors import ConfigError
 from common.process.exits import SIGNALLED, how_ended
 from common.process.security import trusted
 from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.harbor import HarborTask, grade
-from services.environment.messages import Json
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
@@ -180,7 +180,7 @@ class ProgramRunner(EpisodeRunner):
         try:
             status = await _wait_for_end(program, session)
         finally:
-            output = await program.kill()
+            output = await program.close()
 
         has_reward = session.graded.is_set()
         if status > SIGNALLED:

@@ -9,17 +9,15 @@ import fcntl
 import os
 import shlex
 import shutil
-import signal
 import socket
 import tempfile
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from common.errors import ConfigError
-from common.process import child
-from common.process.exits import SIGNALLED
+from common.process.child import Child, Output
 from common.process.security import SecretRedactor, tls
 from services.environment.environments import FIELD
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
@@ -33,8 +31,6 @@ _OUT_OF_RESOURCES = frozenset(
 )
 _OUTPUT_BYTES = 4000
 """Bytes of a program's output that are kept, from its end."""
-_END_S = 10.0
-"""Seconds in which a program's starter (`common.process.child`) kills what the program started."""
 _FOLDERS = "rlhf-episodes-"
 _LIMITED = 'ulimit -f 8388608; exec "$@"'
 """Limits the files that a program writes to 4 GiB; `ulimit` counts in blocks of 512 bytes."""
@@ -120,22 +116,25 @@ def _remove_if_left(root: Path) -> None:
         os.close(lock)
 
 
-class RunningProgram:
-    """A process group, made by `start`.
+class _Tail(Output):
+    """Keeps the end of the output."""
 
-    Args:
-        process: its starter (`common.process.child`), which kills all that the program started.
-    """
+    def __init__(self) -> None:
+        self.text = b""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.output = b""
-        """The end of what it has written so far."""
-        self._ending: asyncio.Task[str] | None = None
-        self._reading = asyncio.create_task(self._read())
+    async def copy(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(65536):
+            self.text = (self.text + data)[-_OUTPUT_BYTES:]
+
+
+class RunningProgram(Child):
+    """A process group, made by `launch`."""
+
+    output: _Tail
+    _ending: asyncio.Task[int] | None = None
 
     @classmethod
-    async def start(
+    async def launch(
         cls,
         words: Sequence[str],
         env: Mapping[str, str],
@@ -143,7 +142,7 @@ class RunningProgram:
         home: Path,
         stdin: bytes | Path | int = b"",
         output: Path | None = None,
-    ) -> "RunningProgram":
+    ) -> Self:
         """Starts a program in the server's working directory, with `home` for its own files.
 
         Args:
@@ -172,37 +171,15 @@ class RunningProgram:
                     stdin = input_file.fileno()
                 elif isinstance(stdin, Path):
                     stdin = files.enter_context(stdin.open("rb")).fileno()
+                stdout = files.enter_context(output.open("wb")) if output else None
                 if output is not None:
                     words = ["sh", "-c", _LIMITED, "sh", *words]
-                process = await asyncio.create_subprocess_exec(
-                    *child.command(words, stdin),
-                    stdin=PIPE,
-                    stdout=files.enter_context(output.open("wb")) if output else PIPE,
-                    stderr=PIPE if output else asyncio.subprocess.STDOUT,
-                    env=variables,
-                    pass_fds=(stdin,),
-                    start_new_session=True,
-                )
+                return await cls.start(words, _Tail(), env=variables, stdin=stdin, stdout=stdout)
         except (OSError, ValueError) as error:  # ValueError: a null character
             # Another program may start later, if only the machine's resources were used up.
             is_full = getattr(error, "errno", None) in _OUT_OF_RESOURCES
             kind = EnvironmentLost if is_full else EpisodeFailed
             raise kind(f"{words[0]} could not be started: {error}") from error
-        return cls(process)
-
-    @property
-    def ended(self) -> bool:
-        return self._process.returncode is not None
-
-    async def wait(self) -> int:
-        """Waits for the program and returns its exit status, 128 + n when signal n ended it.
-
-        It polls, because asyncio's own `wait` may block until the last grandchild has closed the
-        output.
-        """
-        while (status := self._process.returncode) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        return status if status >= 0 else SIGNALLED - status
 
     async def finish(self) -> tuple[int, str]:
         """Waits for the program and kills what it left running; returns its exit status and the end
@@ -211,40 +188,14 @@ class RunningProgram:
         try:
             status = await self.wait()
         finally:
-            output = await self.kill()
+            output = await self.close()
         return status, output
 
-    def terminate(self) -> None:
-        """Asks the program to end by itself."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-
-    async def kill(self) -> str:
+    async def close(self) -> str:
         """Kills all of its processes, including those that left the group; returns the end of the
         output.
         """
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end())
         # Whoever waits may be cancelled, the killing goes on.
-        return await asyncio.shield(self._ending)
-
-    async def _end(self) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # its starter then kills all of its descendants
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.wait(), _END_S)
-        # A program may have killed its starter.
-        # PermissionError: macOS, only zombies left
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self.wait()
-        # A process that cannot be found may still hold the pipe.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._reading, 2)
-        return SecretRedactor().redact(self.output.decode("utf-8", "replace")).strip()
-
-    async def _read(self) -> None:
-        output = self._process.stdout or self._process.stderr
-        assert output is not None
-        while data := await output.read(65536):
-            self.output = (self.output + data)[-_OUTPUT_BYTES:]
+        self._ending = self._ending or asyncio.create_task(self.end())
+        await asyncio.shield(self._ending)
+        return SecretRedactor().redact(self.output.text.decode("utf-8", "replace")).strip()

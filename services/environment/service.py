@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
+from common import Json
 from common.clients.rollout import RolloutClient, completion_from_answer
 from common.errors import (
     ConfigError,
@@ -22,7 +23,7 @@ from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
 from services.environment.environments import Environment
-from services.environment.messages import Json, encodable
+from services.environment.messages import encodable
 from services.environment.runners import load_runner
 from services.environment.session import Session, session_closed
 from services.environment.template import Template

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from common import Json
 from common.errors import ConfigError, InvalidInput, shorten
 from common.models.hub import check_model
 from common.settings.chat_templates import OWN
@@ -22,7 +23,6 @@ from common.settings.sections import ModelSection
 from common.wire.schemas import Int32
 from services.environment.call_formats import FORMATS, HERMES, CallFormat, Parsed, parse_answer
 from services.environment.messages import (
-    Json,
     Message,
     Tools,
     made_tool,

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from common.process.daemon_threads import in_daemon_thread
-from services.environment.outcome import EnvironmentLost, error_text, timed_out
+from common.process.daemon_threads import in_daemon_thread, sent_on
+from services.environment.outcome import EnvironmentLost, timed_out
 
 log = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -95,7 +94,7 @@ class Threads:
         """
         async with self._slots:
             self._check()
-            done = asyncio.wrap_future(in_daemon_thread(partial(_called, function), "environment"))
+            done = asyncio.wrap_future(in_daemon_thread(function, "environment"))
             try:
                 async with asyncio.timeout(timeout_s) as limit:
                     return await asyncio.shield(done)
@@ -199,17 +198,6 @@ class Threads:
         )
 
 
-def _called(function: Callable[[], Any]) -> Any:
-    """Calls a function in its thread."""
-    try:
-        return function()
-    except BaseException as raised:
-        # A future does not accept StopIteration, and SystemExit would end the server.
-        if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
-            raise
-        raise RuntimeError(error_text(raised)) from raised
-
-
 async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
     """Awaits what `function` makes; an exception that would end the event loop becomes another."""
     call.task = asyncio.current_task()
@@ -218,4 +206,4 @@ async def _guarded(function: Callable[[], Any], call: _Coroutine) -> Any:
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as ending:
-        raise RuntimeError(error_text(ending)) from ending
+        raise sent_on(ending) from ending

@@ -90,7 +90,7 @@ class UserServer:
         except TimeoutError:
             waited_s = time.monotonic() - self._started_at
             if self._program is not None and waited_s > _START_DEADLINES * deadline_s:
-                await self._program.kill()  # it hangs
+                await self._program.close()  # it hangs
             raise EnvironmentLost(
                 f"{self._words[0]} was not ready within {deadline_s:g} s"
             ) from None
@@ -101,16 +101,13 @@ class UserServer:
             # Another episode may have started the next one meanwhile.
             is_newest = program is self._program and not program.ended
             if is_newest and not await self._answers():
-                await program.kill()
+                await program.close()
             raise
 
     async def close(self) -> None:
         """Ends the command and removes its folder."""
         if self._program is not None:
-            self._program.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._program.wait(), _STOP_S)
-            await self._program.kill()
+            await self._program.end(grace_s=_STOP_S)
         await asyncio.to_thread(self._folders.close)
 
     async def _start(self) -> RunningProgram:
@@ -122,7 +119,7 @@ class UserServer:
             home = await asyncio.to_thread(self._folders.make)
             port = str(self._port)
             words = [word.replace(PORT, port) for word in self._words]
-            self._program = await RunningProgram.start(words, {"PORT": port}, home=home)
+            self._program = await RunningProgram.launch(words, {"PORT": port}, home=home)
 
         while not self._is_ready:
             if self._program.ended:

@@ -37,8 +37,8 @@ MAX_UNREAD_BYTES = 1 << 20
 """Limit on what is still read of a body whose request has been answered, refused for example. A
 client that sends no more gets its answer and may use the connection again."""
 _HTTP2 = b"PRI * HTTP/2.0"
-"""Begin of a connection that speaks HTTP/2. The router tries it with every engine, and goes on with
-HTTP/1.1: no reason for uvicorn's warning of an invalid request."""
+"""First bytes of a connection that speaks HTTP/2. The router tries that with every engine and then
+uses HTTP/1.1, so uvicorn need not warn of an invalid request."""
 MAX_CONNECTIONS = 8192
 """Limit on open connections, unless file descriptors limit them further."""
 _OWN_FILES = 256
@@ -291,9 +291,9 @@ def connection_of(request: Request) -> BoundedConnection | None:
 
 
 class _ClosedByClient:
-    """The transport of the last answer of a connection, which the client closes when it has read
-    it: how it does so says whether it has. A client that does not close it meets the time-out for
-    idle connections.
+    """The transport of a connection's last answer. The client closes the connection when it has
+    read the answer; how it closes tells whether it has. If it does not close, the time-out of idle
+    connections ends it.
     """
 
     def __init__(self, connection: BoundedConnection) -> None:

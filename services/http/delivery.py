@@ -53,6 +53,6 @@ def was_taken(sock: socket.socket) -> bool | None:
 
 def _unacknowledged(sock: socket.socket) -> int:
     """Returns the number of bytes in a socket that its peer has not acknowledged."""
-    # SIOCOUTQ, which has the number of TIOCOUTQ.
+    # This is SIOCOUTQ, which has the same number as TIOCOUTQ.
     content = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
     return int(struct.unpack("i", content)[0])

@@ -1,5 +1,5 @@
 """Determines the device for a reward model in a separate process, because the server never imports
-torch. Apart from `reward_model`, which `services.reward.functions` imports.
+torch. It is a module of its own because `services.reward.functions` imports `reward_model`.
 """
 
 from collections.abc import Callable

@@ -10,9 +10,9 @@ import asyncio
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import InvalidInput, Overloaded
 from common.process.daemon_threads import in_daemon_thread
@@ -179,7 +179,8 @@ class ThreadHost(Host):
 
         if not self._needs_main_thread:
             try:
-                return await in_thread(scores)
+                thread = in_daemon_thread(scores, "reward-function")
+                return await asyncio.wrap_future(thread)
             except Exception as error:
                 if not needs_main_thread(error):
                     raise
@@ -234,23 +235,3 @@ def arguments(items: Sequence[RewardItem]) -> tuple[Completions, dict[str, list[
         is_text = isinstance(response, str)
         completions.append([{"role": "assistant", "content": response}] if is_text else response)
     return completions, columns
-
-
-_T = TypeVar("_T")
-
-
-async def in_thread(function: Callable[[], _T]) -> _T:
-    """Returns or raises what a function does in a new daemon thread, which cannot delay the exit of
-    the process.
-
-    An exit of the interpreter becomes a RuntimeError: it would end the event loop that all services
-    may share.
-    """
-
-    def call() -> _T:
-        try:
-            return function()
-        except (SystemExit, KeyboardInterrupt) as ending:
-            raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
-
-    return await asyncio.wrap_future(in_daemon_thread(call, "reward-function"))

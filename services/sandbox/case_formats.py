@@ -98,7 +98,7 @@ def parse_cases(cases: Any, where: str = "test_cases", entry_point: str = "") ->
 
 def _split(case: Any) -> Iterator[Any]:
     """Yields the cases of `{"inputs": [...], "outputs": [...]}`, the form of APPS and TACO, and any
-    other case as it is. Raises ValueError when the two have not one length.
+    other case as it is. Raises ValueError when the two lists differ in length.
     """
     if not isinstance(case, Mapping) or "inputs" not in case:
         yield case

@@ -190,7 +190,7 @@ def _is_of_program(node: ast.ImportFrom) -> bool:
 
 
 def _is_missing(module: str) -> bool:
-    """Whether nobody has a module, but for the program."""
+    """Whether a module is neither the library's nor installed, so that it is the program."""
     if module == "pytest":
         return False
     try:

@@ -1,5 +1,5 @@
-"""What scripts for TRL replace in a trainer, by a method of their class or by an assignment, and
-nothing here would read.
+"""Refuses what scripts for TRL replace in a trainer, by a method of their class or an assignment,
+where this trainer would never read it.
 """
 
 from collections.abc import Iterator, Mapping

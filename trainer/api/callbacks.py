@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
+from common import Json
 from common.errors import ConfigError, did_you_mean
 from trainer.api.refusals import names_in
 from trainer.api.settings import TrainerConfig
@@ -73,7 +74,7 @@ class Callbacks(Listener):
         self._has_begun = False
         self._lock = threading.Lock()
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Json] = []
         self._before_evaluation = self._take_logged()
         self._carrying_out = False
 
@@ -91,7 +92,7 @@ class Callbacks(Listener):
         with self._lock:
             self._metrics[name].append(float(value))
 
-    def log_rows(self, rows: list[dict[str, Any]]) -> None:
+    def log_rows(self, rows: list[Json]) -> None:
         """See `FunctionLog`."""
         with self._lock:
             self._rows += rows
@@ -105,7 +106,7 @@ class Callbacks(Listener):
         """See `Listener`."""
         return self._write_logged(step, {})
 
-    def _take_logged(self) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
+    def _take_logged(self) -> tuple[dict[str, list[float]], list[Json]]:
         """Returns what was logged since the last call."""
         with self._lock:
             metrics = self._metrics
@@ -122,7 +123,7 @@ class Callbacks(Listener):
                 self._metrics[name][:0] = values
             self._rows[:0] = rows
 
-    def _write_logged(self, step: int, about: dict[str, Any]) -> dict[str, float]:
+    def _write_logged(self, step: int, about: Json) -> dict[str, float]:
         """Writes the logged rows, with `about`; returns the means of the logged numbers."""
         metrics, rows = self._take_logged()
         for row in rows:
@@ -195,7 +196,7 @@ class Callbacks(Listener):
         }.get(event, [event])
         return [hook for hook in hooks if is_between_epochs or "epoch" not in hook]
 
-    def _evaluated(self, summary: dict[str, Any]) -> None:
+    def _evaluated(self, summary: Json) -> None:
         step = self.state.global_step
         logged = self._write_logged(step, {"evaluation": True})
         self._restore()
@@ -216,7 +217,7 @@ class Callbacks(Listener):
         # Only now: EarlyStoppingCallback compares with the best of the earlier evaluations.
         self._note_best(numbers, step)
 
-    def _log(self, logs: dict[str, Any], line: dict[str, Any]) -> None:
+    def _log(self, logs: Json, line: Json) -> None:
         """Adds a line to the history, and calls the hook."""
         state = self.state
         about = {"step": state.global_step, "epoch": state.epoch}
@@ -277,7 +278,7 @@ class Callbacks(Listener):
             self._carrying_out = False
 
 
-def _named_evaluation(summary: dict[str, Any]) -> dict[str, float]:
+def _named_evaluation(summary: Json) -> dict[str, float]:
     """Returns the numbers of an evaluation by the names that TRL and transformers give them."""
     numbers = {"eval_reward": summary["mean_reward"]}
     for name in ("mean_reward", "accuracy", "standard_error", "pass_at_k"):
@@ -286,7 +287,7 @@ def _named_evaluation(summary: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _with_names_of_trl(record: dict[str, Any]) -> dict[str, Any]:
+def _with_names_of_trl(record: Json) -> Json:
     """Returns the record of a step, also with the names by which callbacks of TRL read it."""
     update = record["update"]
     named = {name: update[name] for name in ("loss", "grad_norm", "learning_rate", "entropy")}

@@ -3,8 +3,8 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.settings.config import Config
 from trainer.evaluation.uncertainty import wilson_interval
@@ -94,7 +94,7 @@ Those that differ from the defaults:
 """
 
 
-def _changed_settings(config: dict[str, Any]) -> list[str]:
+def _changed_settings(config: Json) -> list[str]:
     """Returns a row of the table for every setting that differs from its default."""
     defaults = Config().model_dump(mode="json")
     rows = []
@@ -105,7 +105,7 @@ def _changed_settings(config: dict[str, Any]) -> list[str]:
     return rows
 
 
-def _results(evaluations: list[dict[str, Any]]) -> list[str]:
+def _results(evaluations: list[Json]) -> list[str]:
     """Returns a table of the first and the last evaluation."""
     if not evaluations:
         return ["It was not evaluated on held-out problems."]

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 from transformers.trainer_callback import TrainerState
 
+from common import Json
 from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import names as setting_names
@@ -65,9 +66,9 @@ class TrainResult:
 
     Both accuracies are absent when the rewards are not verdicts.
     """
-    history: list[dict[str, Any]]
+    history: list[Json]
     """Record of every step (`metrics.jsonl`)."""
-    evaluations: list[dict[str, Any]]
+    evaluations: list[Json]
     """Record of every evaluation (`evaluations.jsonl`)."""
     checkpoint: Path
     """A Hugging Face directory with the trainer's state."""
@@ -186,7 +187,7 @@ class OnlineRLTrainer:
         self._train_dataset = train_dataset
         self._rounds = 0
         self._checkpoint: Path | None = None
-        self._settings: dict[str, Any] | None = None
+        self._settings: Json | None = None
         """Content of the run's `config.json` after `train`."""
         self._loaded: tuple[Path | None, Any] | None = None
         """The model that `model` loaded, after its checkpoint."""
@@ -481,7 +482,7 @@ class OnlineRLTrainer:
         write_card(target, self.output_dir, problems=len(self._problems.train))
         return target
 
-    def _settings_of_run(self) -> dict[str, Any]:
+    def _settings_of_run(self) -> Json:
         """Returns the content of the run's `config.json`; adds what a script has overwritten with
         the configuration of the model.
         """
@@ -605,7 +606,7 @@ class OnlineRLTrainer:
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
-        found: dict[str, Any] = {}
+        found: Json = {}
         last = history[-1] if history else {}  # a callback may stop a run before its first step
         for name in ("reward", "accuracy", "completion_tokens"):
             found[name] = last.get(name)
@@ -625,7 +626,7 @@ class OnlineRLTrainer:
         )
 
 
-def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, float]:
+def by_data_set(answers: Sequence[Json], names: Iterable[str]) -> dict[str, float]:
     """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
     set in `names`.
     """

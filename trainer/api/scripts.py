@@ -181,7 +181,7 @@ def _names(kind: Any) -> set[str]:
 
 
 def _lists(kind: Any) -> set[str]:
-    """Returns the arguments that are lists and no single values."""
+    """Returns the names of the arguments that take only a list."""
     found = set()
     for name, type_ in get_type_hints(kind).items():
         types = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)

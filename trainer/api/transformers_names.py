@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback, TrainerControl
 
+from common import Json
 from trainer.api.callbacks import Hooks
 from trainer.api.online import OnlineRLTrainer
 from trainer.api.output import link_checkpoint
@@ -89,13 +90,13 @@ class WithTransformersNames(OnlineRLTrainer):
         """Returns True: there is one process."""
         return True
 
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, split: str, metrics: Json) -> None:
         """Prints the numbers of `metrics`."""
         print(f"***** {split} metrics *****")
         for name, value in sorted(_numbers(metrics).items()):
             print(f"  {name:<24} = {value:>10.4g}")
 
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    def save_metrics(self, split: str, metrics: Json, combined: bool = True) -> None:
         """Writes the numbers of `metrics` to SPLIT_results.json and, if `combined`, adds them to
         all_results.json.
         """
@@ -113,7 +114,7 @@ class WithTransformersNames(OnlineRLTrainer):
         """Does nothing: `save_model` writes the card of the run."""
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Json) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 

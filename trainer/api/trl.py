@@ -3,7 +3,7 @@ or is refused (docs/how-to/from-trl.md).
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
@@ -60,33 +60,13 @@ class Unsupported(ValueError):
     """A value that this trainer cannot honour, with the reason."""
 
 
-def _fields(names: Sequence[str]) -> dict[str, Argument]:
-    """Returns arguments that set the field of the same name."""
-    return {name: Argument(name) for name in names}
-
-
-def _settings(**names: str) -> dict[str, Argument]:
-    """Returns arguments that set a setting of the system, each by its name."""
-    return {name: Argument(setting) for name, setting in names.items()}
-
-
-def _silent(remark: str, names: Sequence[str]) -> dict[str, Argument]:
-    """Returns arguments without effect that ask for nothing beyond what is done anyway."""
-    return dict.fromkeys(names, Argument(remark=remark, effect=Effect.NONE))
-
-
-def _warned(
-    remark: str, names: Sequence[str], accepted: tuple[Any, ...] = ()
-) -> dict[str, Argument]:
-    """Returns arguments without effect, each with a warning unless its value is in `accepted`."""
-    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.WARNED))
-
-
-def _refused(
-    remark: str, names: Sequence[str], accepted: tuple[Any, ...] = ()
-) -> dict[str, Argument]:
-    """Returns arguments that are refused, unless their value is one of `accepted`."""
-    return dict.fromkeys(names, Argument(remark=remark, accepted=accepted, effect=Effect.REFUSED))
+def _rows(effect: Effect, names_by_reason: Mapping[str, str]) -> dict[str, Argument]:
+    """Returns the rows of arguments without a field or setting."""
+    return {
+        name: Argument(remark=remark, accepted=_ACCEPTED.get(name, ()), effect=effect)
+        for remark, names in names_by_reason.items()
+        for name in names.split()
+    }
 
 
 def _warmup(value: Any) -> Values:
@@ -214,33 +194,168 @@ _SCALES: dict[Any, Values] = {
 }
 _LOGS = "every step is logged and recorded with its completions"
 _KERNELS = "the trainer chooses kernels itself (docs/explanation/batches.md)"
+_SAME_NAME = (
+    "output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate "
+    "num_train_epochs weight_decay seed run_name overwrite_output_dir gradient_checkpointing "
+    "push_to_hub hub_model_id hub_private_repo hub_token temperature top_p min_p "
+    "num_generations reward_weights save_steps warmup_ratio"
+)
+"""Arguments that have a field of the same name, and no more to say."""
+_SETTINGS = {
+    "delta": "algorithm.dual_clip",
+    "entropy_coef": "algorithm.entropy_coef",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "importance_sampling_level": "algorithm.importance_level",
+    "sapo_temperature_neg": "algorithm.sapo_tau_negative",
+    "sapo_temperature_pos": "algorithm.sapo_tau_positive",
+    "off_policy_mask_threshold": "algorithm.off_policy_delta",
+    "adam_beta1": "optimizer.adam_betas",
+    "adam_beta2": "optimizer.adam_betas",
+    "trust_remote_code": "model.trust_remote_code",
+    "chat_template_kwargs": "sampling.chat_template_kwargs",
+    "project": "trackers.project",
+}
+"""Arguments that are a setting of the system."""
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "adam_epsilon": (1e-8,),
+    "hub_strategy": ("every_save", "end"),
+    "logging_steps": (1,),
+    "repetition_penalty": (1.0,),
+    "stop_token": ("eos",),
+    "top_entropy_quantile": (1.0,),
+    "train_sampling_strategy": ("random",),
+    "vllm_importance_sampling_cap": (3.0,),
+    "vllm_importance_sampling_clip_max": (3.0,),
+    "vllm_importance_sampling_correction": (True,),
+    "vllm_importance_sampling_mode": ("sequence_mask",),
+}
+"""See `Argument.accepted`."""
+_SILENT = {
+    "logits are computed in float32 (model.fp32_head)": "cast_lm_head_to_fp32",
+    "there is no data loader to tune": (
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_drop_last "
+        "dataloader_in_order length_column_name remove_unused_columns group_by_length "
+        "pad_to_multiple_of label_names"
+    ),
+    _LOGS: (
+        "logging_strategy logging_first_step log_completions num_completions_to_print "
+        "log_unique_prompts log_on_each_node disable_tqdm logging_nan_inf_filter log_level "
+        "log_level_replica log_multimodal include_num_input_tokens_seen skip_memory_metrics debug"
+    ),
+    "held-out problems are answered before and after training, as many at once as the engine "
+    "takes": (
+        "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval "
+        "do_predict eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+        "include_for_metrics"
+    ),
+    "for EarlyStoppingCallback and `state.best_metric`; checkpoints/best is that of the best "
+    "accuracy, or mean reward": "metric_for_best_model greater_is_better",
+    "read only with use_vllm, or for generation in transformers": (
+        "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host "
+        "vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
+        "vllm_max_model_length vllm_tensor_parallel_size ds3_gather_for_generation use_cache "
+        "use_transformers_continuous_batching transformers_continuous_batching_config "
+        "use_transformers_paged cache_implementation"
+    ),
+    "read only with vespo, an adaptive entropy bonus or a mixed reference, which are refused": (
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_min "
+        "entropy_coef_max entropy_coef_delta entropy_target ref_model_mixup_alpha "
+        "ref_model_sync_steps"
+    ),
+    _KERNELS: (
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps "
+        "torch_compile_backend torch_compile_mode liger_kernel_config"
+    ),
+    "one process trains here": (
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+        "ddp_backend ddp_timeout average_tokens_across_devices local_rank save_on_each_node "
+        "accelerator_config fsdp_config"
+    ),
+    "a checkpoint has all that the run needs to go on": "save_only_model",
+    "for the script, which gives it to train(), as in TRL": "resume_from_checkpoint",
+    "only earlier versions of TRL and transformers have it": (
+        "save_safetensors use_mps_device use_ipex jit_mode_eval half_precision_backend "
+        "fp16_backend fp16_opt_level dispatch_batches split_batches ray_scope tpu_num_cores "
+        "include_inputs_for_metrics dataset_num_proc vllm_device vllm_dtype vllm_max_model_len "
+        "vllm_enable_prefix_caching local_rollout_forward_batch_size num_sample_generations"
+    ),
+}
+"""Arguments without effect, by the reason: they ask for nothing beyond what is done anyway."""
+_WARNED = {
+    "completions come from the embedded engine, or from SGLang with engine='sglang'": "use_vllm",
+    "set algorithm.rollout_correction, which holds for every engine": (
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_cap"
+    ),
+    _LOGS: "logging_steps",
+    _KERNELS: "use_liger_kernel",
+    "one process trains here; the same settings train on many GPUs as a job group "
+    "(docs/how-to/clusters.md)": "deepspeed fsdp parallelism_config",
+    "trained weights are float32, and bf16=True computes in bfloat16 over them": (
+        "fp16 bf16_full_eval fp16_full_eval tf32"
+    ),
+    "`seed` decides the order of the data too": "data_seed",
+    "trackers write to their own places (docs/how-to/metrics.md)": "logging_dir",
+    "set evaluation.n": "num_generations_eval",
+    "an evaluation answers every held-out problem, before and after training too": (
+        "eval_delay prediction_loss_only"
+    ),
+    "dropout of a model is as its configuration says": "disable_dropout",
+    "`settings={'reproducible': True}` makes two runs equal": "full_determinism",
+    "a resumed run goes on at the place in the data where it stopped, at the batch size that "
+    "is set": (
+        "ignore_data_skip auto_find_batch_size enable_jit_checkpoint "
+        "restore_callback_states_from_checkpoint"
+    ),
+    "push_to_hub writes the model once, after training": (
+        "hub_strategy hub_always_push hub_revision log_completions_hub_repo"
+    ),
+    "trackio logs where its own environment variables say": (
+        "trackio_space_id trackio_bucket_id trackio_static_space_id"
+    ),
+}
+"""Arguments without the effect that a user would expect, by the reason, which a warning says."""
+_REFUSED = {
+    "set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with it": (
+        "sync_ref_model"
+    ),
+    "answers are not held to a pattern (docs/explanation/engines.md)": (
+        "vllm_structured_outputs_regex"
+    ),
+    "an entropy bonus has a fixed weight (entropy_coef)": "use_adaptive_entropy",
+    "an entropy bonus covers all tokens": "top_entropy_quantile",
+    _SAMPLING: "repetition_penalty",
+    "the loss of a mixture of experts has no term for its router": "router_aux_loss_coef",
+    "every prompt is drawn exactly once in each epoch, in an order that the seed decides": (
+        "train_sampling_strategy"
+    ),
+    "AdamW, decoupled, with epsilon 1e-8": (
+        "optim_args adam_epsilon optim_target_modules neftune_noise_alpha"
+    ),
+    "checkpoints/best is the best one": "load_best_model_at_end",
+    "scale or clip rewards in the reward function, which may also see whether an answer ended": (
+        "reward_clip_range normalize_reward whiten_rewards missing_eos_penalty"
+    ),
+    "set settings={'algorithm.advantage': 'batch_normalised'}, which has no leave-one-out": (
+        "normalize_advantages"
+    ),
+    "set kl_coef and settings={'algorithm.kl_in': …}": "token_level_kl",
+    "set max_steps": "total_episodes",
+    "set generation_kwargs={'stop_token_ids': […]}": "stop_token stop_token_id",
+    "give reward_funcs and model to the trainer": "reward_model_path sft_model_path",
+    "it has no meaning for answers that a reward function grades": "label_smoothing_factor",
+}
+"""Arguments that are refused, by the reason."""
+_REFUSED_BY_TRAINER = {
+    "a reward model here has the tokenizer in its own directory": "reward_processing_classes",
+    "the weights that are trained are float32": "quantization_config",
+    "episodes come from an environment (docs/how-to/agents.md)": "rollout_func",
+}
 
 ARGUMENTS: dict[str, Argument] = {
-    **_fields(
-        (
-            "output_dir",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "learning_rate",
-            "num_train_epochs",
-            "weight_decay",
-            "seed",
-            "run_name",
-            "overwrite_output_dir",
-            "gradient_checkpointing",
-            "push_to_hub",
-            "hub_model_id",
-            "hub_private_repo",
-            "hub_token",
-            "temperature",
-            "top_p",
-            "min_p",
-            "num_generations",
-            "reward_weights",
-            "save_steps",
-            "warmup_ratio",
-        )
-    ),
+    **{name: Argument(name) for name in _SAME_NAME.split()},
     "max_steps": Argument(
         "max_steps",
         "overrides num_train_epochs; a step is a generation batch with all of its updates",
@@ -295,20 +410,7 @@ ARGUMENTS: dict[str, Argument] = {
     "epsilon_high": Argument(
         "clip_range_high", "with cispo it is the bound on the ratio itself, as in TRL"
     ),
-    **_settings(
-        delta="algorithm.dual_clip",
-        entropy_coef="algorithm.entropy_coef",
-        mask_truncated_completions="algorithm.mask_truncated",
-        importance_sampling_level="algorithm.importance_level",
-        sapo_temperature_neg="algorithm.sapo_tau_negative",
-        sapo_temperature_pos="algorithm.sapo_tau_positive",
-        off_policy_mask_threshold="algorithm.off_policy_delta",
-        adam_beta1="optimizer.adam_betas",
-        adam_beta2="optimizer.adam_betas",
-        trust_remote_code="model.trust_remote_code",
-        chat_template_kwargs="sampling.chat_template_kwargs",
-        project="trackers.project",
-    ),
+    **{name: Argument(setting) for name, setting in _SETTINGS.items()},
     "model_init_kwargs": Argument(
         "model.trust_remote_code",
         "types, devices and attention are the trainer's own; another entry is refused: load the "
@@ -362,316 +464,12 @@ ARGUMENTS: dict[str, Argument] = {
         convert=_optimizer,
         effect=Effect.NONE,
     ),
-    # ---------------------------------------------------------------- without effect, silently
-    **_silent("logits are computed in float32 (model.fp32_head)", ("cast_lm_head_to_fp32",)),
-    **_silent(
-        "there is no data loader to tune",
-        (
-            "dataloader_num_workers",
-            "dataloader_pin_memory",
-            "dataloader_persistent_workers",
-            "dataloader_prefetch_factor",
-            "dataloader_multiprocessing_context",
-            "dataloader_drop_last",
-            "dataloader_in_order",
-            "length_column_name",
-            "remove_unused_columns",
-            "group_by_length",
-            "pad_to_multiple_of",
-            "label_names",
-        ),
-    ),
-    **_silent(
-        _LOGS,
-        (
-            "logging_strategy",
-            "logging_first_step",
-            "log_completions",
-            "num_completions_to_print",
-            "log_unique_prompts",
-            "log_on_each_node",
-            "disable_tqdm",
-            "logging_nan_inf_filter",
-            "log_level",
-            "log_level_replica",
-            "log_multimodal",
-            "include_num_input_tokens_seen",
-            "skip_memory_metrics",
-            "debug",
-        ),
-    ),
-    **_silent(
-        "held-out problems are answered before and after training, as many at once as the engine "
-        "takes",
-        (
-            "per_device_eval_batch_size",
-            "eval_accumulation_steps",
-            "eval_on_start",
-            "do_train",
-            "do_eval",
-            "do_predict",
-            "eval_do_concat_batches",
-            "eval_use_gather_object",
-            "batch_eval_metrics",
-            "include_for_metrics",
-        ),
-    ),
-    **_silent(
-        "for EarlyStoppingCallback and `state.best_metric`; checkpoints/best is that of the best "
-        "accuracy, or mean reward",
-        (
-            "metric_for_best_model",
-            "greater_is_better",
-        ),
-    ),
-    **_silent(
-        "read only with use_vllm, or for generation in transformers",
-        (
-            "vllm_mode",
-            "vllm_model_impl",
-            "vllm_enable_sleep_mode",
-            "vllm_server_base_url",
-            "vllm_server_host",
-            "vllm_server_port",
-            "vllm_server_timeout",
-            "vllm_group_port",
-            "vllm_gpu_memory_utilization",
-            "vllm_max_model_length",
-            "vllm_tensor_parallel_size",
-            "ds3_gather_for_generation",
-            "use_cache",
-            "use_transformers_continuous_batching",
-            "transformers_continuous_batching_config",
-            "use_transformers_paged",
-            "cache_implementation",
-        ),
-    ),
-    **_silent(
-        "read only with vespo, an adaptive entropy bonus or a mixed reference, which are refused",
-        (
-            "vespo_k_pos",
-            "vespo_lambda_pos",
-            "vespo_k_neg",
-            "vespo_lambda_neg",
-            "entropy_coef_min",
-            "entropy_coef_max",
-            "entropy_coef_delta",
-            "entropy_target",
-            "ref_model_mixup_alpha",
-            "ref_model_sync_steps",
-        ),
-    ),
-    **_silent(
-        _KERNELS,
-        (
-            "gradient_checkpointing_kwargs",
-            "activation_checkpointing_kwargs",
-            "torch_empty_cache_steps",
-            "torch_compile_backend",
-            "torch_compile_mode",
-            "liger_kernel_config",
-        ),
-    ),
-    **_silent(
-        "one process trains here",
-        (
-            "ddp_find_unused_parameters",
-            "ddp_bucket_cap_mb",
-            "ddp_broadcast_buffers",
-            "ddp_static_graph",
-            "ddp_backend",
-            "ddp_timeout",
-            "average_tokens_across_devices",
-            "local_rank",
-            "save_on_each_node",
-            "accelerator_config",
-            "fsdp_config",
-        ),
-    ),
-    **_silent("a checkpoint has all that the run needs to go on", ("save_only_model",)),
-    **_silent("for the script, which gives it to train(), as in TRL", ("resume_from_checkpoint",)),
-    **_silent(
-        "only earlier versions of TRL and transformers have it",
-        (
-            "save_safetensors",
-            "use_mps_device",
-            "use_ipex",
-            "jit_mode_eval",
-            "half_precision_backend",
-            "fp16_backend",
-            "fp16_opt_level",
-            "dispatch_batches",
-            "split_batches",
-            "ray_scope",
-            "tpu_num_cores",
-            "include_inputs_for_metrics",
-            "dataset_num_proc",
-            "vllm_device",
-            "vllm_dtype",
-            "vllm_max_model_len",
-            "vllm_enable_prefix_caching",
-            "local_rollout_forward_batch_size",
-            "num_sample_generations",
-        ),
-    ),
-    # ---------------------------------------------------------------- without effect, and said
-    **_warned(
-        "completions come from the embedded engine, or from SGLang with engine='sglang'",
-        ("use_vllm",),
-    ),
-    **_warned(
-        "set algorithm.rollout_correction, which holds for every engine",
-        (
-            "vllm_importance_sampling_correction",
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min",
-            "vllm_importance_sampling_cap",
-        ),
-        accepted=(
-            True,
-            "sequence_mask",
-            3.0,
-        ),
-    ),
-    **_warned(_LOGS, ("logging_steps",), accepted=(1,)),
-    **_warned(_KERNELS, ("use_liger_kernel",)),
-    **_warned(
-        "one process trains here; the same settings train on many GPUs as a job group "
-        "(docs/how-to/clusters.md)",
-        (
-            "deepspeed",
-            "fsdp",
-            "parallelism_config",
-        ),
-    ),
-    **_warned(
-        "trained weights are float32, and bf16=True computes in bfloat16 over them",
-        (
-            "fp16",
-            "bf16_full_eval",
-            "fp16_full_eval",
-            "tf32",
-        ),
-    ),
-    **_warned("`seed` decides the order of the data too", ("data_seed",)),
-    **_warned("trackers write to their own places (docs/how-to/metrics.md)", ("logging_dir",)),
-    **_warned("set evaluation.n", ("num_generations_eval",)),
-    **_warned(
-        "an evaluation answers every held-out problem, before and after training too",
-        (
-            "eval_delay",
-            "prediction_loss_only",
-        ),
-    ),
-    **_warned("dropout of a model is as its configuration says", ("disable_dropout",)),
-    **_warned("`settings={'reproducible': True}` makes two runs equal", ("full_determinism",)),
-    **_warned(
-        "a resumed run goes on at the place in the data where it stopped, at the batch size that "
-        "is set",
-        (
-            "ignore_data_skip",
-            "auto_find_batch_size",
-            "enable_jit_checkpoint",
-            "restore_callback_states_from_checkpoint",
-        ),
-    ),
-    **_warned(
-        "push_to_hub writes the model once, after training",
-        (
-            "hub_strategy",
-            "hub_always_push",
-            "hub_revision",
-            "log_completions_hub_repo",
-        ),
-        accepted=(
-            "every_save",
-            "end",
-        ),
-    ),
-    **_warned(
-        "trackio logs where its own environment variables say",
-        (
-            "trackio_space_id",
-            "trackio_bucket_id",
-            "trackio_static_space_id",
-        ),
-    ),
-    # ---------------------------------------------------------------- refused
-    **_refused(
-        "set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with "
-        "it",
-        ("sync_ref_model",),
-    ),
-    **_refused(
-        "answers are not held to a pattern (docs/explanation/engines.md)",
-        ("vllm_structured_outputs_regex",),
-    ),
-    **_refused("an entropy bonus has a fixed weight (entropy_coef)", ("use_adaptive_entropy",)),
-    **_refused("an entropy bonus covers all tokens", ("top_entropy_quantile",), accepted=(1.0,)),
-    **_refused(_SAMPLING, ("repetition_penalty",), accepted=(1.0,)),
-    **_refused(
-        "the loss of a mixture of experts has no term for its router", ("router_aux_loss_coef",)
-    ),
-    **_refused(
-        "every prompt is drawn exactly once in each epoch, in an order that the seed decides",
-        ("train_sampling_strategy",),
-        accepted=("random",),
-    ),
-    **_refused(
-        "AdamW, decoupled, with epsilon 1e-8",
-        (
-            "optim_args",
-            "adam_epsilon",
-            "optim_target_modules",
-            "neftune_noise_alpha",
-        ),
-        accepted=(1e-8,),
-    ),
-    **_refused("checkpoints/best is the best one", ("load_best_model_at_end",)),
-    # ---------------------------------------------------------------- refused, of RLOO
-    **_refused(
-        "scale or clip rewards in the reward function, which may also see whether an answer ended",
-        (
-            "reward_clip_range",
-            "normalize_reward",
-            "whiten_rewards",
-            "missing_eos_penalty",
-        ),
-    ),
-    **_refused(
-        "set settings={'algorithm.advantage': 'batch_normalised'}, which has no leave-one-out",
-        ("normalize_advantages",),
-    ),
-    **_refused("set kl_coef and settings={'algorithm.kl_in': …}", ("token_level_kl",)),
-    **_refused("set max_steps", ("total_episodes",)),
-    **_refused(
-        "set generation_kwargs={'stop_token_ids': […]}",
-        (
-            "stop_token",
-            "stop_token_id",
-        ),
-        accepted=("eos",),
-    ),
-    **_refused(
-        "give reward_funcs and model to the trainer",
-        (
-            "reward_model_path",
-            "sft_model_path",
-        ),
-    ),
-    **_refused(
-        "it has no meaning for answers that a reward function grades", ("label_smoothing_factor",)
-    ),
+    **_rows(Effect.NONE, _SILENT),
+    **_rows(Effect.WARNED, _WARNED),
+    **_rows(Effect.REFUSED, _REFUSED),
 }
 """Every argument of TRL's GRPOConfig, and those of its earlier versions."""
-TRAINER: dict[str, Argument] = {
-    **_refused(
-        "a reward model here has the tokenizer in its own directory", ("reward_processing_classes",)
-    ),
-    **_refused("the weights that are trained are float32", ("quantization_config",)),
-    **_refused("episodes come from an environment (docs/how-to/agents.md)", ("rollout_func",)),
-}
+TRAINER = _rows(Effect.REFUSED, _REFUSED_BY_TRAINER)
 """The arguments of TRL's GRPOTrainer that are refused."""
 RENAMED = {
     "evaluation_strategy": "eval_strategy",

@@ -26,7 +26,7 @@ Stage = Literal[
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """In the order in which a step makes them."""
 LOGPROB_BOUND = 1e-3
-"""Most by which two float32 computations of one log-probability may differ, in nats."""
+"""Largest difference between two float32 computations of one log-probability, in nats."""
 LOGPROB_BOUND_LOW = 0.5
 """The same in bfloat16, on a GPU and with SGLang, where trainer and engine round every layer
 differently."""

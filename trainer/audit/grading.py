@@ -17,7 +17,7 @@ from trainer.audit.recorded import RecordedStep
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 
 _MAX_GRADE = 1024
-"""Most answers in one call."""
+"""Maximum number of answers in one call."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.settings.config import Config
 from learning.ranks import Ranks
@@ -141,9 +141,9 @@ class WeightHistory:
                 )
 
 
-def _of_updates(config: dict[str, Any]) -> dict[str, Any]:
+def _of_updates(config: Json) -> Json:
     """Returns the settings that an update reads, by name."""
-    found: dict[str, Any] = {
+    found: Json = {
         "seed": config["seed"],
         "reproducible": config["reproducible"],
         "environment.turn_discount": config["environment"]["turn_discount"],

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
+from common import Json
 from common.errors import ConfigError
 from common.settings.config import Config, from_validation
 from common.wire.schemas import Completion, Group
@@ -77,7 +77,7 @@ class RecordedStep:
 
 def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
     """Returns the settings of an attempt, for this directory and device. Raises ConfigError."""
-    content: dict[str, Any] = dict(start.config)
+    content: Json = dict(start.config)
     content["trainer"] = content["trainer"] | {"run_dir": str(run_dir), "device": device}
     functions = content["reward"]["functions"]
     is_callers = "rewards" in start.given
@@ -89,9 +89,7 @@ def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
         if is_callers:
             weights: dict[str, float] = {}
             for function in functions:
-                entry: dict[str, Any] = (
-                    {"name": function} if isinstance(function, str) else function
-                )
+                entry: Json = {"name": function} if isinstance(function, str) else function
                 weights[entry["name"]] = entry.get("weight", 1.0)
             config.reward = config.reward.for_objects(weights)
         return config

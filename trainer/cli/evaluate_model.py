@@ -36,7 +36,7 @@ count. When the
 interval does not contain 0, the difference is more than chance.
 """
 _CONNECT_S = 4.0
-"""Longest wait for a server's address."""
+"""Seconds to wait for a connection to the server."""
 _SHOWN = 10
 """Problems that are shown of those that only one model has right."""
 _ARGUMENTS = {

@@ -73,7 +73,7 @@ def _run_torchrun(arguments: list[str], *, several: bool) -> int:
     except ChildFailedError as end:
         rank, failure = end.get_first_failure()
         if failure.exitcode < 0:
-            # Its own log cannot say it: this is a line of the node's log, with a code.
+            # A killed rank cannot log this, so it becomes a line of the node's log, with a code.
             ended = f"error: rank {rank} {how_ended(failure.exitcode)}"
             print(f"{ended}{SEPARATOR}code: rank_killed", file=sys.stderr)
             return SIGNALLED - int(failure.exitcode)

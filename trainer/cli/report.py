@@ -7,10 +7,10 @@ import time
 from collections import deque
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import orjson
 
+from common import Json
 from common.errors import ServiceError
 from common.process.cli import CommandParser, run
 from common.process.storage import storing
@@ -126,7 +126,7 @@ def _cut(text: str) -> str:
     return text if more <= 0 else f"{text[:_SHOWN_CHARS]}… ({more:,} more characters)"
 
 
-def _samples(run_dir: Path) -> list[dict[str, Any]]:
+def _samples(run_dir: Path) -> list[Json]:
     """Returns the best and the worst completion of groups of the newest recorded step, those of
     mixed rewards first.
     """
@@ -134,8 +134,8 @@ def _samples(run_dir: Path) -> list[dict[str, Any]]:
     if not steps:
         return []
     step = max(steps)
-    mixed: list[dict[str, Any]] = []
-    equal: list[dict[str, Any]] = []
+    mixed: list[Json] = []
+    equal: list[Json] = []
     for place in range(_LOOKED_AT):
         try:
             group = read_group(run_dir, step, place)
@@ -155,7 +155,7 @@ def _samples(run_dir: Path) -> list[dict[str, Any]]:
     return [*mixed, *equal][:_SHOWN_SAMPLES]
 
 
-def _sample(step: int, group: dict[str, Any], completion: dict[str, Any]) -> dict[str, Any]:
+def _sample(step: int, group: Json, completion: Json) -> Json:
     return {
         "step": step,
         "prompt": _cut(group["prompt"]),
@@ -176,7 +176,7 @@ def _module(name: str) -> str:
     return re.sub(r"^export ", "", source, flags=re.MULTILINE)
 
 
-def _answers(path: Path) -> list[dict[str, Any]]:
+def _answers(path: Path) -> list[Json]:
     """Returns answers of the first and the last evaluation to the same problems, those with a
     changed verdict first.
     """
@@ -185,8 +185,8 @@ def _answers(path: Path) -> list[dict[str, Any]]:
     newest = deque(lines, maxlen=1)
     before = _answers_by_prompt(first)
     after = _answers_by_prompt(newest[0] if newest else {})
-    changed: list[dict[str, Any]] = []
-    same: list[dict[str, Any]] = []
+    changed: list[Json] = []
+    same: list[Json] = []
     for prompt_id, old in before.items():
         if prompt_id not in after:
             continue
@@ -203,7 +203,7 @@ def _answers(path: Path) -> list[dict[str, Any]]:
     return [*changed, *same][:_SHOWN_ANSWERS]
 
 
-def _answers_by_prompt(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _answers_by_prompt(evaluation: Json) -> dict[str, Json]:
     """Returns the complete answers of an evaluation by the id of the prompt."""
     fields = {"prompt_id", "prompt", "ground_truth", "response", "correct"}
     answers = evaluation.get("answers")

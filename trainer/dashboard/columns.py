@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common import Json
 from trainer.trackers.base import numbers
 
 MAX_COLUMNS = 500
@@ -110,7 +111,7 @@ class Columns:
         """Returns the rows of the steps from `first` to `last`, inclusive."""
         return slice(bisect_left(self.steps, first), bisect_right(self.steps, last))
 
-    def thinned(self, rows: slice, points: int) -> dict[str, Any]:
+    def thinned(self, rows: slice, points: int) -> Json:
         """Merges rows into at most `points` means of consecutive rows, each at its last step.
 
         Returns `steps`, `times` (seconds since 1970), `columns` (means by name), and for merged
@@ -122,7 +123,7 @@ class Columns:
         starts = edges[:-1]
         ends = edges[1:] - 1
         merged = len(starts) < len(steps)
-        result: dict[str, Any] = {
+        result: Json = {
             "steps": steps[ends],
             "times": self.column("time")[rows][ends],
             "columns": {},

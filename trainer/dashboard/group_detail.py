@@ -2,8 +2,8 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import NotFound, ServiceError
 from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group
@@ -22,9 +22,7 @@ _COMPLETION = (
 """What is passed on as it is."""
 
 
-def group_detail(
-    run_dir: Path, row: dict[str, Any], texts: TokenTexts | ServiceError
-) -> dict[str, Any]:
+def group_detail(run_dir: Path, row: Json, texts: TokenTexts | ServiceError) -> Json:
     """Returns the full group of a row of the index; `missing` lists what is unknown.
 
     Raises NotFound with the reason when the content of the group is gone.
@@ -51,7 +49,7 @@ def group_detail(
     }
 
 
-def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
+def _completion(item: Json, texts: TokenTexts | None) -> Json:
     mask = item.get("mask")
     advantages = _of_trained(item.get("advantages"), mask)
     known = [each for each in advantages or () if each is not None]
@@ -85,7 +83,7 @@ def _of_trained(numbers: list[float] | None, mask: list[int] | None) -> list[flo
     return [each if kept else None for each, kept in zip(numbers, mask, strict=True)]
 
 
-def _content(run_dir: Path, row: dict[str, Any]) -> dict[str, Any]:
+def _content(run_dir: Path, row: Json) -> Json:
     """Returns the content of the group's file. Raises NotFound with the reason when it is gone."""
     step = row["step"]
     try:

@@ -15,6 +15,7 @@ import orjson
 from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
+from common import Json
 from trainer.dashboard.text_search import Place
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.jsonl import JsonlReader
@@ -63,7 +64,7 @@ _MARKS = (
 )
 """Reasons of drops (each also `dropped`), and marks of other groups."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
-_Row = dict[str, Any]
+_Row = Json
 """What the page gets of a group."""
 
 
@@ -252,7 +253,7 @@ def _row(step: int, place: int, group: GroupSummary) -> _Row:
     return {**row, **of_place, "completions": count, "completion": completion}
 
 
-def _stored(row: _Row) -> dict[str, Any]:
+def _stored(row: _Row) -> Json:
     """Returns the values of the row's columns; those of lists are text."""
     return {
         **row,

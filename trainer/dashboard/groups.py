@@ -2,13 +2,14 @@
 
 import math
 import threading
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 from fastapi import FastAPI, Response
 from fastapi import Query as Parameter
 from pydantic import Field
 
+from common import Json
 from common.errors import NotFound, ServiceError
 from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
@@ -32,11 +33,11 @@ class RunGroups:
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
 
-    def search(self, asked: "SearchParameters") -> dict[str, Any]:
+    def search(self, asked: "SearchParameters") -> Json:
         """Returns a page of groups, each with an excerpt of its first completion, or of one with
         the searched text.
         """
-        hits: dict[Place, dict[str, Any]] = {}
+        hits: dict[Place, Json] = {}
         searching = None
         if asked.text:
             hits, searching = self._search.find(asked.text)
@@ -63,7 +64,7 @@ class RunGroups:
             "reading": self.index.left(),
         }
 
-    def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
+    def detail(self, group_id: str, step: int | None) -> Json:
         row = self.index.find(group_id, step)
         if row is None:
             raise NotFound(
@@ -139,7 +140,7 @@ def add_groups(app: FastAPI, runs: Runs) -> None:
         return json_answer({"prompt_id": prompt_id, "prompt": rows[0]["prompt"], "groups": rows})
 
 
-def json_answer(content: dict[str, Any]) -> Response:
+def json_answer(content: Json) -> Response:
     """Returns an answer; a number that is not finite becomes null."""
     body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(body, media_type=JSON, headers={"cache-control": "no-store"})

@@ -3,8 +3,8 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.process.storage import storing
 from common.settings.config import Config
 from trainer.observe.run_dir import changed
@@ -16,11 +16,11 @@ MAX_NOTE_CHARS = 20_000
 
 
 @cache
-def _defaults() -> dict[str, Any]:
+def _defaults() -> Json:
     return flatten(Config().model_dump(mode="json"))
 
 
-def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
+def changed_settings(config: Json) -> Json:
     """Returns the settings that differ from this version's defaults, in the order of the file."""
     return changed(_defaults(), config)
 

@@ -3,11 +3,11 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
+from common import Json
 from common.errors import ConfigError, NotFound
 from common.process.run_lock import LOCK
 from trainer.dashboard.columns import Columns
@@ -54,14 +54,14 @@ class RunSummary(BaseModel):
     """`algorithm.name`; `sft` for a run of supervised fine-tuning."""
     reward: float | None
     """Mean of the newest steps."""
-    held_out: dict[str, Any] | None
+    held_out: Json | None
     """The numbers of the newest evaluation."""
     hours: float
     """Wall time of all steps."""
     gpu_hours: float | None
     """Wall time of each step times the GPUs of trainer and engines; 0 on CPUs, None if their number
     is unknown."""
-    changed: dict[str, Any]
+    changed: Json
     """Settings that differ from their defaults, by name."""
     note: str
     """The user's note about the run."""
@@ -99,10 +99,10 @@ class RunReader:
         self._data: str | None = None
         """Where the prompts come from; runs of earlier versions do not say."""
         self._columns = Columns()
-        self._evaluated: list[dict[str, Any]] = []
+        self._evaluated: list[Json] = []
         """The numbers of each evaluation."""
 
-    def _config(self) -> tuple[dict[str, Any], str]:
+    def _config(self) -> tuple[Json, str]:
         """Returns the resolved settings by name, and what is wrong with their file."""
         try:
             return flatten(read_settings(self.directory)), ""
@@ -186,7 +186,7 @@ class RunReader:
                 self._diagnosis = (time.monotonic(), said)
             return self._diagnosis[1]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Returns the settings (`config`), those that differ from their defaults (`changed`), the
         `sections` of charts, the `limits` of alarms by column, and the `stages` of a step in
         display order.
@@ -209,14 +209,14 @@ class RunReader:
             "stages": [WAITING, *STAGES[3:], *STAGES[:3]],
         }
 
-    def notes(self) -> list[dict[str, Any]]:
+    def notes(self) -> list[Json]:
         """Returns the alarms and hints of all steps, each with `step`, `kind` and `text`."""
         self._refresh()
         with self._lock:
             steps = self._columns.notes.items()
             return [{"step": step, **note} for step, notes in steps for note in notes]
 
-    def step(self, step: int) -> dict[str, Any]:
+    def step(self, step: int) -> Json:
         """Returns `step`, `time`, `numbers` by name and `notes` (alarms and hints in words) of a
         step. Raises NotFound.
         """
@@ -229,9 +229,7 @@ class RunReader:
             raise NotFound("there is no such step", field="step", value=step, remedy=remedy)
         return {"step": step, "time": row.get("time"), "numbers": row, "notes": notes}
 
-    def series(
-        self, known: int = -1, points: int = 600, first: int = 0, last: int = 2**62
-    ) -> dict[str, Any]:
+    def series(self, known: int = -1, points: int = 600, first: int = 0, last: int = 2**62) -> Json:
         """Returns the data of the charts for the steps from `first` to `last`, at most `points`
         rows.
 
@@ -245,7 +243,7 @@ class RunReader:
                 return {"generation": known}
             columns = self._columns
             reward = columns.column("reward")
-            judged: dict[str, Any] = {"level": "none", "text": ""}
+            judged: Json = {"level": "none", "text": ""}
             # A run of supervised fine-tuning has steps without rewards.
             if len(reward) == 0 or not np.isnan(reward).all():
                 judged = verdict(reward, columns.column("accuracy"))

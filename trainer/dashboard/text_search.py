@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from trainer.observe.group_files import EXCERPT_CHARS, GroupTexts, read_texts, recorded_steps
 
 Place = tuple[int, int]
@@ -25,7 +25,7 @@ class _Search:
 
     done: dict[int, int] = field(default_factory=dict)
     """Modification times of the searched files, by step."""
-    hits: dict[Place, dict[str, Any]] = field(default_factory=dict)
+    hits: dict[Place, Json] = field(default_factory=dict)
 
 
 class TextSearch:
@@ -36,7 +36,7 @@ class TextSearch:
         self._lock = threading.Lock()
         self._search_of = lru_cache(_KEPT_SEARCHES)(lambda wanted: _Search())
 
-    def find(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
+    def find(self, text: str) -> tuple[dict[Place, Json], dict[str, int] | None]:
         """Returns an excerpt of each group with a completion that contains `text` in any case, and
         the progress.
 
@@ -69,7 +69,7 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def _hit(group: GroupTexts, wanted: str) -> dict[str, Any] | None:
+def _hit(group: GroupTexts, wanted: str) -> Json | None:
     """Returns the part of the first completion with the searched text around it; None: no one has
     it.
     """

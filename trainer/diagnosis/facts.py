@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterable
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from common import Json
 from common.process.logs import SEPARATOR
 from common.process.watchdog import Awaited, RankWhere
 from trainer.diagnosis.health import ServiceHealth
@@ -83,11 +84,11 @@ class Facts(BaseModel):
     state: State
     started: float | None = None
     """Start of the newest attempt."""
-    config: dict[str, Any] = {}
+    config: Json = {}
     """Settings by name, such as `trainer.batch_size`."""
-    steps: list[dict[str, Any]] = []
+    steps: list[Json] = []
     """The newest lines of `metrics.jsonl`."""
-    groups: list[dict[str, Any]] = []
+    groups: list[Json] = []
     """The prompts of the newest lines of `groups.jsonl`."""
     lines: list[LogLine] = []
     """Lines of the logs of the newest attempt that may matter, the oldest first."""
@@ -96,7 +97,7 @@ class Facts(BaseModel):
     restarts: bool | None = None
     """Whether the local runner lives, which starts tasks again; None without one, as on a
     cluster."""
-    holder: dict[str, Any] = {}
+    holder: Json = {}
     """Who has, or had when it died, the run directory."""
     asked: bool = False
     """Whether the living processes were asked."""

@@ -11,6 +11,7 @@ import aiohttp
 import httpx
 from pydantic import BaseModel
 
+from common import Json
 from common.clients.base import Client
 from common.clients.unreachable import Problem, problem_of
 from common.errors import ServiceError, Unauthorized, shorten
@@ -78,7 +79,7 @@ class _Target:
     """The engine of a rollout node, whose agent the client calls."""
     path: str = ""
     """The call whose answer has the numbers of a service."""
-    fields_of: Callable[[Any], dict[str, Any]] = dict
+    fields_of: Callable[[Any], Json] = dict
     """Returns the fields of `ServiceHealth` that such an answer gives."""
     state: str = ""
     since: float = 0.0
@@ -173,7 +174,7 @@ class Health:
         task: str,
         port: int,
         path: str = "",
-        fields_of: Callable[[Any], dict[str, Any]] = dict,
+        fields_of: Callable[[Any], Json] = dict,
         *,
         node: int = 0,
         name: str = "",
@@ -188,7 +189,7 @@ class Health:
     def _client(self, name: str, task: str, port: int, node: int) -> Client:
         return Client(name, self.topology.url(task, port, node), headers=self.headers)
 
-    def _environment(self, stats: Any) -> dict[str, Any]:
+    def _environment(self, stats: Any) -> Json:
         # The first node reports how many there are.
         self._environments = max(self._environments, int(stats["nodes"]))
         text = f"episodes: {_counts(stats['episodes'])}"
@@ -262,7 +263,7 @@ async def _service(target: _Target) -> ServiceHealth:
     return found
 
 
-def _router(answer: Any) -> dict[str, Any]:
+def _router(answer: Any) -> Json:
     workers = answer["workers"]
     healthy = sum(bool(worker["is_healthy"]) for worker in workers)
     return {
@@ -276,7 +277,7 @@ def _requests(stats: Any) -> int:
     return max(0, int(stats["load"]["requests"]) - 1)
 
 
-def _data(stats: Any) -> dict[str, Any]:
+def _data(stats: Any) -> Json:
     drawn = f"{stats['position']:,} prompts drawn of {stats['total_available']:,}"
     return {"text": f"epoch {stats['epoch']}, {drawn}", "running": _requests(stats)}
 
@@ -286,17 +287,17 @@ def _counts(of_status: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {status}" for status, count in of_status.items() if count) or "0"
 
 
-def _reward(stats: Any) -> dict[str, Any]:
+def _reward(stats: Any) -> Json:
     text = f"graded: {_counts(stats['graded'])}"
     return {"text": text, "running": _requests(stats), "waiting": stats["unfinished"]}
 
 
-def _replay(stats: Any) -> dict[str, Any]:
+def _replay(stats: Any) -> Json:
     text = f"{stats['size']:,} of {stats['capacity']:,} completions"
     return {"text": text, "running": _requests(stats), "waiting": stats["fresh"]}
 
 
-def _critic(status: Any) -> dict[str, Any]:
+def _critic(status: Any) -> Json:
     return {"version": status["step"]}
 
 

@@ -15,7 +15,7 @@ _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_d
 _FRAME = re.compile(r"line \d+, in (\w+)")
 """A line of one of Python's stacks."""
 _BEFORE_THE_END_S = 90.0
-"""What was said so long before the end may be its reason."""
+"""A line may name the reason of the end if it was written at most so long before it."""
 _MANY_DROPS = 3
 _PROBLEMS = {
     "unreachable": "",
@@ -138,7 +138,7 @@ def _of_exit(facts: Facts, end: LogLine, lines: list[LogLine]) -> Iterator[Findi
     if fault == catalogue.ENDED and not facts.steps and _SETTING.match(end.fields.get("field", "")):
         fault = catalogue.WRONG_SETTING
     began = None if facts.steps else facts.started
-    # The remedy of a call is that of the caller, who cannot know what the service has.
+    # A call's remedy is written by the caller, who does not know what ails the service.
     remedy = "" if end.code == "unreachable" else end.fields.get("remedy", "")
     yield finding(
         fault,

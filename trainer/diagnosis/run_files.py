@@ -8,11 +8,10 @@ import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-from common import VERSION
+from common import VERSION, Json
 from common.errors import ConfigError
 from common.process.run_lock import LOCK
 from common.process.topology import Topology
@@ -108,7 +107,7 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
     return facts
 
 
-def log_folders(run_dir: Path, config: dict[str, Any], logs: Path | None = None) -> list[Path]:
+def log_folders(run_dir: Path, config: Json, logs: Path | None = None) -> list[Path]:
     """Returns the folders with the logs of a run: of its services and ranks, and of the nodes that
     `jobgroup.local` started last.
     """
@@ -131,7 +130,7 @@ def token_file(folders: list[Path]) -> Path | None:
     return None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> Json:
     try:
         content = json.loads(path.read_bytes().strip(b"\0 \n") or b"{}")
     except (OSError, ValueError, RecursionError):
@@ -139,7 +138,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _prompts(line: dict[str, Any]) -> dict[str, Any]:
+def _prompts(line: Json) -> Json:
     """Returns the part of a line of `groups.jsonl` that says which prompts a step trained on."""
     kept = ("position", "prompt_id", "reused")
     groups = [{name: group.get(name) for name in kept} for group in line.get("groups") or ()]
@@ -178,7 +177,7 @@ def _own_report(run_dir: Path, since: float) -> LogLine | None:
     return None
 
 
-def holder_of(path: Path) -> tuple[dict[str, Any], bool]:
+def holder_of(path: Path) -> tuple[Json, bool]:
     """Returns who is named in a lock file (`common.process.run_lock`), and whether that process
     still has it: whether its run lives.
     """
@@ -201,7 +200,7 @@ def holder_of(path: Path) -> tuple[dict[str, Any], bool]:
     return holder, locked or (is_elsewhere and age < _BEAT_S)
 
 
-def _state(facts: Facts, held: bool, group_lives: bool, attempt: dict[str, Any]) -> State:
+def _state(facts: Facts, held: bool, group_lives: bool, attempt: Json) -> State:
     if held:
         # A new attempt has the lock before its line: until then, the newest line is of another one.
         has_begun = attempt.get("time", 0.0) >= (facts.started or 0.0)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
+from common import Json
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.wire.schemas import Prompt, RewardResult
@@ -70,7 +71,7 @@ class EvaluationResults(TypedDict):
     rewards: list[float | None]
     """Rewards of the greedy answers; None for one that could not be graded."""
     correct: list[bool | None]
-    samples: list[list[dict[str, Any]]]
+    samples: list[list[Json]]
     """The k sampled answers to each problem: `response`, `reward`, `correct`."""
 
 
@@ -182,7 +183,7 @@ def _lengths(greedy: Sequence[GeneratedAnswer]) -> dict[str, float] | None:
     }
 
 
-def _sample(answer: GeneratedAnswer, result: RewardResult) -> dict[str, Any]:
+def _sample(answer: GeneratedAnswer, result: RewardResult) -> Json:
     return {"response": answer.text, "reward": result.reward, "correct": _verdict(result)}
 
 

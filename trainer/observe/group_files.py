@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
+from common import Json
 from common.errors import ConfigError, ServiceError
 from common.wire import codec
 from common.wire.schemas import Completion, Float32, Group
@@ -187,7 +187,7 @@ def recorded_steps(run_dir: Path) -> dict[int, Path]:
     return paths
 
 
-def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
+def read_group(run_dir: Path, step: int, place: int) -> Json | None:
     """Returns the group at index `place` of the step's line, arrays as lists; None when the step
     has no file.
 
@@ -239,7 +239,7 @@ def read_trained(run_dir: Path, step: int) -> list[RecordedGroup]:
     return found
 
 
-def _recorded(content: dict[str, Any], name: str) -> RecordedGroup:
+def _recorded(content: Json, name: str) -> RecordedGroup:
     """Returns the group of a document, which is the reverse of `_document`."""
     of_group = {key: content.pop(key) for key in ("reused", "weight", "reason", "detail")}
     columns: dict[str, list[bytes | None]] = {}
@@ -360,7 +360,7 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
     return round(mean, 6) if math.isfinite(mean) else None
 
 
-def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
+def _document(item: RecordedGroup, whole: bool) -> Json:
     left_out = frozenset[str]() if whole else DETAILS
     completions = []
     for index, completion in enumerate(item.group.completions):
@@ -380,7 +380,7 @@ def _document(item: RecordedGroup, whole: bool) -> dict[str, Any]:
     return {**content, **of_group, "completions": completions}
 
 
-def _with_lists(content: dict[str, Any]) -> dict[str, Any]:
+def _with_lists(content: Json) -> Json:
     """Returns a document without sampling details; its arrays, which are bytes, become lists."""
     shown = without(DETAILS, content)
     for name, value in shown.items():

@@ -29,6 +29,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.process.logs import SHOWN, is_set_up, structured
 from common.process.storage import storing
@@ -163,7 +164,7 @@ class Recorder:
             yield
         self._progress = None
 
-    def step(self, record: dict[str, Any], group: Group) -> None:
+    def step(self, record: Json, group: Group) -> None:
         """Adds the hints to the record of a step, then writes and prints it; `group` is a sample of
         its groups.
         """
@@ -326,12 +327,12 @@ def no_step(directories: str) -> ConfigError:
     )
 
 
-def without(names: frozenset[str], content: dict[str, Any]) -> dict[str, Any]:
+def without(names: frozenset[str], content: Json) -> Json:
     """Returns `content` without some of its fields."""
     return {name: value for name, value in content.items() if name not in names}
 
 
-def append_line(path: Path, content: dict[str, Any]) -> None:
+def append_line(path: Path, content: Json) -> None:
     """Appends a line to a JSONL file of the run. Raises StorageFailed when the disk is full."""
     with storing_run(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(content, ensure_ascii=False) + "\n")
@@ -389,7 +390,7 @@ def console() -> Console:
     return Console(file=cast("IO[str]", output), width=None if output.isatty() else 120)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[Json]:
     """Reads a JSONL file, except a last line that a crash cut. Raises ConfigError for any other
     damaged line.
     """
@@ -406,7 +407,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_settings(run_dir: Path) -> dict[str, Any]:
+def read_settings(run_dir: Path) -> Json:
     """Returns the content of a run's `config.json`. Raises ConfigError when it is missing or
     damaged.
     """
@@ -422,7 +423,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     return content
 
 
-def known_settings(run_dir: Path) -> dict[str, Any]:
+def known_settings(run_dir: Path) -> Json:
     """Returns the settings in a run's `config.json` by name, such as `trainer.batch_size`; none if
     it cannot be read.
     """
@@ -431,7 +432,7 @@ def known_settings(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Json:
     """Returns the settings `now` that were something else `before`, without those that are specific
     to each run.
     """
@@ -463,7 +464,7 @@ def storing_run(path: Path) -> AbstractContextManager[None]:
     return storing(path.name, path, "trainer.run_dir", remedy)
 
 
-def seconds_table(metrics: list[dict[str, Any]]) -> Table:
+def seconds_table(metrics: list[Json]) -> Table:
     """Returns a table of a step's mean seconds by stage, from the lines of `metrics.jsonl`."""
     table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
     means = []
@@ -497,7 +498,7 @@ def _comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ta
     return table
 
 
-def _one_line(answer: dict[str, Any]) -> str:
+def _one_line(answer: Json) -> str:
     text = " ⏎ ".join(answer["response"].splitlines())
     verdict = {True: "  [right]", False: "  [wrong]"}.get(answer["correct"], "")
     return f"{text[:300]}{verdict}"

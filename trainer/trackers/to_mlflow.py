@@ -11,7 +11,7 @@ from trainer.trackers.base import Cell, RunInfo
 _TAG = "rlhf.run"
 _MAX_VALUE = 5000
 _MAX_BATCH = 100
-"""Most parameters of one call."""
+"""Maximum number of parameters in one call."""
 
 
 class MlflowTracker:

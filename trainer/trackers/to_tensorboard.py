@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 from trainer.trackers.base import Cell, RunInfo
 
 _MARKDOWN = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": "<br>"})
-"""What a text needs in a cell of a table."""
+"""Characters of a text that a cell of a Markdown table cannot have as they are."""
 
 
 class TensorBoardTracker:

@@ -85,9 +85,9 @@ class ClientContainer(Container, ABC):
             self._holder = await self.start_client(words, stdin=reader)
         finally:
             os.close(reader)
-        while READY not in self._holder.output:
+        while READY not in self._holder.output.text:
             if self._holder.ended:
-                shown = await self._holder.kill()
+                shown = await self._holder.close()
                 raise EnvironmentLost(f"the container could not be started: {shown}")
             await asyncio.sleep(0.02)
 
@@ -102,7 +102,7 @@ class ClientContainer(Container, ABC):
     async def start_client(self, words: Sequence[str], stdin: bytes | int = b"") -> RunningProgram:
         """Starts the client with the server's own environment, in which it finds its daemon."""
         command = [self.client_name, *words]
-        return await RunningProgram.start(command, os.environ, home=self.home, stdin=stdin)
+        return await RunningProgram.launch(command, os.environ, home=self.home, stdin=stdin)
 
     async def run_client(self, words: Sequence[str], stdin: str = "") -> None:
         """Runs the client. Raises EnvironmentLost when it fails."""
@@ -128,7 +128,7 @@ class ClientContainer(Container, ABC):
             os.close(self._held_open)
             self._held_open = -1
         if self._holder is not None:
-            await self._holder.kill()
+            await self._holder.close()
 
 
 def _has_only_files(folder: Path) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from common import Json
 from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
-from services.environment.messages import Json
 from services.environment.outcome import EpisodeFailed
 from services.environment.runtimes.client_container import (
     FIRST_PROGRAM,

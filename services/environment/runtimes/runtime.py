@@ -87,7 +87,7 @@ class Container:
     ) -> RunningProgram:
         """Starts a program in it; `output` gets its standard output."""
         command, variables = self._command(words, env)
-        return await RunningProgram.start(
+        return await RunningProgram.launch(
             command, variables, home=self.home, stdin=stdin, output=output
         )
 

@@ -248,7 +248,7 @@ def _vector(items: Sequence[Reading]) -> Value | None:
 
 
 def _is_multiple_of_one(node: Expression, rows: Sequence[Reading]) -> bool:
-    """Returns whether a matrix is the multiple of the identity matrix I that `node` is: 2I."""
+    """Returns whether a matrix equals `node`, a multiple of the identity matrix, such as 2I."""
     names = [name for name in unknowns(node) if name[0] == "I" and as_line(node, name)]
     if len(names) != 1:
         return False

@@ -47,7 +47,7 @@ _HEDGE_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _VERB = rf"\b{phrases('starts anew')}\b"
-_DENIED_VERB = re.compile(  # We cannot have exactly
+_DENIED_VERB = re.compile(  # such as: We cannot have exactly
     rf"(?:\b|(?=n['’]t)){phrases('denies')}(?:\s+(?!but\b|and\b|{_VERB})\w+){{0,2}}"
     rf"\s+{_VERB}(?:(?!{_VERB})[^=:;,])*\Z",
     re.IGNORECASE,

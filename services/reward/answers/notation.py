@@ -275,7 +275,7 @@ _OPERATORS = {
 }  # fmt: skip
 _QUOTES = words("\" ' `")
 _RELATED = words("\\le \\ge \\ne \\lt \\gt \\times")
-# What is a command with or without a backslash.
+# Commands that may lack their backslash.
 _SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
 
 

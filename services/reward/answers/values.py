@@ -1,9 +1,10 @@
 """Compares expressions by their values.
 
 Rational values are exact. Others have 150 digits, or more when they are mixed with longer rational
-numbers, and are equal when they agree in all but the last 40. Expressions with unknowns are equal
-when their values at random points are. This
-module returns verdicts, never rounded numbers, so that nobody mixes two precisions.
+numbers, and are equal when they agree in all but the last 40 digits. Expressions with unknowns are
+equal when they have equal values at random points.
+
+This module returns verdicts, never rounded numbers, so that nobody mixes two precisions.
 """
 
 import math
@@ -33,7 +34,7 @@ INFINITY = operation("infty")
 MINUS_INFINITY = operation("neg", INFINITY)
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
-# Largest exponent of an unknown's value: its power is rounded.
+# Largest exponent of an expression at a random point, where its power is rounded.
 _MAX_EXPONENT = 10**15
 _DIGITS = 150
 _MAX_DIGITS = 3000
@@ -217,9 +218,9 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "double factorial": partial(_factorial, step=2),
     "binomial": _binomial,
 }
-# Functions of any rational numbers; the others are of integers.
+# These take any rational numbers; the other functions take integers.
 _ROUNDING = frozenset(("max", "min", "mod", "floor", "ceil"))
-# Functions of real and complex numbers; infinity is none of them.
+# Functions of real and complex numbers, but not of infinity.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "pi": lambda: +mp.pi,
     "e": lambda: +mp.e,

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from common.process.daemon_threads import sent_on
 from common.process.loop_thread import LoopThread
 from services.reward.functions.base import (
     Completions,
@@ -144,8 +145,7 @@ class PlainFunction(DetailedRewardFunction):
             try:
                 return await values
             except (SystemExit, KeyboardInterrupt) as ending:
-                # It would end the loop, and nobody would get a result.
-                raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
+                raise sent_on(ending) from ending
 
         return self._loop.call(result())
 
