@@ -6,9 +6,11 @@ earlier answers (strips thoughts, reformats tool calls). `Template` verifies on 
 that this text depends only on the new messages, or refuses with the reason.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +41,8 @@ _ARGUMENTS: tuple[Json, ...] = (
     {"x": 'say "hi"\n{2}', "n": -4, "flag": False, "items": []},
 )
 """Arguments of two made-up calls, which the template writes and the gateway has to read back."""
+_IDS = ("call{:05}", "functions.probe_tool:{}")
+"""Ids of made-up calls: as Mistral's templates want them, and as Kimi K2 reads the name in them."""
 
 
 _TYPES = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
@@ -84,6 +88,8 @@ class Template:
             raise self._refused("the model has none")
         self.call_format: CallFormat = HERMES
         """How the model writes thoughts and tool calls."""
+        self._arguments_are_text = False
+        """Whether the template takes a call's arguments only as JSON text."""
         self.no_tools = self._verify()
         """Why tools cannot be used; empty if they can."""
 
@@ -144,7 +150,7 @@ class Template:
         """Returns the text of a conversation, and if it `asks`, the start of the next answer."""
         try:
             text = self._tokenizer.apply_chat_template(
-                [message.fields for message in messages],
+                [self._fields(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=asks,
@@ -157,6 +163,18 @@ class Template:
                 remedy="see the template of the model",
             ) from None
         return str(text)
+
+    def _fields(self, message: Message) -> Json:
+        """Returns a message as the template takes it."""
+        if not (self._arguments_are_text and message.tool_calls):
+            return message.fields
+        calls = []
+        for call in message.tool_calls:
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(made_tool_call(call["id"], call["function"]["name"], arguments))
+        return message.fields | {"tool_calls": calls}
 
     def _after(
         self,
@@ -187,13 +205,19 @@ class Template:
         continue a conversation.
         """
         question = [user_message("x")]
-        silent = self._render(question, [], asks=False)
-        asking = self._render(question, [])
-        if not asking.startswith(silent) or asking == silent:
-            raise self._refused("it writes nothing that starts an answer")
-        answer_start = asking[len(silent) :]
-
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
+        try:
+            silent = self._render(question, [], asks=False)
+            asking = self._render(question, [])
+            whole = self._render([*question, answer], [], asks=False)
+        except InvalidInput as error:
+            raise self._refused(error.message) from None
+        # Phi-3's ends with another token when it does not ask. Mistral's answers begin right after
+        # the question, without anything that starts them.
+        answer_start = asking[len(_common(asking, silent)) :]
+        if not answer_start and not whole[len(asking) :].lstrip().startswith(_MARK):
+            raise self._refused("it writes nothing that starts an answer")
+
         messages = [user_message(text) for text in _NEW_TEXTS]
         no_tools = self._verify_tools(question)
         # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
@@ -210,43 +234,55 @@ class Template:
         try:
             if "probe_tool" not in self._render(question, [_TOOL]):
                 return "it does not write the tools into the prompt"
-            try:
-                calling, results = self._choose_format(question, 2)
-            except InvalidInput:  # some templates write one call in an answer
-                calling, results = self._choose_format(question, 1)
-            self._check(_stand_in(calling), results, [_TOOL], "")
         except InvalidInput as error:
             return str(error)
-        return ""
+        problems: list[str] = []
+        # Some templates want arguments as text, or ids that carry the name of the tool; some write
+        # one call in an answer.
+        for attempt in product((False, True), _IDS, (2, 1)):
+            self._arguments_are_text, identifier, count = attempt
+            try:
+                calling, results = self._choose_format(question, identifier, count)
+                self._check(_stand_in(calling), results, [_TOOL], "")
+                return ""
+            except InvalidInput as error:
+                problems.append(str(error))
+        self._arguments_are_text = False
+        return problems[1]  # of one ordinary call
 
-    def _choose_format(self, question: list[Message], count: int) -> tuple[Message, list[Message]]:
+    def _choose_format(
+        self, question: list[Message], identifier: str, count: int
+    ) -> tuple[Message, list[Message]]:
         """Chooses the format that reads back what the template writes for an answer with `count`
         calls; returns this answer, and the calls' results. Raises InvalidInput with the reason
         when there is none.
         """
         calls = [
-            made_tool_call(f"call{number:05}", "probe_tool", arguments)
-            for number, arguments in enumerate(_ARGUMENTS[:count], 1)
+            made_tool_call(identifier.format(number), "probe_tool", arguments)
+            for number, arguments in enumerate(_ARGUMENTS[:count])
         ]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
         results = [tool_message(text, call) for text, call in zip(_NEW_TEXTS, calls, strict=False)]
-        asking = self._render(question, [_TOOL])
         whole = self._render([*question, answer, *results], [_TOOL])
 
-        # The answer begins where the two differ, and ends with a stop token.
-        start = len(os.path.commonprefix([asking, whole]))  # noqa: RUF071 - of characters
-        written, _, _ = cut(whole[start:], self._stop_tokens)
-        if "probe_tool" not in written:
-            raise InvalidInput("it writes no tool calls")
-
-        expected = [call["function"] for call in calls]
-        for call_format in FORMATS:
-            message, _ = parse_answer(written, [_TOOL], call_format)
-            if [call["function"] for call in message.tool_calls] == expected:
-                self.call_format = call_format
-                return answer, results
+        # The answer begins where the two differ, and ends with a stop token. What asks for an
+        # answer may begin like the mark of a call, which is then cut: so it is also read with what
+        # the template writes before it.
+        texts: list[str] = []
+        for asks in (True, False):
+            asking = self._render(question, [_TOOL], asks)
+            written, _, _ = cut(whole[len(_common(asking, whole)) :], self._stop_tokens)
+            texts.append(written)
+            if "probe_tool" not in written:
+                raise InvalidInput("it writes no tool calls")
+            expected = [call["function"] for call in calls]
+            for call_format in FORMATS:
+                message, _ = parse_answer(written, [_TOOL], call_format)
+                if [call["function"] for call in message.tool_calls] == expected:
+                    self.call_format = call_format
+                    return answer, results
         raise InvalidInput(
-            f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
+            f"the tool calls that it writes cannot be read back: {shorten(texts[0])!r}"
         )
 
     def _check(
@@ -299,6 +335,11 @@ def cut(text: str, stops: Iterable[str]) -> tuple[str, str, str]:
     found = [(place, stop) for place, stop in places if place >= 0]
     place, stop = min(found, default=(len(text), ""))
     return text[:place], stop, text[place + len(stop) :]
+
+
+def _common(one: str, other: str) -> str:
+    """Returns the text with which both begin."""
+    return os.path.commonprefix([one, other])  # noqa: RUF071 - of characters
 
 
 def _stand_in(answer: Message) -> Message:
