@@ -103,13 +103,14 @@ def check_batch_independence(
     # switch its factors.
     size = max(2, min(_LONG, longest))
     short = min(_SHORT, size)
-    # The first tokens differ, because rows that begin with the same prompt would share it.
+    # The first tokens differ, because rows that begin with the same prompt would share it. The
+    # short sequence is the second: a state, or attention, that does not begin anew would reach it.
     tokens = (torch.arange(2)[:, None] + 7 * torch.arange(size)).to(device) % vocabulary
     positions: Tensor | None = None
     if "position_ids" in inspect.signature(model.get_decoder().forward).parameters:
         positions = torch.arange(size, device=device).repeat(2, 1)
-        positions[1] += longest - size
-    own_positions = None if positions is None else positions[:1, :short]
+        positions[0] += longest - size
+    own_positions = None if positions is None else positions[1:, :short]
     rounding = _COARSE_ROUNDING if low_precision else _ROUNDING
 
     no_dropout = NoDropout()
@@ -121,11 +122,11 @@ def check_batch_independence(
     with _left_as_it_is(model, device), eager, no_dropout:
         for training in modes:
             model.train(training)
-            alone = score(tokens[:1, :short], own_positions)
-            beside = score(tokens, positions)[:1, : short - 1]
+            alone = score(tokens[1:, :short], own_positions)
+            beside = score(tokens, positions)[1:, : short - 1]
             change = _difference(alone, beside)
             if change > rounding:
-                noise = _difference(alone, score(tokens[:1, :short], own_positions))
+                noise = _difference(alone, score(tokens[1:, :short], own_positions))
                 raise _refusal(model, training, change, at_random=noise > rounding)
     return no_dropout.rates
 
