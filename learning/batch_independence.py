@@ -67,6 +67,11 @@ def longest_sequence(text: Any, max_tokens: int | None) -> int:
     return min(bounds) if bounds else _LONG
 
 
+def rounding(low_precision: bool) -> float:
+    """Returns the mean |Δ log-probability| in nats that rounding explains."""
+    return _COARSE_ROUNDING if low_precision else _ROUNDING
+
+
 def check_batch_independence(
     model: Any,
     score: Score,
@@ -111,7 +116,6 @@ def check_batch_independence(
         positions = torch.arange(size, device=device).repeat(2, 1)
         positions[0] += longest - size
     own_positions = None if positions is None else positions[1:, :short]
-    rounding = _COARSE_ROUNDING if low_precision else _ROUNDING
 
     no_dropout = NoDropout()
     # Compiled layers would be compiled for these shapes, which takes minutes. Where none is, the
@@ -125,9 +129,9 @@ def check_batch_independence(
             alone = score(tokens[1:, :short], own_positions)
             beside = score(tokens, positions)[1:, : short - 1]
             change = _difference(alone, beside)
-            if change > rounding:
+            if change > rounding(low_precision):
                 noise = _difference(alone, score(tokens[1:, :short], own_positions))
-                raise _refusal(model, training, change, at_random=noise > rounding)
+                raise _refusal(model, training, change, at_random=noise > rounding(low_precision))
     return no_dropout.rates
 
 
