@@ -158,6 +158,11 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+def attends_ahead(config: Any) -> bool:
+    """Whether tokens of text attend to later ones; those of an image may (`vision`, Gemma 4)."""
+    return getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
+
+
 def unpackable(model: Any) -> str | None:
     """Returns why `model` cannot be computed packed; None when it can."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -168,13 +173,12 @@ def unpackable(model: Any) -> str | None:
         kinds = [kind for kind in kinds if kind not in _LINEAR_LAYERS]
     layers = set(kinds) - _KNOWN_LAYERS
     rotates = any(name.endswith("rotary_emb") for name, _ in body.named_modules())
-    looks_ahead = bool(getattr(config, "use_bidirectional_attention", None))
     implementation = config._attn_implementation
     checks = {
         "it keeps a state from token to token": getattr(body, "_is_stateful", False) and not linear,
         f"it has {', '.join(sorted(layers))} layers": bool(layers),
         "it does not rotate positions": not (rotates or linear),
-        "its tokens attend to later tokens": looks_ahead,
+        "its tokens attend to later tokens": attends_ahead(config),
         "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
         "transformers cannot replace its attention": not body._can_set_attn_implementation(),
         f"it runs with {implementation} attention": implementation not in _REPLACED,

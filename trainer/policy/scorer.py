@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
 log = logging.getLogger(__name__)
-_UNFIT = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
+_UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """Errors of a model's own code that meets what it was not written for."""
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's counterpart of a model's `config.json`."""
@@ -224,6 +225,8 @@ def _checked(
     try:
         rates = check()
     except _UNFIT as error:
+        if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+            raise
         raise ConfigError(
             f"the code of this model does not compute a made-up sequence: {error}",
             field="model.name",

@@ -95,6 +95,7 @@ _SHARED = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
 }
 """Half of the layers use the keys and values of the others."""
+_LLAMA4 = {"attention_chunk_size": 256}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA},
     "deepseek_v2": {"first_k_dense_replace": 1},
@@ -118,12 +119,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
+    "llama4_text": _LLAMA4,
     "llama4": {
+        "text_config": _LLAMA4,
         "vision_config": {
-            "vision_output_dim": 32,
-            "projector_input_dim": 32,
-            "projector_output_dim": 32,
-        }
+            "vision_output_dim": _WIDTH,
+            "projector_input_dim": _WIDTH,
+            "projector_output_dim": _WIDTH,
+        },
     },
     "gemma3n_text": _SHARED,
     "emu3": {
