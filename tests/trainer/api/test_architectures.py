@@ -24,6 +24,7 @@ from trainer.policy.policy import Policy
 pytestmark = pytest.mark.integration
 
 PAGE = ROOT / "docs/reference/models.md"
+UNFIT = "the embedded engine cannot run this model: "
 NEAR = 1e-5
 COMMON = (
     "deepseek_v3",
@@ -68,10 +69,10 @@ async def line_of(kind: str, workplace: Path) -> str:
 
 
 def reason_of(error: ConfigError) -> str:
-    """Returns the part of a message that does not depend on numbers."""
+    """Returns the part of a message that does not depend on numbers or lines of code."""
     assert error.remedy
-    words = error.message.removeprefix("the embedded engine cannot run this model: ")
-    return words.partition(": ")[0].partition(" by ")[0]
+    words, found, _ = error.message.removeprefix(UNFIT).partition(" (in ")
+    return words if found else words.partition(": ")[0].partition(" by ")[0]
 
 
 def rows_of(policy: Policy) -> str:

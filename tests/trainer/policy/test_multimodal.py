@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common.settings.config import Config, from_mapping
 from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.engine.adapters import AdapterRegistry
 from services.engine.model import Model
+from services.engine.weights import load_into
 from tests.support.batches.groups import off_policy_groups, prepared
 from tests.support.models.every_type import write_type
 from trainer.policy.export import export
@@ -149,6 +150,8 @@ def test_the_language_model_is_trained_and_the_rest_is_kept(
     assert_kept(before, checkpoint)
     assert (scores(policy) - reference_scores(reloaded(checkpoint))).abs().max() < 1e-5
     assert type(reloaded(checkpoint)) is type(whole)
+    (served,) = Model(checkpoint, 64).score(TOKENS.tolist())
+    assert (scores(policy)[0] - torch.tensor(served)).abs().max() < 1e-5
     assert (checkpoint / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
 
     resumed = Policy(config, Ranks(), checkpoint)
@@ -185,6 +188,10 @@ def test_what_is_published_has_the_names_that_engines_load(kind: str, tmp_path: 
     static = static_files(config, policy.model, load_tokenizer(config.model), tmp_path / "static")
     write_version(sent.items(), static, tmp_path / "weights", "run", 1)
     version = tmp_path / "weights/v000001"
+    engine = Model(tmp_path / "model", 64)
+    load_into(engine.module, version)
+    (served,) = engine.score(TOKENS.tolist())
+    assert (scores(policy)[0] - torch.tensor(served)).abs().max() < 1e-5
     assert json.loads((version / "config.json").read_text())["model_type"] == kind
 
 
@@ -216,12 +223,33 @@ def test_an_adapter_is_for_the_whole_model(kind: str, tmp_path: Path) -> None:
     registry = AdapterRegistry(engine.module)
     registry.load("a", adapter)
     registry.merge("a")
-    with torch.no_grad():
-        logits = engine.module(input_ids=TOKENS).logits
-    own = logits[:, :-1].log_softmax(-1).gather(-1, TOKENS[:, 1:, None])[..., 0]
-    assert (scores(policy) - own).abs().max() < 1e-5
+    (own,) = engine.score(TOKENS.tolist())
+    assert (scores(policy)[0] - torch.tensor(own)).abs().max() < 1e-5
 
     resumed = Policy(config, Ranks(), adapter)
     resumed.model.eval()
     assert torch.equal(scores(resumed), scores(policy))
     assert isinstance(resumed.snapshots(alone=True)["."], Snapshot)
+
+
+def test_heads_for_further_tokens_of_a_text_model_are_kept(tmp_path: Path) -> None:
+    model = write_type("deepseek_v3", tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    own = load_file(file)
+    layer = model.config.num_hidden_layers
+    further = {
+        f"model.layers.{layer}.{name}": torch.randn(4, 4).bfloat16()
+        for name in ("eh_proj.weight", "mlp.experts.0.gate_proj.weight", "embed_tokens.weight")
+    }
+    save_file(own | further, file, metadata={"format": "pt"})
+
+    policy = trained(settings(tmp_path / "model"))
+    assert dict(policy.weights()).keys() == own.keys()
+    policy.snapshots(alone=True)["."].write(tmp_path / "checkpoint")
+    kept = load_file(tmp_path / "checkpoint/kept.safetensors")
+    assert kept.keys() == further.keys()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in further.items())
+    _, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", output_loading_info=True
+    )
+    assert not found["missing_keys"]
