@@ -157,6 +157,13 @@ def _adapted_layers(config: Config, model: Any) -> dict[str, list[str]]:
         if isinstance(module, nn.Linear) and not skipped and not _in_kernel(decoder, name):
             linear.setdefault(path[-1], []).append(f"{inside}.{name}".removeprefix("."))
 
+    if not linear:
+        raise ConfigError(
+            "the decoder of this model has no linear layers, to which an adapter could be added",
+            field="lora.rank",
+            value=lora.rank,
+            remedy="set it to 0, which trains the whole model",
+        )
     unknown = sorted(set(lora.target_modules) - set(linear))
     if unknown:
         raise ConfigError(

@@ -12,10 +12,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
 from common.errors import ConfigError
 from learning.attention import unpackable
 from learning.layout import Packed
+from services.engine.adapters import AdapterRegistry
+from services.engine.model import Model
+from tests.support.batches.groups import off_policy_groups, prepared
 from tests.support.models.every_type import NO_MODEL, TYPES, write_type
 from tests.support.models.two_updates import policy_of, two_updates
 from tests.support.paths import ROOT
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.integration
 PAGE = ROOT / "docs/reference/models.md"
 UNFIT = "the embedded engine cannot run this model: "
 NEAR = 1e-5
+TOKENS = torch.arange(20, 60)[None]
 COMMON = (
     "deepseek_v3",
     "gemma2",
@@ -50,22 +55,46 @@ async def line_of(kind: str, workplace: Path) -> str:
         write_type(kind, workplace / "model")
         with pytest.raises(ConfigError):
             policy_of(workplace / "model", {})
-        return f"| `{kind}` | refused: {NO_MODEL[kind]} | – | – |"
+        return f"| `{kind}` | refused: {NO_MODEL[kind]} | – | – | – |"
     write_type(kind, workplace / "model")
     try:
         policy = policy_of(workplace / "model", {"data.prompt_template": "{question}"})
     except ConfigError as error:
-        return f"| `{kind}` | refused: {reason_of(error)} | – | – |"
+        return f"| `{kind}` | refused: {reason_of(error)} | – | – | – |"
+    trained = f"| `{kind}` | {rows_of(policy)} | {logits_of(policy)} |"
     try:
         updates = await two_updates(policy, workplace)
     except ConfigError as error:
-        engine = f"refused (`{error.code}`): {reason_of(error)}"
-    else:
-        engine = "trained"
-        for metrics in updates:
-            assert metrics.delta_logprob < NEAR
-            assert metrics.grad_norm > 0
-    return f"| `{kind}` | {rows_of(policy)} | {logits_of(policy)} | {engine} |"
+        return f"{trained} refused (`{error.code}`): {reason_of(error)} | – |"
+    for metrics in updates:
+        assert metrics.delta_logprob < NEAR
+        assert metrics.grad_norm > 0
+    return f"{trained} trained | {adapter_of(workplace)} |"
+
+
+def adapter_of(workplace: Path) -> str:
+    """Trains an adapter for the model of this type, and merges it in the engine; returns the
+    refusal, if it is one."""
+    try:
+        policy = policy_of(workplace / "model", {"lora.rank": 2})
+    except ConfigError as error:
+        return f"refused: {reason_of(error)}"
+    policy.update(prepared(policy, off_policy_groups()))
+    policy.model.eval()
+    policy.snapshots(alone=True)["."].write(workplace / "adapter")
+
+    engine = Model(workplace / "model", 256)
+    engine.reserve(1)
+    (before,) = engine.score(TOKENS.tolist())
+    adapters = AdapterRegistry(engine.module)
+    adapters.load("adapter", workplace / "adapter")
+    adapters.merge("adapter")
+    (after,) = engine.score(TOKENS.tolist())
+    with torch.no_grad():
+        (own,) = policy.scorer.next_scores(TOKENS, None)
+    assert (own - torch.tensor(after)).abs().mean() < NEAR
+    assert (own - torch.tensor(before)).abs().mean() > 1000 * NEAR
+    return "trained"
 
 
 def reason_of(error: ConfigError) -> str:

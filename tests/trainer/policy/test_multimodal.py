@@ -19,6 +19,7 @@ from services.engine.adapters import AdapterRegistry
 from services.engine.model import Model
 from services.engine.weights import load_into
 from tests.support.batches.groups import off_policy_groups, prepared
+from tests.support.batches.sharding import One, arguments, run_cases
 from tests.support.models.every_type import write_type
 from trainer.policy.export import export
 from trainer.policy.policy import Policy
@@ -253,3 +254,15 @@ def test_heads_for_further_tokens_of_a_text_model_are_kept(tmp_path: Path) -> No
         tmp_path / "checkpoint", output_loading_info=True
     )
     assert not found["missing_keys"]
+
+
+def test_ranks_that_share_the_language_model_keep_the_rest(tmp_path: Path) -> None:
+    before = written("gemma3", tmp_path / "model")
+    one = One(tmp_path / "model", tmp_path)
+    case = {"settings": arguments(tmp_path / "model"), "updates": 2, "save": "two"}
+    again = {"settings": arguments(tmp_path / "model"), "updates": 1}
+    run_cases(2, tmp_path, {"two": case, "on": again | {"resume": "two"}})
+    one.check(tmp_path, "on", 2)
+    (checkpoint,) = (tmp_path / "two/checkpoints").iterdir()
+    assert_kept(before, checkpoint)
+    reloaded(checkpoint)
