@@ -45,7 +45,7 @@ from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, quiet
 from trainer.policy.update_metrics import UpdateMetrics
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 256,
         "intermediate_size": 1024,
@@ -283,7 +283,7 @@ def full_groups(config: Config, ranks: int = 1) -> list[Group]:
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
     vocabulary = shape["vocab_size"]
     together = config.parallel.context_size
-    tokens = together * config.trainer.micro_batch_tokens // GROUPS
+    tokens = together * config.trainer.pass_tokens // GROUPS
     prompt = min(200, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, size)
     # The last token of a completion is not computed.

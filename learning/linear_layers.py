@@ -15,6 +15,7 @@ kind of layer and with any kernel. The state is what transformers would keep in 
 gradient.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import getsource, signature
 from typing import Any
@@ -38,16 +39,16 @@ _STATES = ("cache_params", "past_key_values")
 class StateRows:
     """The rows in which linear layers compute a packed line of T tokens."""
 
-    heads: list[tuple[int, int]]
-    """Rows and width of each call for the beginnings of prompts, whose states are kept."""
-    tails: list[tuple[int, int]]
-    """Likewise for what follows these."""
-    whole: list[tuple[int, int]]
-    """Likewise for rows that begin anew."""
+    calls: list[tuple[int, int]]
+    """Rows and width of each call: of heads, of tails, and of rows that begin anew."""
+    heads: int
+    """How many calls are for heads: beginnings of prompts, whose states are kept."""
+    tails: int
+    """How many of the next calls continue from these."""
     tokens: Tensor
     """[sum of rows · width] places in the line, by call and row; 0 after the end of a row."""
     states: Tensor
-    """[rows of `tails`] the rows of `heads` whose states they continue."""
+    """[rows of the tails] the rows of the heads whose states they continue."""
     back: Tensor
     """[T] the position of each token of the line in `tokens`."""
 
@@ -60,114 +61,90 @@ class StateRows:
             continues: whether the layers can continue from a state. If not, a prompt is computed
                 again with each of its completions.
         """
+        rows: list[_Array] = []
+        calls: list[tuple[int, int]] = []
+        tails: list[_Array] = []
+        head_of: list[int] = []
         families = _families(columns)
-        shared = _shared(families) if continues else []
-        heads: list[_Array] = []
-        continued: list[_Array] = []
-        state_of: list[int] = []
-        for cut, members in shared:
-            for family in members:
-                state_of += [len(heads)] * len(family.completions)
-                heads.append(family.prompt[:cut])
-                continued += family.rows(cut)
-        is_shared = {id(family) for _, members in shared for family in members}
-        whole = [row for family in families if id(family) not in is_shared for row in family.rows()]
+        shared = [i for i, (_, own) in enumerate(families) if continues and len(own) > 1]
+        anew = set(range(len(families))).difference(shared)
+        prompts = [families[i][0] for i in shared]
+        for part in _alike(prompts, [len(families[i][1]) for i in shared]):
+            cut = len(prompts[part[-1]])
+            numbers = [shared[i] for i in part]
+            saved = cut * sum(len(families[number][1]) - 1 for number in numbers)
+            if saved <= _CALL:
+                anew.update(numbers)
+                continue
+            calls.append((len(part), cut))
+            for number in numbers:
+                prompt, completions = families[number]
+                head_of += [len(rows)] * len(completions)
+                rows.append(prompt[:cut])
+                # What longer prompts have beyond the cut is computed with each completion.
+                tails += [np.concatenate([prompt[cut:], each]) for each in completions]
 
-        # transformers computes a single token after a state in place, which has no gradient.
-        calls_after, order_after = _calls(continued, narrowest=2)
-        calls_anew, order_anew = _calls(whole, narrowest=1)
-        calls = [(len(members), cut) for cut, members in shared]
-        rows = heads + [continued[i] for i in order_after] + [whole[i] for i in order_anew]
-        counts, sizes = np.array([*calls, *calls_after, *calls_anew]).T
-        widths = np.repeat(sizes, counts)
-        firsts = np.cumsum(widths) - widths
-        tokens = np.zeros(widths.sum(), np.int64)
-        back = np.zeros(int(columns[1].sum()), np.int64)
+        heads = len(calls)
+        continued = 0
+        states: list[int] = []
+        for part in _alike(tails):
+            # transformers computes a single token after a state in place, which has no gradient.
+            calls.append((len(part), max(2, len(tails[part[0]]))))
+            continued += 1
+            states += [head_of[i] for i in part]
+            rows += [tails[i] for i in part]
+
+        whole: list[_Array] = []
+        for prompt, completions in (families[number] for number in sorted(anew)):
+            # A prompt without completions is a row too.
+            whole += [np.concatenate([prompt, each]) for each in completions or [prompt[:0]]]
+        for part in _alike(whole):
+            calls.append((len(part), len(whole[part[0]])))
+            rows += [whole[i] for i in part]
+
+        widths = [width for count, width in calls for _ in range(count)]
+        firsts = np.cumsum([0, *widths]).tolist()
+        tokens = np.zeros(firsts[-1], np.int64)
+        back = np.zeros(columns[1].sum(), np.int64)
         # Backwards, so that a token of several rows comes from the first.
-        for row, first in zip(reversed(rows), reversed(firsts.tolist()), strict=True):
-            places = first + np.arange(len(row))
+        for number, row in reversed(list(enumerate(rows))):
+            places = firsts[number] + np.arange(len(row))
             tokens[places] = row
             back[row] = places
         return cls(
-            heads=calls,
-            tails=calls_after,
-            whole=calls_anew,
+            calls=calls,
+            heads=heads,
+            tails=continued,
             tokens=torch.from_numpy(tokens),
-            states=torch.tensor([state_of[i] for i in order_after], dtype=torch.int64),
+            states=torch.tensor(states, dtype=torch.int64),
             back=torch.from_numpy(back),
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Family:
-    """A prompt and its completions, as places in the line."""
-
-    prompt: _Array
-    completions: list[_Array]
-
-    def rows(self, cut: int = 0) -> list[_Array]:
-        """Returns a row for each completion, with its prompt from the token `cut` on."""
-        own = self.completions or [self.prompt[:0]]
-        return [np.concatenate([self.prompt[cut:], completion]) for completion in own]
-
-
-def _families(columns: tuple[_Array, ...]) -> list[_Family]:
-    found: dict[int, _Family] = {}
+def _families(columns: tuple[_Array, ...]) -> list[tuple[_Array, list[_Array]]]:
+    """Returns the places of each prompt in the line, and of its completions."""
+    found: dict[int, tuple[_Array, list[_Array]]] = {}
     for start, size, prompt_start, prefix in zip(*(c.tolist() for c in columns), strict=True):
         places = np.arange(start, start + size)
         if prefix:
-            found[prompt_start].completions.append(places)
+            found[prompt_start][1].append(places)
         else:
-            found[start] = _Family(places, [])
+            found[start] = (places, [])
     return list(found.values())
 
 
-def _shared(families: list[_Family]) -> list[tuple[int, list[_Family]]]:
-    """Returns the prompts whose beginnings are computed once: for each call, the length of the
-    beginnings, and the prompts.
-
-    What a prompt has beyond that length is computed with each of its completions.
-    """
-    several = [family for family in families if len(family.completions) > 1]
-    several.sort(key=lambda family: -len(family.prompt))
-    calls: list[tuple[int, list[_Family]]] = []
-    again = 0
-    for family in several:
-        size = len(family.prompt)
-        joins = False
-        if calls:
-            cut, members = calls[-1]
-            again += (cut - size) * sum(len(member.completions) for member in members)
-            joins = again <= _CALL
-        if joins:
-            calls[-1] = (size, [*members, family])
-        else:
-            calls.append((size, [family]))
-            again = 0
-    return [
-        (cut, members)
-        for cut, members in calls
-        if cut * sum(len(member.completions) - 1 for member in members) > _CALL
-    ]
-
-
-def _calls(rows: list[_Array], narrowest: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns the rows and the width of each call for these rows, and the order of the rows.
-
-    Rows of one call are so similar in length that padding them costs less than a further call.
+def _alike(rows: list[_Array], weights: list[int] | None = None) -> Iterator[list[int]]:
+    """Yields the indices of rows of similar length, longest first: what they differ in, times
+    their weights, costs less than a further call.
     """
     lengths = np.array([len(row) for row in rows], np.int64)
+    factors = np.array(weights or np.ones_like(lengths))
     order = np.argsort(-lengths, kind="stable")
-    lengths = lengths[order]
-    calls: list[tuple[int, int]] = []
-    done = 0
-    while done < len(rows):
-        longest = int(lengths[done])
-        padding = np.cumsum(longest - lengths[done:])
-        count = int((padding <= _CALL).sum())
-        calls.append((count, max(longest, narrowest)))
-        done += count
-    return calls, order.tolist()
+    while len(order):
+        missing = (lengths[order[0]] - lengths[order]) * factors[order]
+        end = int((np.cumsum(missing) <= _CALL).sum())
+        yield order[:end].tolist()
+        order = order[end:]
 
 
 class _State:
@@ -205,15 +182,13 @@ class _State:
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0) -> None:
         self._tensors["recurrent", state_idx] = state
 
-    def of(self, rows: Tensor) -> "_State":
-        """Returns the states of some `rows`, which may be repeated."""
-        return _State({name: state[rows] for name, state in self._tensors.items()})
-
     @classmethod
-    def joined(cls, states: list["_State"]) -> "_State":
-        """Returns the states of the rows of all `states`."""
+    def after(cls, states: list["_State"], rows: Tensor) -> "_State":
+        """Returns the states of some of the rows of all `states`; a row may be taken repeatedly."""
         names = states[0]._tensors
-        return cls({name: torch.cat([one._tensors[name] for one in states]) for name in names})
+        return cls(
+            {name: torch.cat([one._tensors[name] for one in states])[rows] for name in names}
+        )
 
 
 class LinearLayer:
@@ -243,23 +218,23 @@ class LinearLayer:
             if mask is not None and mask.ndim != 2:  # that of a packed line
                 raise not_packed("are not given the options of their model")
             return self._forward(hidden_states, **options)
-        calls = [*rows.heads, *rows.tails, *rows.whole]
-        parts = embedding(rows.tokens, hidden_states[0]).split([n * width for n, width in calls])
-        inputs = [part.unflatten(0, call) for part, call in zip(parts, calls, strict=True)]
-
+        parts = embedding(rows.tokens, hidden_states[0]).split([n * size for n, size in rows.calls])
+        continuing = rows.calls[rows.heads : rows.heads + rows.tails]
+        states_of = rows.states.split([count for count, _ in continuing])
         results: list[Tensor] = []
         states: list[_State] = []
-        for part in inputs[: len(rows.heads)]:
-            states.append(_State({}))
-            results.append(self._forward(part, **options | {self._state: states[-1]}))
-        continued = inputs[len(rows.heads) : len(rows.heads) + len(rows.tails)]
-        which = rows.states.split([n for n, _ in rows.tails])
-        for part, heads in zip(continued, which, strict=True):
-            state = _State.joined(states).of(heads)
-            results.append(self._forward(part, **options | {self._state: state}))
-        results += [self._forward(part, **options) for part in inputs[len(results) :]]
-        line = torch.cat([result.flatten(0, 1) for result in results])
-        return embedding(rows.back, line)[None]
+        for number, call in enumerate(rows.calls):
+            tail = number - rows.heads
+            if tail < 0:
+                states.append(_State({}))
+                options[self._state] = states[-1]
+            elif tail < rows.tails:
+                options[self._state] = _State.after(states, states_of[tail])
+            else:
+                options[self._state] = None
+            result = self._forward(parts[number].unflatten(0, call), **options)
+            results.append(result.flatten(0, 1))
+        return embedding(rows.back, torch.cat(results))[None]
 
 
 def linear_layers(body: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

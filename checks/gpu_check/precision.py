@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.update import full_groups
 from checks.gpu_check.harness import Findings
 from checks.gpu_check.setting import Setting
+from common.settings.sections import OptimizerSection
 from learning.layout import Packing, moved
 from learning.optimizer import Optimizer
 from trainer.policy.scorer import Scorer, load_model
@@ -81,7 +82,7 @@ def scored(
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = _copied([parameter.grad for parameter in parameters])
     before = _copied(parameters)
-    Optimizer(model, (0.9, 0.999), 0.0, 1.0).step(_RATE)
+    Optimizer(model, OptimizerSection(adam_betas=(0.9, 0.999))).step(_RATE)
     moves = [
         parameter.detach().float() - old for parameter, old in zip(parameters, before, strict=True)
     ]

@@ -43,10 +43,11 @@ _SINGLE = (
     "trainer.routing_replay",
 )
 """Settings that, once they are set, need single completions."""
-_UNRECORDED = re.compile(
+_OWN_KERNELS = re.compile(
     r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
 )
-"""SGLang arguments for kernels that choose the experts themselves (of 0.5.21)."""
+"""SGLang arguments for kernels that choose the experts themselves, and that arrange the weights of
+the experts in another way (of 0.5.21). A B200 may run them."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
 """SGLang arguments that spread an engine over nodes."""
 _NOT_WITH_BROADCASTS = {
@@ -88,7 +89,7 @@ _FUSED = {
     "q_a_proj": ("kv_a_proj_with_mqa",),
     "kv_a_proj_with_mqa": ("q_a_proj",),
 }
-"""Layers that SGLang needs in an adapter, and those beside which it needs them."""
+"""SGLang fuses these layers: an adapter that has one of the values must have the key too."""
 _ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
@@ -245,6 +246,14 @@ def _engine_args(config: Settings) -> Iterator[str]:
                 "{rollout.tensor_parallel_size}: set rollout.tensor_parallel_size to a multiple of "
                 "it"
             )
+    rearranging = _OWN_KERNELS.search(" ".join(rollout.engine_args))
+    if distributed and rearranging:
+        yield (
+            f"rollout.engine_args has --moe-runner-backend {rearranging[1]}, whose kernels arrange "
+            "the experts in another way than they are sent, but with {trainer.weight_sync} the "
+            "trainer compares their checksums: leave it out, name triton, or set "
+            "trainer.weight_sync http"
+        )
     if distributed:
         for reason, refused in _NOT_WITH_BROADCASTS.items():
             for word in sorted(given.intersection(refused)):
@@ -340,7 +349,7 @@ def _sampling(config: Settings) -> Iterator[str]:
             "{rollout.router} removes that field from requests: leave rollout.router or "
             "trainer.routing_replay out"
         )
-    unrecorded = _UNRECORDED.search(" ".join(config.rollout.engine_args))
+    unrecorded = _OWN_KERNELS.search(" ".join(config.rollout.engine_args))
     if replays and unrecorded:
         yield (
             "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "

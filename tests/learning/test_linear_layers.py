@@ -76,15 +76,17 @@ def test_a_prompt_is_computed_once_and_its_state_continues() -> None:
     completions = [np.arange(4, dtype=np.int32), np.arange(2, dtype=np.int32)]
     columns = Packed.of([prompt, prompt], completions).segments.columns
     shared = StateRows.of(columns, continues=True)
-    assert (shared.heads, shared.tails, shared.whole) == ([(1, 700)], [(2, 3)], [])
+    assert shared.calls == [(1, 700), (2, 3)]
+    assert (shared.heads, shared.tails) == (1, 1)
     assert shared.states.tolist() == [0, 0]
     assert shared.tokens[700:].tolist() == [700, 701, 702, 703, 0, 0]
     assert shared.back.tolist() == list(range(704))
 
     again = StateRows.of(columns, continues=False)
-    assert (again.heads, again.tails, again.whole) == ([], [], [(2, 703)])
+    assert again.calls == [(2, 703)]
+    assert (again.heads, again.tails) == (0, 0)
     short = Packed.of([prompt[:500]] * 2, completions).segments.columns
-    assert StateRows.of(short, continues=True).heads == [], "a call would cost more"
+    assert StateRows.of(short, continues=True).heads == 0, "a call would cost more"
 
 
 def test_layers_that_cannot_continue_from_a_state_are_recognised() -> None:

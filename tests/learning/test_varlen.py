@@ -96,7 +96,9 @@ def test_the_variable_length_kernel_matches_rows(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo triggers it
+# dynamo triggers both.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -85,7 +85,7 @@ def watched(disk_of: Callable[[Path], Disk | None]) -> Iterator[None]:
     connect = sqlite3.connect
 
     def connected(path: Any, *arguments: Any, **options: Any) -> sqlite3.Connection:
-        connection = connect(path, *arguments, **options)
+        connection: sqlite3.Connection = connect(path, *arguments, **options)
         disk = disk_of(Path(path))
         if disk is not None:
             disk.connected(str(Path(path).relative_to(disk.path)), connection)

@@ -147,9 +147,8 @@ class ReplayModel(Model):
             expect(added <= len(ids) - again, f"{added} of {ids} were added, {again} a second time")
             self._added |= ids
         elif call == "POST /groups/take":
-            taken = msgspec.msgpack.decode(response.content)["groups"]
-            asked = orjson.loads(request.content)
-            self._take(asked, [group["id"] for group in taken])
+            taken = msgspec.msgpack.decode(response.content)["ids"]
+            self._take(orjson.loads(request.content), taken)
         elif call == "POST /groups/ack":
             self.consumed |= set(orjson.loads(request.content)["ids"])
 

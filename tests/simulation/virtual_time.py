@@ -15,11 +15,12 @@ from unittest.mock import patch
 
 import anyio.to_thread
 import fastapi.routing
+import fastapi.utils
 
 _EPOCH_S = 1.7e9
 _THREAD_S = 0.002
 """Longest time until a thread runs what it was given."""
-_model_field = functools.cache(fastapi.routing.create_model_field)
+_model_field = functools.cache(fastapi.utils.create_model_field)
 """FastAPI's description of an answer. A service that starts again has the same ones: to make them
 is half the time of a simulated run."""
 

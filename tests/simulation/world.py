@@ -26,7 +26,6 @@ from common.process import logs
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
 from common.wire.schemas import Group, Prompt
-from learning.ranks import Ranks
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from tests.simulation.disk import Disk, watched
@@ -365,7 +364,6 @@ class World:
         )
         rollouts = Rollouts(
             context,
-            Ranks(),
             loop,  # type: ignore[arg-type]
             progress=self.saved.progress,
             ground_truths=GroundTruthCheck(services, self._directory / "ground_truths.json"),
@@ -380,7 +378,7 @@ class World:
                 self._check_batch(groups, step)
                 loop.sleep(self.rng.uniform(0.0, _UPDATE_S))
                 batch = Batch.of(groups, self.config, step)
-                batch.advantages = [np.zeros(len(row.targets), np.float32) for row in batch.rows]
+                batch.advantages = [np.zeros(length, np.float32) for length in batch.lengths]
                 step += 1
                 self.trained += [(step, item.group) for item in groups if not item.reused]
                 self.story.say(f"step {step}: {[item.group.position for item in groups]}")

@@ -24,6 +24,7 @@ from services.environment.environments import Environment
 from services.environment.messages import parse_messages
 from services.environment.service import EpisodeService
 from services.environment.template import Template
+from tests.support.models.families import FAMILIES
 from tests.support.models.trap_models import CHATML, trap_session
 from tests.support.paths import ROOT
 
@@ -521,3 +522,27 @@ def test_variables_of_the_settings_reach_the_template() -> None:
     quick = Template(tokenizer, stops, {"mode": "quick"})
     assert plain.text(plain.prompt(messages, [])).startswith("think")
     assert quick.text(quick.prompt(messages, [])).startswith("quick")
+
+
+def test_tokens_are_those_of_transformers_whatever_others_set() -> None:
+    """The template uses its own copy of the tokenizer inside transformers'."""
+    texts = ["<s> don't\n\n  é ▁ 好 😀 1 , 2 .", "<|im_start|>user\nx<|im_end|>\n", " ", ""]
+    for name, family in FAMILIES.items():
+        tokenizer = family.tokenizer()
+        expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        written = [tokenizer.decode(ids, skip_special_tokens=False) for ids in expected]
+        template = Template(tokenizer, [tokenizer.eos_token_id])
+        assert template._backend is not None, name
+        tokenizer("a longer text", truncation=True, max_length=2)
+        assert [template._encode(text) for text in texts] == expected, name
+        assert [template.text(ids) for ids in expected] == written, name
+
+
+def test_the_tokens_of_a_prompt_are_kept_and_not_shared() -> None:
+    template = Template(*_tokenizer(_template(CALLS["Hermes"], "Hermes")))
+    messages = parse_messages([{"role": "user", "content": "hi"}], "messages")
+    first = template.prompt(messages, [])
+    kept = list(first)
+    first.clear()
+    assert template.prompt(messages, []) == kept
+    assert template.prompt(messages, [ADD]) != kept
