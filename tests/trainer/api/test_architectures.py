@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from learning.attention import unpackable
 from learning.layout import Packed
 from services.engine.adapters import AdapterRegistry
@@ -77,17 +77,17 @@ def adapter_of(workplace: Path) -> str:
     refusal, if it is one."""
     try:
         policy = policy_of(workplace / "model", {"lora.rank": 2})
-    except ConfigError as error:
-        return f"refused: {reason_of(error)}"
-    policy.update(prepared(policy, off_policy_groups()))
-    policy.model.eval()
-    policy.snapshots(alone=True)["."].write(workplace / "adapter")
+        policy.update(prepared(policy, off_policy_groups()))
+        policy.model.eval()
+        policy.snapshots(alone=True)["."].write(workplace / "adapter")
 
-    engine = Model(workplace / "model", 256)
-    engine.reserve(1)
-    (before,) = engine.score(TOKENS.tolist())
-    adapters = AdapterRegistry(engine.module)
-    adapters.load("adapter", workplace / "adapter")
+        engine = Model(workplace / "model", 256)
+        engine.reserve(1)
+        (before,) = engine.score(TOKENS.tolist())
+        adapters = AdapterRegistry(engine.module)
+        adapters.load("adapter", workplace / "adapter")
+    except ServiceError as error:
+        return f"refused: {reason_of(error)}"
     adapters.merge("adapter")
     (after,) = engine.score(TOKENS.tolist())
     with torch.no_grad():
@@ -97,7 +97,7 @@ def adapter_of(workplace: Path) -> str:
     return "trained"
 
 
-def reason_of(error: ConfigError) -> str:
+def reason_of(error: ServiceError) -> str:
     """Returns the part of a message that does not depend on numbers or lines of code."""
     assert error.remedy
     words, found, _ = error.message.removeprefix(UNFIT).partition(" (in ")
