@@ -213,6 +213,8 @@ def _attention(
             module, query, key, value, mask=attention_mask, scores=scores, **options
         )
         return padded, None
+    if attention_mask is not None and attention_mask.shape != segments.mask.shape:
+        raise not_packed("make a mask of their own")
     for name, option in options.items():
         if isinstance(option, Tensor) and option.is_floating_point():
             raise not_packed(f"give their attention {name}")

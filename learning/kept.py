@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+from common.errors import ConfigError
+
 log = logging.getLogger(__name__)
 _PROCESSOR_FILES = (
     "processor_config.json",
@@ -82,8 +84,15 @@ class Kept:
         """Returns where the whole model of transformers has the decoder, such as
         `model.language_model`.
         """
-        with torch.device("meta"):
-            whole: Any = AutoModelForImageTextToText.from_config(self.config)
+        try:
+            with torch.device("meta"):
+                whole: Any = AutoModelForImageTextToText.from_config(self.config)
+        except ImportError as error:
+            raise ConfigError(
+                f"an adapter is for the whole model, which transformers cannot build: {error}",
+                field="lora.rank",
+                remedy="install that package, or set lora.publish merged",
+            ) from error
         decoder_class = MODEL_MAPPING[type(language_part(self.config))]
         found: list[str] = [
             name for name, module in whole.named_modules() if type(module) is decoder_class
